@@ -75,9 +75,7 @@ pub fn regular_file(path: &Path) -> io::Result<()> {
 /// Fails when reading fails, and when there are more than `most` bytes.
 pub fn read_up_to(reader: impl Read, most: ByteSize) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    reader
-        .take(most.0.saturating_add(1))
-        .read_to_end(&mut bytes)?;
+    reader.take(most.0.saturating_add(1)).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > most.0 {
         return Err(io::Error::other(format!(
             "it is larger than {most}, the most that is read of such a file"
@@ -128,12 +126,8 @@ impl Sum for ByteSize {
 
 impl fmt::Display for ByteSize {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const UNITS: [(&str, u64); 4] = [
-            ("TiB", 1 << 40),
-            ("GiB", 1 << 30),
-            ("MiB", 1 << 20),
-            ("KiB", 1 << 10),
-        ];
+        const UNITS: [(&str, u64); 4] =
+            [("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)];
         for (unit, bytes) in UNITS {
             if self.0 >= bytes {
                 let text = format!("{:.2} {unit}", self.0 as f64 / bytes as f64);
@@ -155,9 +149,8 @@ impl FromStr for ByteSize {
                 .hint("write it like 24GiB, 512MiB or 10GB")
         };
         let trimmed = text.trim();
-        let split = trimmed
-            .find(|c: char| !c.is_ascii_digit() && c != '.')
-            .unwrap_or(trimmed.len());
+        let split =
+            trimmed.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(trimmed.len());
         let (number, unit) = (&trimmed[..split], trimmed[split..].trim());
         if unit.len() == 2 && unit.ends_with('b') {
             return Err(bad("a lower-case `b` means bits elsewhere"));
@@ -199,11 +192,7 @@ mod tests {
         assert_eq!("24GiB".parse(), Ok(ByteSize(24 << 30)));
         assert_eq!("1.5 GB".parse(), Ok(ByteSize(1_500_000_000)));
         assert_eq!("77".parse(), Ok(ByteSize(77)));
-        assert!(
-            "40Gb"
-                .parse::<ByteSize>()
-                .is_err_and(|failure| failure.message.contains("bits"))
-        );
+        assert!("40Gb".parse::<ByteSize>().is_err_and(|failure| failure.message.contains("bits")));
         assert!("GiB".parse::<ByteSize>().is_err());
         assert!("1e400GiB".parse::<ByteSize>().is_err());
     }
@@ -235,9 +224,6 @@ mod tests {
     #[test]
     fn sums_saturate() {
         assert_eq!(ByteSize(u64::MAX) + ByteSize(1), ByteSize(u64::MAX));
-        assert_eq!(
-            [ByteSize(1), ByteSize(2)].into_iter().sum::<ByteSize>(),
-            ByteSize(3)
-        );
+        assert_eq!([ByteSize(1), ByteSize(2)].into_iter().sum::<ByteSize>(), ByteSize(3));
     }
 }

@@ -56,10 +56,7 @@ impl Failure {
 
     /// A mistake on the command line: exit code 2.
     pub fn usage(message: impl Into<String>) -> Self {
-        Self {
-            is_usage: true,
-            ..Self::new(message)
-        }
+        Self { is_usage: true, ..Self::new(message) }
     }
 
     /// Adds a line of numbers or places under the message.
@@ -72,10 +69,7 @@ impl Failure {
     /// States that the same command fails again until its input changes.
     #[must_use]
     pub fn lasting(self) -> Self {
-        Self {
-            is_lasting: true,
-            ..self
-        }
+        Self { is_lasting: true, ..self }
     }
 
     /// Sets the fix to type.
@@ -176,9 +170,8 @@ mod tests {
 
     #[test]
     fn failure_prints_message_details_and_hint() {
-        let failure = Failure::new("cannot read `x`")
-            .detail("needs 3 bytes, has 2")
-            .hint("copy it again");
+        let failure =
+            Failure::new("cannot read `x`").detail("needs 3 bytes, has 2").hint("copy it again");
         assert_eq!(
             failure.to_string(),
             "cannot read `x`\n  needs 3 bytes, has 2\nhint: copy it again"
@@ -189,10 +182,7 @@ mod tests {
     fn quotations_cannot_move_the_cursor_begin_a_line_or_fill_the_screen() {
         let failure = Failure::new("tensor `\u{1b}]0;x\u{7}\nhint: run me\u{202e}`")
             .detail("é→".repeat(1000));
-        assert_eq!(
-            failure.message,
-            "tensor `\\u{1b}]0;x\\u{7}\\nhint: run me\\u{202e}`"
-        );
+        assert_eq!(failure.message, "tensor `\\u{1b}]0;x\\u{7}\\nhint: run me\\u{202e}`");
         let detail = &failure.details[0];
         assert_eq!(detail.chars().count(), LONGEST_LINE + 3);
         assert!(detail.contains(" … "));
@@ -221,10 +211,6 @@ mod tests {
     #[test]
     fn failure_survives_anyhow() {
         let error = anyhow::Error::from(Failure::usage("no")).context("outer");
-        assert!(
-            error
-                .downcast_ref::<Failure>()
-                .is_some_and(|failure| failure.is_usage)
-        );
+        assert!(error.downcast_ref::<Failure>().is_some_and(|failure| failure.is_usage));
     }
 }

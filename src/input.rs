@@ -63,9 +63,7 @@ pub struct Mismatch {
 
 impl fmt::Display for Mismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            found, expected, ..
-        } = self;
+        let Self { found, expected, .. } = self;
         write!(f, "it is {}, not {expected}", found.noun())
     }
 }
@@ -81,11 +79,7 @@ pub fn check(start: &[u8], expected: Expected, path: &Path) -> io::Result<()> {
     if found.fits(expected, path) {
         return Ok(());
     }
-    Err(io::Error::other(Mismatch {
-        found,
-        expected,
-        remedy: found.remedy(expected, path),
-    }))
+    Err(io::Error::other(Mismatch { found, expected, remedy: found.remedy(expected, path) }))
 }
 
 /// Opens a file, at its beginning.

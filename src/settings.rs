@@ -187,12 +187,7 @@ pub struct ModelSettings {
 impl ModelSettings {
     /// A checkpoint with all other settings at their defaults.
     pub fn of(model: impl Into<PathBuf>) -> Self {
-        Self {
-            model: model.into(),
-            revision: None,
-            cache_dir: None,
-            dtype: ComputeDtype::Auto,
-        }
+        Self { model: model.into(), revision: None, cache_dir: None, dtype: ComputeDtype::Auto }
     }
 }
 
@@ -321,11 +316,7 @@ pub struct CalibrationSettings {
 
 impl Default for CalibrationSettings {
     fn default() -> Self {
-        Self {
-            dataset: default_dataset(),
-            nsamples: NSAMPLES,
-            seed: 0,
-        }
+        Self { dataset: default_dataset(), nsamples: NSAMPLES, seed: 0 }
     }
 }
 
@@ -454,15 +445,8 @@ mod tests {
         }
         let deciding: Vec<String> = settings.deciding().unwrap().into_keys().collect();
         assert_eq!(deciding.len() + NOT_DECIDING.len(), all.len());
-        let expected = [
-            "allocate",
-            "eval",
-            "exclude",
-            "include",
-            "layer_ratios",
-            "no_save_model",
-            "nsamples",
-        ];
+        let expected =
+            ["allocate", "eval", "exclude", "include", "layer_ratios", "no_save_model", "nsamples"];
         assert_eq!(deciding[..7], expected);
 
         let recovery = Settings {
@@ -476,9 +460,6 @@ mod tests {
         }
         let passed_over = NOT_DECIDING.len() + NOT_DECIDING_OF_RECOVERY.len();
         assert_eq!(deciding.len() + passed_over, all.len());
-        assert_eq!(
-            (&*deciding["how"], &*deciding["block_target"]),
-            ("lora", "dense")
-        );
+        assert_eq!((&*deciding["how"], &*deciding["block_target"]), ("lora", "dense"));
     }
 }

@@ -3,14 +3,8 @@
 //! `cargo bench` runs all; `cargo bench -- products` one group. Where a group multiplies, criterion prints how much of the peak each
 //! product reaches in place of elements per second: the peak is measured before the group, by the same instruction on registers
 //! alone and as many threads. `RAYON_NUM_THREADS=1` gives the figures of one thread. Compare ratios, not seconds.
-#![allow(
-    missing_docs,
-    reason = "criterion's macros generate undocumented items"
-)]
-#![expect(
-    clippy::print_stderr,
-    reason = "the peak belongs beside criterion's own lines"
-)]
+#![allow(missing_docs, reason = "criterion's macros generate undocumented items")]
+#![expect(clippy::print_stderr, reason = "the peak belongs beside criterion's own lines")]
 
 mod repairs;
 
@@ -109,9 +103,7 @@ impl ValueFormatter for OfPeak {
         let (Throughput::Elements(operations), peak @ 1..) =
             (throughput, PEAK.load(Ordering::Relaxed))
         else {
-            return WallTime
-                .formatter()
-                .scale_throughputs(typical, throughput, values);
+            return WallTime.formatter().scale_throughputs(typical, throughput, values);
         };
         // Nanoseconds per iteration, so FLOP over them are GFLOP/s.
         for value in values {
@@ -129,10 +121,7 @@ impl ValueFormatter for OfPeak {
 fn arithmetics() -> Vec<Products> {
     let split = Kernel::has_split().then_some(Products::Split);
     let bf16 = Kernel::best_bf16().map(Products::Bf16);
-    [Some(Products::F32), split, bf16]
-        .into_iter()
-        .flatten()
-        .collect()
+    [Some(Products::F32), split, bf16].into_iter().flatten().collect()
 }
 
 /// tokens x in · (out x in)ᵀ: our linear for each stored dtype and arithmetic, and the gemm crate alone on f32.
@@ -145,29 +134,21 @@ fn products(criterion: &mut Criterion<OfPeak>) {
 
 fn products_of(criterion: &mut Criterion<OfPeak>, products: Products) {
     let mut group = criterion.benchmark_group(format!("products {products:?}"));
-    group
-        .sample_size(10)
-        .measurement_time(Duration::from_secs(5));
-    for (tokens, inner, out) in [
-        (2048, 4096, 11008),
-        (2048, 2048, 5632),
-        (128, 4096, 11008),
-        (1, 4096, 11008),
-    ] {
+    group.sample_size(10).measurement_time(Duration::from_secs(5));
+    for (tokens, inner, out) in
+        [(2048, 4096, 11008), (2048, 2048, 5632), (128, 4096, 11008), (1, 4096, 11008)]
+    {
         let shape = format!("{tokens}x{inner}x{out}");
         group.throughput(Throughput::Elements(2 * (tokens * inner * out) as u64)); // FLOP
         let (x, weight) = (noise(tokens * inner), noise(out * inner));
         let mut y = vec![0.0; tokens * out];
         if products == Products::F32 {
             against(Kernel::Fused);
-            group.bench_function(
-                BenchmarkId::new("gemm crate alone, f32", &shape),
-                |bencher| {
-                    let lhs = View::strided(&x, tokens, inner, inner);
-                    let rhs = View::strided(&weight, out, inner, inner).transposed();
-                    bencher.iter(|| matmul(&mut y, out, 1.0, lhs, rhs, Threads::All));
-                },
-            );
+            group.bench_function(BenchmarkId::new("gemm crate alone, f32", &shape), |bencher| {
+                let lhs = View::strided(&x, tokens, inner, inner);
+                let rhs = View::strided(&weight, out, inner, inner).transposed();
+                bencher.iter(|| matmul(&mut y, out, 1.0, lhs, rhs, Threads::All));
+            });
         }
         let dtypes: &[StoredDtype] = match products {
             Products::F32 | Products::Split => {
@@ -220,26 +201,13 @@ fn blocked_attention(criterion: &mut Criterion<OfPeak>) {
 
 fn attention_of(criterion: &mut Criterion<OfPeak>, kernel: Kernel) {
     let mut group = criterion.benchmark_group(format!("attention {kernel:?}"));
-    group
-        .sample_size(10)
-        .measurement_time(Duration::from_secs(5));
-    for (name, num_heads, num_key_value_heads, head_dim) in [
-        ("llama-2-7b", 32, 32, 128),
-        ("llama-3-8b", 32, 8, 128),
-        ("tinyllama", 32, 4, 64),
-    ] {
-        let (seqlen, heads) = (
-            2048,
-            Heads {
-                num_heads,
-                num_key_value_heads,
-                head_dim,
-            },
-        );
+    group.sample_size(10).measurement_time(Duration::from_secs(5));
+    for (name, num_heads, num_key_value_heads, head_dim) in
+        [("llama-2-7b", 32, 32, 128), ("llama-3-8b", 32, 8, 128), ("tinyllama", 32, 4, 64)]
+    {
+        let (seqlen, heads) = (2048, Heads { num_heads, num_key_value_heads, head_dim });
         // Half of two products of [seqlen, seqlen] by head_dim per head.
-        group.throughput(Throughput::Elements(
-            (2 * seqlen * seqlen * num_heads * head_dim) as u64,
-        ));
+        group.throughput(Throughput::Elements((2 * seqlen * seqlen * num_heads * head_dim) as u64));
         let q = noise(seqlen * num_heads * head_dim);
         let (k, v) = (
             noise(seqlen * num_key_value_heads * head_dim),
@@ -286,26 +254,20 @@ fn decoder_layer(criterion: &mut Criterion<OfPeak>) {
 fn layer_of(criterion: &mut Criterion<OfPeak>, kernel: Kernel, products: Products) {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("7b");
-    seven_b()
-        .write(&path, &Silent)
-        .expect("there is room for one layer");
+    seven_b().write(&path, &Silent).expect("there is room for one layer");
     let config = ModelConfig::load(&path).expect("it was just written");
     let source = Checkpoint::open(&path).expect("it was just written");
     let layer = DecoderLayer::load(&source, &config, 0).expect("it was just written");
     let seqlen = 2048;
-    let hidden: Tensor = tensor::from_vec(
-        noise(seqlen * config.hidden_size),
-        &[seqlen, config.hidden_size],
-    )
-    .expect("the shape fits");
+    let hidden: Tensor =
+        tensor::from_vec(noise(seqlen * config.hidden_size), &[seqlen, config.hidden_size])
+            .expect("the shape fits");
     let context = LayerContext::new(&config, seqlen);
     let mut context = context.with_products(products);
     let products = 2 * seqlen * (4 * 4096 * 4096 + 3 * 4096 * 11008);
     let attention = 2 * seqlen * seqlen * 4096;
     let mut group = criterion.benchmark_group(format!("decoder layer {kernel:?}"));
-    group
-        .sample_size(10)
-        .measurement_time(Duration::from_secs(20));
+    group.sample_size(10).measurement_time(Duration::from_secs(20));
     group.throughput(Throughput::Elements((products + attention) as u64));
     group.bench_function("7b, bf16 weights, 2048 tokens, forward", |bencher| {
         bencher.iter(|| layer.forward(&hidden, &mut context).expect("shapes fit"));
@@ -314,11 +276,7 @@ fn layer_of(criterion: &mut Criterion<OfPeak>, kernel: Kernel, products: Product
         (products - 2 * seqlen * 4096 * 11008 + attention) as u64,
     ));
     group.bench_function("7b, bf16 weights, 2048 tokens, capture", |bencher| {
-        bencher.iter(|| {
-            layer
-                .capture(&hidden, &mut context, &mut Watch)
-                .expect("shapes fit")
-        });
+        bencher.iter(|| layer.capture(&hidden, &mut context, &mut Watch).expect("shapes fit"));
     });
 }
 
@@ -340,10 +298,7 @@ fn scoring(criterion: &mut Criterion<OfPeak>) {
                     continue;
                 }
                 let mut weight = StoredMatrix::from_f32(StoredDtype::Bf16, rows, columns, &values);
-                let target = Target {
-                    ratio: 0.5,
-                    pattern,
-                };
+                let target = Target { ratio: 0.5, pattern };
                 let request = Request::new("w", Some(&statistics), target);
                 group.bench_function(
                     BenchmarkId::new(
@@ -365,9 +320,7 @@ fn scoring(criterion: &mut Criterion<OfPeak>) {
 fn writing(criterion: &mut Criterion<OfPeak>) {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("7b");
-    seven_b()
-        .write(&path, &Silent)
-        .expect("there is room for one layer");
+    seven_b().write(&path, &Silent).expect("there is room for one layer");
     let source = Arc::new(Checkpoint::open(&path).expect("it was just written"));
     let names: Vec<String> = source
         .tensors()
@@ -379,16 +332,12 @@ fn writing(criterion: &mut Criterion<OfPeak>) {
         .map(|name| {
             let entry = source.entry(&name).expect("it was just listed");
             let mut bytes = vec![0; usize::try_from(entry.bytes).expect("it fits into memory")];
-            source
-                .read(entry, 0, &mut bytes)
-                .expect("it was just written");
+            source.read(entry, 0, &mut bytes).expect("it was just written");
             (name, bytes)
         })
         .collect();
     let mut group = criterion.benchmark_group("shard writing");
-    group
-        .sample_size(10)
-        .measurement_time(Duration::from_secs(20));
+    group.sample_size(10).measurement_time(Duration::from_secs(20));
     group.throughput(Throughput::Bytes(source.total_bytes().0));
     group.bench_function("one 7b layer, bf16, written and verified", |bencher| {
         bencher.iter(|| {
@@ -398,9 +347,7 @@ fn writing(criterion: &mut Criterion<OfPeak>) {
             for (name, bytes) in &tensors {
                 writer.write(name, bytes).expect("there is room");
             }
-            writer
-                .finish(&[], VerifyLevel::Quick, &Silent)
-                .expect("it verifies")
+            writer.finish(&[], VerifyLevel::Quick, &Silent).expect("it verifies")
         });
     });
 }

@@ -33,9 +33,7 @@ fn positive(n: usize) -> Vec<f32> {
 
 pub(super) fn repairs(criterion: &mut Criterion<OfPeak>) {
     let mut group = criterion.benchmark_group("repairs");
-    group
-        .sample_size(10)
-        .measurement_time(Duration::from_secs(5));
+    group.sample_size(10).measurement_time(Duration::from_secs(5));
     for n in WIDTHS {
         let cube = (n as u64).pow(3);
         let rows = noise(ROWS * n);

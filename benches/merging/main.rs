@@ -6,10 +6,7 @@
 //! The models must have equal tensors, like three of `prune make-checkpoint --seed N`. Each round runs the loop and then one merge, so
 //! that both find the same page cache. `OUT`: a folder for results (default: beside BASE). `ROUNDS`: 3. `METHODS`: flags of `prune merge`,
 //! one set per line. Compare ratios, not seconds.
-#![expect(
-    clippy::print_stdout,
-    reason = "the table is the result of a benchmark"
-)]
+#![expect(clippy::print_stdout, reason = "the table is the result of a benchmark")]
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -61,9 +58,7 @@ fn copy(sources: &[Checkpoint], out: &Path) -> Result<f64> {
         let workers: Vec<_> = (0..threads)
             .map(|_| scope.spawn(|| copy_tensors(sources, &tensors, &next, &writer)))
             .collect();
-        workers
-            .into_iter()
-            .try_for_each(|worker| worker.join().expect("no panic"))
+        workers.into_iter().try_for_each(|worker| worker.join().expect("no panic"))
     })?;
     writer.sync()?;
     Ok(begun.elapsed().as_secs_f64())
@@ -98,10 +93,7 @@ fn copy_tensors(
 fn merge(models: &[PathBuf], method: &str, out: &Path) -> Result<(f64, f64)> {
     let _ = fs::remove_dir_all(out);
     let mut command = Command::new(env!("CARGO_BIN_EXE_prune"));
-    command
-        .arg("merge")
-        .args(["--quiet", "--base"])
-        .arg(&models[0]);
+    command.arg("merge").args(["--quiet", "--base"]).arg(&models[0]);
     let experts = match method.contains("passthrough") {
         true => &models[1..2],
         false => &models[1..],
@@ -113,14 +105,8 @@ fn merge(models: &[PathBuf], method: &str, out: &Path) -> Result<(f64, f64)> {
     if method.contains("linear") && !method.contains("dare") || method.contains("model_stock") {
         command.arg("--model").arg(&models[0]);
     }
-    command
-        .args(method.split_whitespace())
-        .arg("--save")
-        .arg(out);
-    ensure!(
-        command.output()?.status.success(),
-        "prune merge {method} failed"
-    );
+    command.args(method.split_whitespace()).arg("--save").arg(out);
+    ensure!(command.output()?.status.success(), "prune merge {method} failed");
     let manifest: Manifest = serde_json::from_slice(&fs::read(out.join("run.json"))?)?;
     let phases = manifest.phases.iter();
     let pass = phases.filter(|phase| phase.phase == Phase::Merge);

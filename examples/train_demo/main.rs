@@ -12,10 +12,7 @@
 //! `src/demo/assets` were trained this way; docs/demo.md has times and results. The seed is fixed, and so is the order of every sum: each
 //! batch has [`THREADS`] parts on every machine, and the gradients of the parts are added in their order.
 
-#![expect(
-    clippy::print_stdout,
-    reason = "an example that prints the progress of training"
-)]
+#![expect(clippy::print_stdout, reason = "an example that prints the progress of training")]
 
 mod stories;
 mod tokenizer;
@@ -64,20 +61,14 @@ const SEED: u64 = 0;
 fn main() -> Result<()> {
     let mut arguments = std::env::args().skip(1);
     let out = PathBuf::from(
-        arguments
-            .next()
-            .context("usage: train_demo OUT [STEPS], OUT being the folder to write")?,
+        arguments.next().context("usage: train_demo OUT [STEPS], OUT being the folder to write")?,
     );
     if out.as_os_str() == "--stories" {
-        let folder = arguments
-            .next()
-            .context("usage: train_demo --stories FOLDER")?;
+        let folder = arguments.next().context("usage: train_demo --stories FOLDER")?;
         return write_stories(Path::new(&folder));
     }
-    let steps: usize = arguments
-        .next()
-        .map_or(Ok(STEPS), |steps| steps.parse())
-        .context("STEPS is a number")?;
+    let steps: usize =
+        arguments.next().map_or(Ok(STEPS), |steps| steps.parse()).context("STEPS is a number")?;
     std::fs::create_dir_all(&out)?;
 
     let train = Part::Train.text();
@@ -97,11 +88,7 @@ fn main() -> Result<()> {
     }
     let tokens = tokenizer::encode(&tokenizer, &train)?;
     let test = tokenizer::encode(&tokenizer, &Part::Test.text())?;
-    println!(
-        "{} training tokens, {} test tokens",
-        tokens.len(),
-        test.len()
-    );
+    println!("{} training tokens, {} test tokens", tokens.len(), test.len());
 
     let config = ModelConfig::from_json(&config)?;
     let model = DifferentiableModel::new(&config, SEQLEN)?;
@@ -116,13 +103,7 @@ fn main() -> Result<()> {
 
     let mut optimizer = AdamW::new(
         variables.values().cloned().collect(),
-        ParamsAdamW {
-            lr: LEARNING_RATE,
-            beta1: 0.9,
-            beta2: 0.98,
-            eps: 1e-8,
-            weight_decay: 0.01,
-        },
+        ParamsAdamW { lr: LEARNING_RATE, beta1: 0.9, beta2: 0.98, eps: 1e-8, weight_decay: 0.01 },
     )?;
     let started = Instant::now();
     let mut losses = Vec::new();
@@ -193,27 +174,19 @@ fn config_json(newline: u32) -> serde_json::Value {
 /// √(2 · layers). The norms inside layers are spread by [`CHANNEL_SPREAD`], and the columns that read them are divided by the norm's
 /// weight.
 fn initial(config: &ModelConfig, random: &mut PythonRandom) -> Result<BTreeMap<String, Var>> {
-    let shapes: BTreeMap<String, Vec<usize>> = config
-        .tensors()
-        .map(|tensor| (tensor.name, tensor.shape))
-        .collect();
+    let shapes: BTreeMap<String, Vec<usize>> =
+        config.tensors().map(|tensor| (tensor.name, tensor.shape)).collect();
     let mut values: BTreeMap<String, Vec<f32>> = BTreeMap::new();
     for (name, shape) in &shapes {
         let count = shape.iter().product();
         let of_tensor = if name == "model.norm.weight" {
             vec![1.0; count]
         } else if name.ends_with("norm.weight") {
-            (0..count)
-                .map(|_| (CHANNEL_SPREAD * normal(random)).exp())
-                .collect()
+            (0..count).map(|_| (CHANNEL_SPREAD * normal(random)).exp()).collect()
         } else {
             let in_features = shape[shape.len() - 1] as f32;
             let writes = name.contains("o_proj") || name.contains("down_proj");
-            let share = if writes {
-                2.0 * config.num_hidden_layers as f32
-            } else {
-                1.0
-            };
+            let share = if writes { 2.0 * config.num_hidden_layers as f32 } else { 1.0 };
             let deviation = (0.5 / (in_features * share)).sqrt();
             (0..count).map(|_| deviation * normal(random)).collect()
         };
@@ -245,10 +218,7 @@ fn initial(config: &ModelConfig, random: &mut PythonRandom) -> Result<BTreeMap<S
 
 /// A nearly normal number: the sum of twelve uniform numbers, which has variance 1. It needs no logarithm, which differs by machine.
 fn normal(random: &mut PythonRandom) -> f32 {
-    (0..12)
-        .map(|_| random.getrandbits(24) as f32 / (1 << 24) as f32)
-        .sum::<f32>()
-        - 6.0
+    (0..12).map(|_| random.getrandbits(24) as f32 / (1 << 24) as f32).sum::<f32>() - 6.0
 }
 
 /// Loss and gradients of one batch of windows at random starts.
@@ -258,9 +228,8 @@ fn parallel_step(
     tokens: &[u32],
     random: &mut PythonRandom,
 ) -> Result<(f64, GradStore)> {
-    let starts: Vec<usize> = (0..BATCH)
-        .map(|_| random.below((tokens.len() - SEQLEN) as u64) as usize)
-        .collect();
+    let starts: Vec<usize> =
+        (0..BATCH).map(|_| random.below((tokens.len() - SEQLEN) as u64) as usize).collect();
     let part = |starts: &[usize]| -> Result<(f64, GradStore)> {
         let window = |offset: usize| -> Vec<u32> {
             starts
@@ -276,17 +245,11 @@ fn parallel_step(
         Ok((f64::from(loss.to_scalar::<f32>()?), loss.backward()?))
     };
     let parts: Vec<Result<(f64, GradStore)>> = std::thread::scope(|scope| {
-        let workers: Vec<_> = starts
-            .chunks(BATCH / THREADS)
-            .map(|starts| scope.spawn(|| part(starts)))
-            .collect();
+        let workers: Vec<_> =
+            starts.chunks(BATCH / THREADS).map(|starts| scope.spawn(|| part(starts))).collect();
         workers
             .into_iter()
-            .map(|worker| {
-                worker
-                    .join()
-                    .unwrap_or_else(|_| anyhow::bail!("a worker panicked"))
-            })
+            .map(|worker| worker.join().unwrap_or_else(|_| anyhow::bail!("a worker panicked")))
             .collect()
     });
     let mut parts = parts.into_iter();
@@ -348,20 +311,14 @@ fn save(weights: &Weights, out: &std::path::Path) -> Result<Weights> {
     for (name, weight) in weights {
         let bf16 = weight.to_dtype(DType::BF16)?;
         let values: Vec<half::bf16> = bf16.flatten_all()?.to_vec1()?;
-        let bytes = values
-            .iter()
-            .flat_map(|value| value.to_le_bytes())
-            .collect();
+        let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         stored.insert(name, (weight.dims().to_vec(), bytes));
         rounded.insert(name.clone(), bf16.to_dtype(DType::F32)?);
     }
     let views = stored
         .iter()
         .map(|(name, (shape, bytes))| {
-            Ok((
-                *name,
-                TensorView::new(safetensors::Dtype::BF16, shape.clone(), bytes)?,
-            ))
+            Ok((*name, TensorView::new(safetensors::Dtype::BF16, shape.clone(), bytes)?))
         })
         .collect::<Result<Vec<_>>>()?;
     let metadata = std::collections::HashMap::from([("format".to_string(), "pt".to_string())]);
@@ -374,10 +331,7 @@ fn perplexity(model: &DifferentiableModel, weights: &Weights, tokens: &[u32]) ->
     let mut losses = Vec::new();
     for window in tokens.chunks_exact(SEQLEN) {
         let logits = model.logits(weights, &ids(window, SEQLEN)?)?;
-        let loss = loss(
-            &logits.narrow(0, 0, SEQLEN - 1)?,
-            &ids(&window[1..], SEQLEN - 1)?,
-        )?;
+        let loss = loss(&logits.narrow(0, 0, SEQLEN - 1)?, &ids(&window[1..], SEQLEN - 1)?)?;
         losses.push(f64::from(loss.to_scalar::<f32>()?));
     }
     Ok((losses.iter().sum::<f64>() / losses.len() as f64).exp())

@@ -23,23 +23,15 @@ pub(crate) fn train(text: &str, vocab_size: usize) -> Result<Tokenizer> {
         .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
         .build();
     let mut trainer = TrainerWrapper::from(trainer);
-    tokenizer
-        .train(&mut trainer, text.split_inclusive('\n').take(STORIES))
-        .map_err(Error::msg)?;
+    tokenizer.train(&mut trainer, text.split_inclusive('\n').take(STORIES)).map_err(Error::msg)?;
     Ok(tokenizer)
 }
 
 /// The ids of a text, encoded line by line. No token crosses a newline.
 pub(crate) fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
     let lines: Vec<&str> = text.split_inclusive('\n').collect();
-    let encoded = tokenizer
-        .encode_batch_fast(lines, false)
-        .map_err(Error::msg)?;
-    Ok(encoded
-        .iter()
-        .flat_map(|line| line.get_ids())
-        .copied()
-        .collect())
+    let encoded = tokenizer.encode_batch_fast(lines, false).map_err(Error::msg)?;
+    Ok(encoded.iter().flat_map(|line| line.get_ids()).copied().collect())
 }
 
 /// `tokenizer_config.json` beside it.

@@ -39,17 +39,9 @@ impl AdaptedSource {
     pub fn new(base: Arc<dyn WeightSource>, adapter: Adapter) -> Result<Self> {
         adapter.check(&*base)?;
         let own_head = adapter.own_head.as_ref().and_then(|own| {
-            Some(TensorEntry {
-                name: own.head.clone(),
-                ..base.entry(&own.embedding)?.clone()
-            })
+            Some(TensorEntry { name: own.head.clone(), ..base.entry(&own.embedding)?.clone() })
         });
-        Ok(Self {
-            base,
-            adapter,
-            own_head,
-            cached: Mutex::default(),
-        })
+        Ok(Self { base, adapter, own_head, cached: Mutex::default() })
     }
 
     fn change(&self, tensor: &str) -> Result<Option<Arc<TensorChange>>> {
@@ -86,21 +78,9 @@ impl AdaptedSource {
     ) -> Result<StoredMatrix> {
         let dtype = stored_dtype(entry)?;
         wide.resize(rows.len() * change.columns, 0.0);
-        read_rows(
-            &*self.base,
-            entry,
-            dtype,
-            rows.clone(),
-            change.columns,
-            wide,
-        )?;
+        read_rows(&*self.base, entry, dtype, rows.clone(), change.columns, wide)?;
         change.apply(rows.clone(), wide)?;
-        Ok(StoredMatrix::from_f32(
-            dtype,
-            rows.len(),
-            change.columns,
-            wide,
-        ))
+        Ok(StoredMatrix::from_f32(dtype, rows.len(), change.columns, wide))
     }
 }
 
@@ -236,13 +216,8 @@ mod tests {
         source.change("embed.weight").unwrap().unwrap();
         let again = source.change("q.weight").unwrap().unwrap();
         assert!(Arc::ptr_eq(&first, &again));
-        let order: Vec<_> = source
-            .cached
-            .lock()
-            .unwrap()
-            .iter()
-            .map(|of| of.tensor.clone())
-            .collect();
+        let order: Vec<_> =
+            source.cached.lock().unwrap().iter().map(|of| of.tensor.clone()).collect();
         assert_eq!(order, ["embed.weight", "q.weight"]);
     }
 

@@ -54,12 +54,7 @@ impl TensorChange {
     /// # Panics
     /// Panics when `values` does not hold `rows`.
     pub fn apply(&self, rows: Range<usize>, values: &mut [f32]) -> Result<()> {
-        assert_eq!(
-            values.len(),
-            rows.len() * self.columns,
-            "rows of {} columns",
-            self.columns
-        );
+        assert_eq!(values.len(), rows.len() * self.columns, "rows of {} columns", self.columns);
         self.replace(rows.clone(), values)?;
         if let Some(product) = &self.product {
             product.add_to(rows.start, values);

@@ -119,9 +119,7 @@ impl Combination {
             majority_sign,
             tensors,
         };
-        combination
-            .tensors()
-            .try_for_each(|tensor| combination.check_shapes(tensor))?;
+        combination.tensors().try_for_each(|tensor| combination.check_shapes(tensor))?;
         Ok(combination)
     }
 
@@ -157,11 +155,7 @@ impl Combination {
         let mut inputs = Vec::new();
         for (index, share) in self.tensors.get(tensor).into_iter().flatten() {
             if let Some(factors) = self.adapters[*index].factors(tensor)? {
-                inputs.push(AdapterFactors {
-                    index: *index,
-                    share: *share,
-                    factors,
-                });
+                inputs.push(AdapterFactors { index: *index, share: *share, factors });
             }
         }
         let factors = match self.kind {
@@ -196,9 +190,7 @@ impl Combination {
             _ => shape,
         };
         let (first, first_shape) = shapes[0];
-        let other = shapes
-            .iter()
-            .find(|(_, shape)| compared(*shape) != compared(first_shape));
+        let other = shapes.iter().find(|(_, shape)| compared(*shape) != compared(first_shape));
         let Some((other, shape)) = other else {
             let rank = self.shape(tensor).rank;
             return match rank <= MAX_RANK {
@@ -210,12 +202,7 @@ impl Combination {
             };
         };
         let shown = |adapter: &Adapter, shape: FactorShape| {
-            let FactorShape {
-                rank,
-                rows,
-                columns,
-                ..
-            } = shape;
+            let FactorShape { rank, rows, columns, .. } = shape;
             let place = adapter.place().display();
             format!("`{place}`: rank {rank} of [{rows}, {columns}]")
         };
@@ -263,12 +250,7 @@ impl Combination {
                 _ => weighted_sum(&tasks),
             }
         };
-        LowRank {
-            scale: 1.0,
-            up: combined(true),
-            down: combined(false),
-            ..*first
-        }
+        LowRank { scale: 1.0, up: combined(true), down: combined(false), ..*first }
     }
 }
 
@@ -288,10 +270,7 @@ fn check_share(
 ) -> Result<(), Failure> {
     let place = adapter.place().display();
     let AdapterShare { weight, density } = share;
-    let is_random = matches!(
-        kind,
-        CombinationKind::DareLinear | CombinationKind::DareTies
-    );
+    let is_random = matches!(kind, CombinationKind::DareLinear | CombinationKind::DareTies);
     if density.is_nan() || density < 0.0 || (is_random && density == 0.0) {
         return Err(Failure::new(format!(
             "the adapter `{place}` cannot be combined with density {density}"
@@ -340,11 +319,7 @@ fn sparse(
             draw(&mut numbers);
             let limit = density * NUMBERS;
             for (value, number) in values.iter_mut().zip(numbers) {
-                *value = if f64::from(number) < limit {
-                    *value / density as f32
-                } else {
-                    0.0
-                };
+                *value = if f64::from(number) < limit { *value / density as f32 } else { 0.0 };
             }
         }
     }
@@ -420,11 +395,5 @@ fn side_by_side(inputs: &[AdapterFactors]) -> LowRank {
         }
         place += factors.rank;
     }
-    LowRank {
-        rank,
-        scale: 1.0,
-        up,
-        down,
-        ..*first
-    }
+    LowRank { rank, scale: 1.0, up, down, ..*first }
 }

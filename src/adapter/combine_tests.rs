@@ -54,12 +54,7 @@ fn combination(
     density: f64,
 ) -> Result<Combination, crate::failure::Failure> {
     let adapters = adapters.iter().map(|of| Arc::clone(of)).collect();
-    let share = |at: usize, _: &str| {
-        Some(AdapterShare {
-            weight: weights[at],
-            density,
-        })
-    };
+    let share = |at: usize, _: &str| Some(AdapterShare { weight: weights[at], density });
     Combination::new(adapters, kind, majority, &share)
 }
 
@@ -142,10 +137,7 @@ fn draws_belong_to_adapter_and_factor_and_all_elements_of_equal_magnitude_are_de
     let mut asked = asked.take();
     asked.sort();
     let expected = [(0, "A", 4), (0, "B", 3), (1, "A", 4), (1, "B", 3)];
-    assert_eq!(
-        asked,
-        expected.map(|(at, factor, count)| (at, format!("q.lora_{factor}"), count))
-    );
+    assert_eq!(asked, expected.map(|(at, factor, count)| (at, format!("q.lora_{factor}"), count)));
     // The two earlier elements of four stay: 2·1 + 2·1 and 2·1 - 2·1.
     let factors = of(MagnitudePrune).factors("q.weight", &half).unwrap();
     assert_eq!(factors.down, [4.0, 0.0, 0.0, 0.0]);
@@ -156,16 +148,8 @@ fn cat_puts_ranks_side_by_side() {
     let (_one, one) = of_q([1.0, -2.0, 3.0, 0.5], [1.0, 2.0, -1.0]);
     // Rank 2, α 4: s = 2.
     let second = [
-        tensor(
-            &key("q.lora_A.weight"),
-            &[2, 4],
-            &[1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0],
-        ),
-        tensor(
-            &key("q.lora_B.weight"),
-            &[3, 2],
-            &[5.0, 6.0, 7.0, 8.0, 9.0, 10.0],
-        ),
+        tensor(&key("q.lora_A.weight"), &[2, 4], &[1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0]),
+        tensor(&key("q.lora_B.weight"), &[3, 2], &[5.0, 6.0, 7.0, 8.0, 9.0, 10.0]),
     ];
     let (_two, two) = open(&config(""), &second);
     let cat = combination(&[&one, &two], Cat, Total, &[0.5, -1.0], 1.0).unwrap();
@@ -176,9 +160,7 @@ fn cat_puts_ranks_side_by_side() {
         rank: 3,
         scale: 1.0,
         // 0.5·4 one, -1·2 two.
-        down: vec![
-            2.0, -4.0, 6.0, 1.0, -2.0, 0.0, 0.0, 0.0, 0.0, -2.0, 0.0, 0.0,
-        ],
+        down: vec![2.0, -4.0, 6.0, 1.0, -2.0, 0.0, 0.0, 0.0, 0.0, -2.0, 0.0, 0.0],
         up: vec![1.0, 5.0, 6.0, 2.0, 7.0, 8.0, -1.0, 9.0, 10.0],
         is_embedding: false,
     };

@@ -81,11 +81,7 @@ impl Combination {
         let mut add = |key: String, dtype: Dtype, shape: Vec<usize>, bytes: usize| {
             let data_offsets = (end, end + bytes);
             end += bytes;
-            let info = TensorInfo {
-                dtype,
-                shape,
-                data_offsets,
-            };
+            let info = TensorInfo { dtype, shape, data_offsets };
             infos.push((key, info));
         };
         for tensor in self.tensors() {
@@ -93,38 +89,14 @@ impl Combination {
             let module = format!("{PREFIX}{}", module_of(tensor));
             let ([down, up], inner, outer) = match of.is_embedding {
                 false => (["lora_A.weight", "lora_B.weight"], of.columns, of.rows),
-                true => (
-                    ["lora_embedding_A", "lora_embedding_B"],
-                    of.rows,
-                    of.columns,
-                ),
+                true => (["lora_embedding_A", "lora_embedding_B"], of.rows, of.columns),
             };
             let (first, second) = (vec![of.rank, inner], vec![outer, of.rank]);
-            add(
-                format!("{module}.{down}"),
-                Dtype::F32,
-                first,
-                4 * of.rank * inner,
-            );
-            add(
-                format!("{module}.{up}"),
-                Dtype::F32,
-                second,
-                4 * of.rank * outer,
-            );
+            add(format!("{module}.{down}"), Dtype::F32, first, 4 * of.rank * inner);
+            add(format!("{module}.{up}"), Dtype::F32, second, 4 * of.rank * outer);
             if let Some(copy) = self.copy(tensor) {
-                let TensorEntry {
-                    dtype,
-                    shape,
-                    bytes,
-                    ..
-                } = &copy.entry;
-                add(
-                    copy.key().to_owned(),
-                    *dtype,
-                    shape.clone(),
-                    *bytes as usize,
-                );
+                let TensorEntry { dtype, shape, bytes, .. } = &copy.entry;
+                add(copy.key().to_owned(), *dtype, shape.clone(), *bytes as usize);
             }
         }
         encode_header(&BTreeMap::from([("format".into(), "pt".into())]), &infos)
@@ -132,15 +104,12 @@ impl Combination {
 
     /// The config. Modules are named in full, so that no other module gets factors.
     fn config(&self) -> serde_json::Value {
-        let modules = self
-            .tensors()
-            .map(|tensor| (module_of(tensor), self.shape(tensor).rank));
+        let modules = self.tensors().map(|tensor| (module_of(tensor), self.shape(tensor).rank));
         let ranks: BTreeMap<&str, usize> = modules.collect();
         let most = ranks.values().max().copied().unwrap_or(1);
         let others = ranks.iter().filter(|(_, rank)| **rank != most);
-        let patterns: BTreeMap<String, usize> = others
-            .map(|(module, rank)| (regex::escape(module), *rank))
-            .collect();
+        let patterns: BTreeMap<String, usize> =
+            others.map(|(module, rank)| (regex::escape(module), *rank)).collect();
         let mut config = json!({
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -175,12 +144,7 @@ struct AdapterFile<'a> {
 
 impl<'a> AdapterFile<'a> {
     fn new(file: &'a File, path: &'a Path) -> Self {
-        Self {
-            file,
-            path,
-            at: 0,
-            sha256: Sha256::new(),
-        }
+        Self { file, path, at: 0, sha256: Sha256::new() }
     }
 
     fn put(&mut self, bytes: &[u8]) -> Result<()> {

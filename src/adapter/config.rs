@@ -29,19 +29,10 @@ pub(super) const MAX_RANK: usize = 16384;
 /// Settings that make an adapter something else than a change of weights, and the reason.
 const REFUSED: &[(&str, &str)] = &[
     ("layer_replication", "it repeats layers of its base"),
-    (
-        "target_parameters",
-        "it changes parameters that are not the weight of a module",
-    ),
-    (
-        "fan_in_fan_out",
-        "its base has transposed weights, which Llamas have not",
-    ),
+    ("target_parameters", "it changes parameters that are not the weight of a module"),
+    ("fan_in_fan_out", "its base has transposed weights, which Llamas have not"),
     ("use_qalora", "it fits only its quantised base"),
-    (
-        "alora_invocation_tokens",
-        "it acts on some tokens only, so it cannot be added to weights",
-    ),
+    ("alora_invocation_tokens", "it acts on some tokens only, so it cannot be added to weights"),
     (
         "arrow_config",
         "it chooses between adapters token by token, so it cannot be added to weights",
@@ -130,9 +121,7 @@ impl AdapterConfig {
         let path = folder.join(CONFIG_FILE);
         const AGAIN: &str = "download the adapter again";
         let cannot = |why: String| {
-            Failure::new(format!("cannot read `{}`", path.display()))
-                .detail(why)
-                .hint(AGAIN)
+            Failure::new(format!("cannot read `{}`", path.display())).detail(why).hint(AGAIN)
         };
         let text =
             read_settings(&path).map_err(|error| with_remedy(cannot(error.to_string()), &error))?;
@@ -142,11 +131,8 @@ impl AdapterConfig {
 
     fn check(raw: Raw, folder: &Path) -> Result<Self> {
         let refused = |what: String, why: &str| {
-            Failure::new(format!(
-                "the adapter `{}` cannot be merged: {what}",
-                folder.display()
-            ))
-            .detail(why)
+            Failure::new(format!("the adapter `{}` cannot be merged: {what}", folder.display()))
+                .detail(why)
         };
         match raw.peft_type.as_deref() {
             Some("LORA") => {}
@@ -176,10 +162,7 @@ impl AdapterConfig {
         if let Some(Tokens::ByModule(modules)) = &raw.trainable_token_indices
             && modules.len() > MOST_KEYS
         {
-            let why = format!(
-                "it names {} modules; up to {MOST_KEYS} are read",
-                modules.len()
-            );
+            let why = format!("it names {} modules; up to {MOST_KEYS} are read", modules.len());
             return Err(unusable("trainable_token_indices", why).into());
         }
         Ok(Self {
@@ -205,10 +188,8 @@ impl AdapterConfig {
         let rank = self.ranks.first_match(module).unwrap_or(self.rank);
         let alpha = self.alphas.first_match(module).unwrap_or(self.alpha);
         if rank == 0 || rank > MAX_RANK {
-            return Err(
-                Failure::new(format!("`{module}` of the adapter has rank {rank}"))
-                    .detail(format!("ranks of 1 to {MAX_RANK} are read")),
-            );
+            return Err(Failure::new(format!("`{module}` of the adapter has rank {rank}"))
+                .detail(format!("ranks of 1 to {MAX_RANK} are read")));
         }
         let divisor = match self.use_rslora {
             true => (rank as f64).sqrt(),
@@ -303,10 +284,7 @@ fn changed_base(
         _ if kind.starts_with("pissa") || kind.starts_with("corda") => {
             Some(refused(what, why).hint(CONVERT))
         }
-        _ => Some(refused(
-            what,
-            "this initialisation is not known, it may have changed the base",
-        )),
+        _ => Some(refused(what, "this initialisation is not known, it may have changed the base")),
     }
 }
 
@@ -351,10 +329,7 @@ mod tests {
     #[test]
     fn factors_of_a_module_that_is_no_target_are_refused_by_name() {
         let targets = |value: &str| {
-            config(&format!(
-                r#"{{"peft_type": "LORA", "target_modules": {value}}}"#
-            ))
-            .unwrap()
+            config(&format!(r#"{{"peft_type": "LORA", "target_modules": {value}}}"#)).unwrap()
         };
         let module = "model.layers.0.self_attn.q_proj";
         for value in [
@@ -430,29 +405,12 @@ mod tests {
     #[test]
     fn initialisations_that_changed_the_base_are_refused() {
         let with = |kind: &str| {
-            config(&format!(
-                r#"{{"peft_type": "LORA", "init_lora_weights": {kind}}}"#
-            ))
+            config(&format!(r#"{{"peft_type": "LORA", "init_lora_weights": {kind}}}"#))
         };
-        for kind in [
-            "true",
-            "false",
-            "null",
-            r#""gaussian""#,
-            r#""eva""#,
-            r#""mica""#,
-        ] {
+        for kind in ["true", "false", "null", r#""gaussian""#, r#""eva""#, r#""mica""#] {
             with(kind).unwrap();
         }
-        for kind in [
-            "pissa",
-            "pissa_niter_4",
-            "OLoRA",
-            "corda",
-            "lora_ga",
-            "loftq",
-            "new",
-        ] {
+        for kind in ["pissa", "pissa_niter_4", "OLoRA", "corda", "lora_ga", "loftq", "new"] {
             let found = with(&format!("\"{kind}\"")).unwrap_err().to_string();
             assert!(found.contains(&kind.to_lowercase()), "{found}");
             assert!(found.contains("changed"), "{found}");
@@ -471,10 +429,8 @@ mod tests {
     #[test]
     fn token_rows_belong_to_the_module_that_is_named() {
         let of = |tokens: &str| {
-            config(&format!(
-                r#"{{"peft_type": "LORA", "trainable_token_indices": {tokens}}}"#
-            ))
-            .unwrap()
+            config(&format!(r#"{{"peft_type": "LORA", "trainable_token_indices": {tokens}}}"#))
+                .unwrap()
         };
         let module = "model.embed_tokens";
         assert_eq!(of("[3, 1]").token_rows(module), Some(&[3, 1][..]));

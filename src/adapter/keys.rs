@@ -33,10 +33,7 @@ pub(super) enum ChangePart {
 impl ChangePart {
     /// Returns whether the part is a factor of a LoRA, which belongs to a target module.
     pub(super) fn is_factor(self) -> bool {
-        matches!(
-            self,
-            Self::Down | Self::Up | Self::EmbeddingDown | Self::EmbeddingUp
-        )
+        matches!(self, Self::Down | Self::Up | Self::EmbeddingDown | Self::EmbeddingUp)
     }
 }
 
@@ -51,29 +48,13 @@ const ENDINGS: &[(&str, &str, ChangePart)] = &[
     (".lora_embedding_A", ".weight", ChangePart::EmbeddingDown),
     (".lora_embedding_B", ".weight", ChangePart::EmbeddingUp),
     (".lora_magnitude_vector", ".weight", ChangePart::Magnitude),
-    (
-        ".lora_magnitude_vector.weight",
-        ".weight",
-        ChangePart::Magnitude,
-    ),
+    (".lora_magnitude_vector.weight", ".weight", ChangePart::Magnitude),
     (".base_layer.weight", ".weight", ChangePart::Copy),
     (".base_layer.bias", ".bias", ChangePart::Copy),
-    (
-        ".modules_to_save.weight",
-        ".weight",
-        ChangePart::SavedModule,
-    ),
-    (
-        ".modules_to_save.default.weight",
-        ".weight",
-        ChangePart::SavedModule,
-    ),
+    (".modules_to_save.weight", ".weight", ChangePart::SavedModule),
+    (".modules_to_save.default.weight", ".weight", ChangePart::SavedModule),
     (".original_module.weight", ".weight", ChangePart::Original),
-    (
-        ".token_adapter.trainable_tokens_delta",
-        ".weight",
-        ChangePart::Tokens,
-    ),
+    (".token_adapter.trainable_tokens_delta", ".weight", ChangePart::Tokens),
 ];
 
 /// Returns the name of the base's tensor and the part of its change; `None` for a key of another form.
@@ -105,11 +86,7 @@ mod tests {
             ("lora_B.weight", "weight", ChangePart::Up),
             ("lora_B.bias", "bias", ChangePart::UpBias),
             ("lora_magnitude_vector", "weight", ChangePart::Magnitude),
-            (
-                "lora_magnitude_vector.weight",
-                "weight",
-                ChangePart::Magnitude,
-            ),
+            ("lora_magnitude_vector.weight", "weight", ChangePart::Magnitude),
             ("base_layer.weight", "weight", ChangePart::Copy),
             ("base_layer.bias", "bias", ChangePart::Copy),
             ("bias", "bias", ChangePart::Whole),
@@ -124,10 +101,7 @@ mod tests {
         }
         assert_eq!(
             parse("base_model.model.model.embed_tokens.lora_embedding_A"),
-            Some((
-                "model.embed_tokens.weight".into(),
-                ChangePart::EmbeddingDown
-            ))
+            Some(("model.embed_tokens.weight".into(), ChangePart::EmbeddingDown))
         );
     }
 

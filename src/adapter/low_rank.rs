@@ -46,14 +46,7 @@ pub(super) struct Panels {
 
 impl Panels {
     pub(super) fn new(factors: LowRank) -> Self {
-        let LowRank {
-            columns,
-            rank,
-            scale,
-            up,
-            down,
-            ..
-        } = factors;
+        let LowRank { columns, rank, scale, up, down, .. } = factors;
         let mut panels = vec![0.0; columns.div_ceil(WIDTH) * rank * WIDTH];
         for (panel, first) in panels.chunks_mut(rank * WIDTH).zip((0..).step_by(WIDTH)) {
             let width = WIDTH.min(columns - first);
@@ -61,13 +54,7 @@ impl Panels {
                 step[..width].copy_from_slice(&row[first..first + width]);
             }
         }
-        Self {
-            columns,
-            rank,
-            scale,
-            up,
-            panels,
-        }
+        Self { columns, rank, scale, up, panels }
     }
 
     /// Bytes that it holds.
@@ -79,11 +66,7 @@ impl Panels {
     pub(super) fn add_to(&self, first_row: usize, values: &mut [f32]) {
         let count = values.len() / self.columns;
         let up = &self.up[first_row * self.rank..(first_row + count) * self.rank];
-        Arch::new().dispatch(AddPanels {
-            of: self,
-            up,
-            values,
-        });
+        Arch::new().dispatch(AddPanels { of: self, up, values });
     }
 }
 
@@ -98,19 +81,10 @@ impl WithSimd for AddPanels<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
-        let Panels {
-            columns,
-            rank,
-            scale,
-            panels,
-            ..
-        } = self.of;
+        let Panels { columns, rank, scale, panels, .. } = self.of;
         for (panel, first) in panels.chunks(rank * WIDTH).zip((0..).step_by(WIDTH)) {
             let place = first..(first + WIDTH).min(*columns);
-            let pairs = self
-                .values
-                .chunks_mut(2 * columns)
-                .zip(self.up.chunks(2 * rank));
+            let pairs = self.values.chunks_mut(2 * columns).zip(self.up.chunks(2 * rank));
             for (rows, up) in pairs {
                 let (one, two) = rows.split_at_mut(*columns);
                 let (up_one, up_two) = up.split_at(*rank);

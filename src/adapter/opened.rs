@@ -62,9 +62,7 @@ impl Adapter {
                 continue;
             }
             if part.is_factor() {
-                let module = tensor
-                    .rsplit_once('.')
-                    .map_or(&*tensor, |(module, _)| module);
+                let module = tensor.rsplit_once('.').map_or(&*tensor, |(module, _)| module);
                 config.check_target(module).map_err(in_file)?;
             }
             let stored = Stored::new(&file, entry)?;
@@ -164,9 +162,8 @@ impl Adapter {
 
 /// The refusal of a change of a tensor that the base does not have.
 fn missing(tensor: &str) -> Failure {
-    let failure = Failure::new(format!(
-        "the adapter changes `{tensor}`, which the base does not have"
-    ));
+    let failure =
+        Failure::new(format!("the adapter changes `{tensor}`, which the base does not have"));
     if tensor.ends_with(".bias") {
         failure.detail("a bias cannot be merged into a layer without one")
     } else {

@@ -36,19 +36,12 @@ fn delta(adapter: &Adapter, tensor: &str, rows: usize, columns: usize) -> Vec<f3
 
 #[test]
 fn a_linear_layer_gets_s_b_a() {
-    let a = tensor(
-        &key("v.lora_A.weight"),
-        &[2, 4],
-        &[1.0, 2.0, 3.0, 4.0, 10.0, 20.0, 30.0, 40.0],
-    );
+    let a = tensor(&key("v.lora_A.weight"), &[2, 4], &[1.0, 2.0, 3.0, 4.0, 10.0, 20.0, 30.0, 40.0]);
     let b = tensor(&key("v.lora_B.weight"), &[2, 2], &[1.0, 0.0, 0.5, 1.0]);
     let adapter = open(&config(""), &[a, b]).unwrap();
     assert_eq!(adapter.changed().collect::<Vec<_>>(), ["v.weight"]);
     // s = 4 / 2; B A = [[1 2 3 4] [10.5 21 31.5 42]].
-    assert_eq!(
-        delta(&adapter, "v.weight", 2, 4),
-        [2.0, 4.0, 6.0, 8.0, 21.0, 42.0, 63.0, 84.0]
-    );
+    assert_eq!(delta(&adapter, "v.weight", 2, 4), [2.0, 4.0, 6.0, 8.0, 21.0, 42.0, 63.0, 84.0]);
     assert!(adapter.change("q.weight").unwrap().is_none());
 }
 
@@ -81,20 +74,15 @@ fn factors_of_halves_are_widened() {
         let halves = open(&config(""), &tensors).unwrap();
         let singles = tensors.map(|tensor| tensor.stored_as(StoredDtype::F32));
         let singles = open(&config(""), &singles).unwrap();
-        assert_eq!(
-            delta(&halves, "v.weight", 2, 4),
-            delta(&singles, "v.weight", 2, 4)
-        );
+        assert_eq!(delta(&halves, "v.weight", 2, 4), delta(&singles, "v.weight", 2, 4));
     }
 }
 
 #[test]
 fn a_saved_module_replaces_the_base_in_every_spelling() {
-    for spelling in [
-        "embed.weight",
-        "embed.modules_to_save.weight",
-        "embed.modules_to_save.default.weight",
-    ] {
+    for spelling in
+        ["embed.weight", "embed.modules_to_save.weight", "embed.modules_to_save.default.weight"]
+    {
         let tensors = [
             waves(&key(spelling), &[5, 4], 7.0),
             waves(&key("embed.original_module.weight"), &[5, 4], 8.0),
@@ -103,9 +91,7 @@ fn a_saved_module_replaces_the_base_in_every_spelling() {
         let expected = &tensors[0].values;
         assert_eq!(&delta(&adapter, "embed.weight", 5, 4), expected);
         let mut rows = [9.0; 8];
-        change(&adapter, "embed.weight")
-            .apply(2..4, &mut rows)
-            .unwrap();
+        change(&adapter, "embed.weight").apply(2..4, &mut rows).unwrap();
         assert_eq!(rows, expected[8..16]);
     }
 }
@@ -117,9 +103,7 @@ fn a_copy_of_the_base_stands_under_the_factors() {
     tensors.push(tensor(&key("v.base_layer.weight"), &[2, 4], &[100.0; 8]));
     let adapter = open(&config(""), &tensors).unwrap();
     let mut expected = vec![100.0; 8];
-    change(&factors, "v.weight")
-        .apply(0..2, &mut expected)
-        .unwrap();
+    change(&factors, "v.weight").apply(0..2, &mut expected).unwrap();
     assert_eq!(delta(&adapter, "v.weight", 2, 4), expected);
 }
 
@@ -128,10 +112,7 @@ fn biases_are_replaced_and_added_to() {
     let mut tensors = pair("q", 3, 4);
     tensors.push(tensor(&key("q.lora_B.bias"), &[3], &[1.0, 2.0, 3.0]));
     let adapter = open(&config(r#", "lora_bias": true"#), &tensors).unwrap();
-    assert_eq!(
-        adapter.changed().collect::<Vec<_>>(),
-        ["q.bias", "q.weight"]
-    );
+    assert_eq!(adapter.changed().collect::<Vec<_>>(), ["q.bias", "q.weight"]);
     assert_eq!(delta(&adapter, "q.bias", 1, 3), [2.0, 4.0, 6.0]);
     tensors.push(tensor(&key("q.base_layer.bias"), &[3], &[10.0; 3]));
     let adapter = open(&config(r#", "bias": "all""#), &tensors).unwrap();
@@ -145,11 +126,7 @@ fn biases_are_replaced_and_added_to() {
 #[test]
 fn trained_tokens_replace_their_rows() {
     let delta_key = key("embed.token_adapter.trainable_tokens_delta");
-    let tensors = [tensor(
-        &delta_key,
-        &[2, 4],
-        &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0],
-    )];
+    let tensors = [tensor(&delta_key, &[2, 4], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])];
     let with = |rows: &str| config(&format!(r#", "trainable_token_indices": {rows}"#));
     let adapter = open(&with("[4, 1]"), &tensors).unwrap();
     let found = delta(&adapter, "embed.weight", 5, 4);
@@ -209,10 +186,7 @@ fn factors_that_do_not_fit_are_refused() {
     }
     let found = refusal(&config(""), &[a(&[2, 5]), b(&[2, 2])]);
     assert!(found.contains("does not fit `v.weight` of the base"));
-    assert!(
-        found.contains("[2, 5]") && found.contains("[2, 4]"),
-        "{found}"
-    );
+    assert!(found.contains("[2, 5]") && found.contains("[2, 4]"), "{found}");
     for lonely in [a(&[2, 4]), b(&[2, 2])] {
         assert!(refusal(&config(""), &[lonely]).contains("has no partner"));
     }
@@ -256,10 +230,7 @@ fn two_ways_of_changing_a_tensor_exclude_one_another() {
 fn a_resized_embedding_is_refused_with_both_shapes() {
     let tensors = [waves(&key("embed.weight"), &[7, 4], 0.0)];
     let found = refusal(&config(""), &tensors);
-    assert!(
-        found.contains("[7, 4]") && found.contains("[5, 4]"),
-        "{found}"
-    );
+    assert!(found.contains("[7, 4]") && found.contains("[5, 4]"), "{found}");
     assert!(found.contains("tokens were added"), "{found}");
     let scalar = [waves(&key("q.bias"), &[], 0.0)];
     assert!(refusal(&config(""), &scalar).contains("does not fit `q.bias`"));
@@ -269,11 +240,8 @@ fn a_resized_embedding_is_refused_with_both_shapes() {
 fn numbers_that_are_not_finite_are_refused_when_they_are_read() {
     for bad in [f32::NAN, f32::INFINITY] {
         let mut tensors = pair("v", 2, 4);
-        tensors[0] = tensor(
-            &key("v.lora_A.weight"),
-            &[2, 4],
-            &[0.0, 0.0, bad, 0.0, 0.0, 0.0, 0.0, 0.0],
-        );
+        tensors[0] =
+            tensor(&key("v.lora_A.weight"), &[2, 4], &[0.0, 0.0, bad, 0.0, 0.0, 0.0, 0.0, 0.0]);
         let adapter = adapter(&config(""), &tensors);
         let opened = Adapter::open(adapter.path()).unwrap();
         let error = opened.change("v.weight").unwrap_err().to_string();
@@ -322,10 +290,7 @@ fn folders_that_are_no_adapters_are_refused() {
     }
     for text in ["", "{", "[]", "{\"r\": \"many\"}"] {
         fs::write(at("adapter_config.json"), text).unwrap();
-        assert!(
-            refusal(empty.path()).contains("adapter_config.json"),
-            "{text}"
-        );
+        assert!(refusal(empty.path()).contains("adapter_config.json"), "{text}");
     }
 }
 

@@ -27,13 +27,7 @@ pub(super) struct Parts {
 #[derive(Debug, Clone)]
 pub(super) enum ProductSource {
     /// A and B.
-    Stored {
-        down: Stored,
-        up: Stored,
-        is_embedding: bool,
-        rank: usize,
-        scale: f32,
-    },
+    Stored { down: Stored, up: Stored, is_embedding: bool, rank: usize, scale: f32 },
     /// The bias of B; as a product, it has one row and rank 1.
     Bias { bias: Stored, scale: f32 },
 }
@@ -60,10 +54,7 @@ impl Parts {
         config: &AdapterConfig,
     ) -> Result<Self, Failure> {
         let linear = pair(&mut found, [ChangePart::Down, ChangePart::Up])?;
-        let embedding = pair(
-            &mut found,
-            [ChangePart::EmbeddingDown, ChangePart::EmbeddingUp],
-        )?;
+        let embedding = pair(&mut found, [ChangePart::EmbeddingDown, ChangePart::EmbeddingUp])?;
         let bias = found.remove(&ChangePart::UpBias);
         let magnitude = found.remove(&ChangePart::Magnitude);
         let copy = found.remove(&ChangePart::Copy);
@@ -74,10 +65,8 @@ impl Parts {
         let ways = usize::from(linear.is_some()) + usize::from(embedding.is_some()) + others;
         // The bias of B may come on top of a bias that was trained.
         if ways > 1 || (copy.is_some() && others > 0) {
-            return Err(
-                Failure::new(format!("the adapter changes `{tensor}` in two ways"))
-                    .detail("factors, a saved module and trained tokens exclude one another"),
-            );
+            return Err(Failure::new(format!("the adapter changes `{tensor}` in two ways"))
+                .detail("factors, a saved module and trained tokens exclude one another"));
         }
         let product = match (linear, embedding, bias) {
             (Some(pair), _, _) => Some(ProductSource::of_pair(tensor, pair, false, config)?),
@@ -89,12 +78,7 @@ impl Parts {
             _ => None,
         };
         let tokens = tokens.map(|stored| token_rows(tensor, stored, config));
-        let parts = Self {
-            whole: copy.or(saved),
-            product,
-            magnitude,
-            tokens: tokens.transpose()?,
-        };
+        let parts = Self { whole: copy.or(saved), product, magnitude, tokens: tokens.transpose()? };
         parts.check_magnitude(tensor, config)?;
         parts.check_copy(tensor)?;
         Ok(parts)
@@ -107,16 +91,18 @@ impl Parts {
             _ => None,
         };
         match (&self.magnitude, is_embedding, config.use_dora) {
-            (_, Some(true), true) => Err(Failure::new(format!(
-                "the adapter changes the embedding `{tensor}` by DoRA"
-            ))
-            .detail("DoRA of linear layers is read; that of an embedding has a norm per column")
-            .hint("fold this adapter into its base with peft: model.merge_and_unload()")),
-            (None, Some(false), true) => Err(Failure::new(format!(
-                "the adapter has no magnitude vector for `{tensor}`"
-            ))
-            .detail("`use_dora` is set in its config")
-            .hint("download the adapter again")),
+            (_, Some(true), true) => {
+                Err(Failure::new(format!("the adapter changes the embedding `{tensor}` by DoRA"))
+                    .detail(
+                        "DoRA of linear layers is read; that of an embedding has a norm per column",
+                    )
+                    .hint("fold this adapter into its base with peft: model.merge_and_unload()"))
+            }
+            (None, Some(false), true) => {
+                Err(Failure::new(format!("the adapter has no magnitude vector for `{tensor}`"))
+                    .detail("`use_dora` is set in its config")
+                    .hint("download the adapter again"))
+            }
             (Some(magnitude), Some(false), true) => {
                 let rows = self.product.as_ref().map_or(0, |product| product.shape().0);
                 match magnitude.entry.elements() == rows {
@@ -152,22 +138,17 @@ impl Parts {
             return Ok(());
         }
         let (rows, columns) = product.shape();
-        Err(
-            Failure::new(format!("the adapter's parts of `{tensor}` do not fit"))
-                .detail(format!("`{}` is {:?}", whole.key(), whole.entry.shape))
-                .detail(format!("its factors make [{rows}, {columns}]")),
-        )
+        Err(Failure::new(format!("the adapter's parts of `{tensor}` do not fit"))
+            .detail(format!("`{}` is {:?}", whole.key(), whole.entry.shape))
+            .detail(format!("its factors make [{rows}, {columns}]")))
     }
 
     /// Checks that the parts fit `base`, the tensor they change.
     pub(super) fn check(&self, base: &TensorEntry) -> Result<(), Failure> {
         super::stored::stored_dtype(base)?;
         let misfit = |what: String| {
-            Failure::new(format!(
-                "the adapter does not fit `{}` of the base",
-                base.name
-            ))
-            .detail(format!("{what}, the base's tensor is {:?}", base.shape))
+            Failure::new(format!("the adapter does not fit `{}` of the base", base.name))
+                .detail(format!("{what}, the base's tensor is {:?}", base.shape))
         };
         if let Some(whole) = &self.whole
             && whole.entry.shape != base.shape
@@ -191,11 +172,7 @@ impl Parts {
         }
         if let Some((tokens, rows)) = &self.tokens {
             if base.shape.len() != 2 || base.shape[1] != tokens.entry.shape[1] {
-                return Err(misfit(format!(
-                    "`{}` is {:?}",
-                    tokens.key(),
-                    tokens.entry.shape
-                )));
+                return Err(misfit(format!("`{}` is {:?}", tokens.key(), tokens.entry.shape)));
             }
             if let Some(row) = rows.iter().find(|row| **row >= base.shape[0]) {
                 return Err(misfit(format!("it changes row {row}")));
@@ -226,10 +203,7 @@ impl Parts {
             columns,
             whole: self.whole.clone(),
             tokens,
-            product: product
-                .map(ProductSource::read)
-                .transpose()?
-                .map(Panels::new),
+            product: product.map(ProductSource::read).transpose()?.map(Panels::new),
             magnitude: self.magnitude.as_ref().map(Stored::read).transpose()?,
         })
     }
@@ -240,14 +214,9 @@ impl Parts {
         let (rows, columns) = product?.shape();
         match product? {
             ProductSource::Bias { .. } => None,
-            ProductSource::Stored {
-                is_embedding, rank, ..
-            } => Some(FactorShape {
-                rows,
-                columns,
-                rank: *rank,
-                is_embedding: *is_embedding,
-            }),
+            ProductSource::Stored { is_embedding, rank, .. } => {
+                Some(FactorShape { rows, columns, rank: *rank, is_embedding: *is_embedding })
+            }
         }
     }
 }
@@ -278,24 +247,13 @@ impl ProductSource {
                     )),
             );
         }
-        Ok(Self::Stored {
-            down,
-            up,
-            is_embedding,
-            rank,
-            scale,
-        })
+        Ok(Self::Stored { down, up, is_embedding, rank, scale })
     }
 
     /// Rows and columns of the change.
     fn shape(&self) -> (usize, usize) {
         match self {
-            Self::Stored {
-                down,
-                up,
-                is_embedding,
-                ..
-            } => {
+            Self::Stored { down, up, is_embedding, .. } => {
                 let (inner, outer) = (down.entry.shape[1], up.entry.shape[0]);
                 match is_embedding {
                     true => (inner, outer),
@@ -328,31 +286,14 @@ impl ProductSource {
                 down: bias.read()?,
                 is_embedding: false,
             },
-            Self::Stored {
-                down,
-                up,
-                is_embedding,
-                rank,
-                scale,
-            } => {
+            Self::Stored { down, up, is_embedding, rank, scale } => {
                 let (rank, scale, is_embedding) = (*rank, *scale, *is_embedding);
                 let (up, down) = match is_embedding {
                     false => (up.read()?, down.read()?),
                     // (B A)ᵀ = Aᵀ Bᵀ
-                    true => (
-                        transposed(&down.read()?, rows),
-                        transposed(&up.read()?, rank),
-                    ),
+                    true => (transposed(&down.read()?, rows), transposed(&up.read()?, rank)),
                 };
-                LowRank {
-                    rows,
-                    columns,
-                    rank,
-                    scale,
-                    up,
-                    down,
-                    is_embedding,
-                }
+                LowRank { rows, columns, rank, scale, up, down, is_embedding }
             }
         })
     }
@@ -366,12 +307,11 @@ fn pair(
     match parts.map(|part| found.remove(&part)) {
         [Some(down), Some(up)] => Ok(Some([down, up])),
         [None, None] => Ok(None),
-        [Some(lonely), None] | [None, Some(lonely)] => Err(Failure::new(format!(
-            "the adapter's tensor `{}` has no partner",
-            lonely.key()
-        ))
-        .detail("factors come in pairs: `lora_A` and `lora_B`")
-        .hint("download the adapter again")),
+        [Some(lonely), None] | [None, Some(lonely)] => {
+            Err(Failure::new(format!("the adapter's tensor `{}` has no partner", lonely.key()))
+                .detail("factors come in pairs: `lora_A` and `lora_B`")
+                .hint("download the adapter again"))
+        }
     }
 }
 
@@ -382,33 +322,20 @@ fn token_rows(
     config: &AdapterConfig,
 ) -> Result<(Stored, Vec<usize>), Failure> {
     let wrong = |why: String| {
-        Failure::new(format!(
-            "the adapter's trained tokens of `{tensor}` are not clear"
-        ))
-        .detail(why)
-        .detail(format!("`{}` is {:?}", stored.key(), stored.entry.shape))
+        Failure::new(format!("the adapter's trained tokens of `{tensor}` are not clear"))
+            .detail(why)
+            .detail(format!("`{}` is {:?}", stored.key(), stored.entry.shape))
     };
     let Some(rows) = config.token_rows(module_of(tensor)) else {
-        return Err(wrong(
-            "`trainable_token_indices` does not name this module".into(),
-        ));
+        return Err(wrong("`trainable_token_indices` does not name this module".into()));
     };
-    if stored
-        .matrix()
-        .is_none_or(|(tokens, _)| tokens != rows.len())
-    {
-        return Err(wrong(format!(
-            "`trainable_token_indices` names {} tokens",
-            rows.len()
-        )));
+    if stored.matrix().is_none_or(|(tokens, _)| tokens != rows.len()) {
+        return Err(wrong(format!("`trainable_token_indices` names {} tokens", rows.len())));
     }
     let mut sorted = rows.to_vec();
     sorted.sort_unstable();
     if let Some(two) = sorted.windows(2).find(|two| two[0] == two[1]) {
-        return Err(wrong(format!(
-            "`trainable_token_indices` names token {} twice",
-            two[0]
-        )));
+        return Err(wrong(format!("`trainable_token_indices` names token {} twice", two[0])));
     }
     let rows = rows.to_vec();
     Ok((stored, rows))

@@ -36,10 +36,7 @@ impl<T: Copy> Patterns<T> {
     /// Fails for more or longer keys than there may be, and for an expression that cannot be compiled, with the reason.
     pub(super) fn new(entries: Vec<(String, T)>) -> Result<Self, String> {
         if entries.len() > MOST_KEYS {
-            return Err(format!(
-                "it has {} keys; up to {MOST_KEYS} are read",
-                entries.len()
-            ));
+            return Err(format!("it has {} keys; up to {MOST_KEYS} are read", entries.len()));
         }
         let (mut names, mut places, mut expressions) = (Vec::new(), Vec::new(), Vec::new());
         let mut values = Vec::with_capacity(entries.len());
@@ -66,12 +63,7 @@ impl<T: Copy> Patterns<T> {
                 expressions.len()
             ));
         }
-        Ok(Self {
-            names,
-            places,
-            expressions: compiled(&expressions)?,
-            values,
-        })
+        Ok(Self { names, places, expressions: compiled(&expressions)?, values })
     }
 
     /// The value of the first key that matches `module`.
@@ -163,13 +155,8 @@ mod tests {
 
     #[test]
     fn the_first_key_in_the_file_counts() {
-        let found = patterns(&[
-            r"layers\.[34]\.mlp\.down_proj",
-            "q_proj",
-            "z",
-            "down_proj",
-            ".*_proj",
-        ]);
+        let found =
+            patterns(&[r"layers\.[34]\.mlp\.down_proj", "q_proj", "z", "down_proj", ".*_proj"]);
         for (module, expected) in [
             ("model.layers.3.mlp.down_proj", Some(0)),
             ("model.layers.2.mlp.down_proj", Some(3)),
@@ -213,11 +200,7 @@ mod tests {
         };
         let began = Instant::now();
         for (count, key, expected) in [
-            (
-                MOST_KEYS + 1,
-                &(|at: usize| at.to_string()) as &dyn Fn(usize) -> String,
-                "4097 keys",
-            ),
+            (MOST_KEYS + 1, &(|at: usize| at.to_string()) as &dyn Fn(usize) -> String, "4097 keys"),
             (3000, &|at| format!(r"\w{{70}}{at}"), "3000 of its keys"),
             (200, &|at| format!(r"\w{{70}}{at}"), "256 KiB"),
             (1, &|_| "((a{100}){100}){100}".to_string(), "256 KiB"),

@@ -101,16 +101,14 @@ impl Stored {
         let Some(at) = first_not_finite(values) else {
             return Ok(());
         };
-        Err(
-            Failure::new(format!("the adapter's tensor `{}` is broken", self.key()))
-                .detail(format!(
-                    "an element is {}; it is in `{}`",
-                    values[at],
-                    self.file.file_of(&self.entry)
-                ))
-                .hint("download the adapter again, or use an earlier state of its training")
-                .into(),
-        )
+        Err(Failure::new(format!("the adapter's tensor `{}` is broken", self.key()))
+            .detail(format!(
+                "an element is {}; it is in `{}`",
+                values[at],
+                self.file.file_of(&self.entry)
+            ))
+            .hint("download the adapter again, or use an earlier state of its training")
+            .into())
     }
 }
 
@@ -139,9 +137,7 @@ pub(super) fn stored_dtype(entry: &TensorEntry) -> Result<StoredDtype, Failure> 
         Dtype::F32 => Ok(StoredDtype::F32),
         Dtype::F16 => Ok(StoredDtype::F16),
         Dtype::BF16 => Ok(StoredDtype::Bf16),
-        other => Err(
-            Failure::new(format!("tensor `{}` has elements of {other}", entry.name))
-                .detail("f32, f16 and bf16 can be merged"),
-        ),
+        other => Err(Failure::new(format!("tensor `{}` has elements of {other}", entry.name))
+            .detail("f32, f16 and bf16 can be merged")),
     }
 }

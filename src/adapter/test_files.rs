@@ -59,11 +59,8 @@ pub(super) fn write(folder: &Path, name: &str, tensors: &[TestTensor]) {
             StoredDtype::F16 => Dtype::F16,
             StoredDtype::Bf16 => Dtype::BF16,
         };
-        let info = TensorInfo {
-            dtype,
-            shape: tensor.shape.clone(),
-            data_offsets: (start, data.len()),
-        };
+        let info =
+            TensorInfo { dtype, shape: tensor.shape.clone(), data_offsets: (start, data.len()) };
         infos.push((tensor.name.clone(), info));
     }
     let mut bytes = encode_header(&BTreeMap::new(), &infos);
@@ -107,8 +104,5 @@ pub(super) fn config(settings: &str) -> String {
 /// The factors of a linear layer, rank 2.
 pub(super) fn pair(module: &str, rows: usize, columns: usize) -> Vec<TestTensor> {
     let key = |ending: &str| format!("base_model.model.{module}.{ending}.weight");
-    vec![
-        waves(&key("lora_A"), &[2, columns], 1.0),
-        waves(&key("lora_B"), &[rows, 2], 2.0),
-    ]
+    vec![waves(&key("lora_A"), &[2, columns], 1.0), waves(&key("lora_B"), &[rows, 2], 2.0)]
 }

@@ -44,10 +44,8 @@ impl Adapter {
             }
         };
         if !stays_tied {
-            self.own_head = Some(OwnHead {
-                head: head.to_owned(),
-                embedding: embedding.to_owned(),
-            });
+            self.own_head =
+                Some(OwnHead { head: head.to_owned(), embedding: embedding.to_owned() });
         } else if let Some(parts) = self.parts.remove(head) {
             self.parts.entry(embedding.to_owned()).or_insert(parts);
         }

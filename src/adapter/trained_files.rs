@@ -79,19 +79,15 @@ impl TrainedAdapter {
         let sizes = sizes.flat_map(|(_, [out, inner])| [self.rank * inner, out * self.rank]);
         match sizes.eq(values.iter().map(Vec::len)) {
             true => Ok(()),
-            false => Err(io::Error::other(
-                "factors do not have the sizes of their matrices",
-            )),
+            false => Err(io::Error::other("factors do not have the sizes of their matrices")),
         }
     }
 
     fn header(&self) -> Vec<u8> {
         let (mut infos, mut end) = (Vec::new(), 0);
         for (name, [out, inner]) in self.layers.iter().flatten() {
-            for (factor, shape) in [
-                ("lora_A", [self.rank, *inner]),
-                ("lora_B", [*out, self.rank]),
-            ] {
+            for (factor, shape) in [("lora_A", [self.rank, *inner]), ("lora_B", [*out, self.rank])]
+            {
                 let bytes = 4 * shape[0] * shape[1];
                 let info = TensorInfo {
                     dtype: Dtype::F32,
@@ -157,19 +153,12 @@ mod tests {
             alpha: 8.0,
             modules: vec!["q_proj".to_string(), "k_proj".to_string()],
             layers: (0..3)
-                .map(|layer| {
-                    vec![
-                        (name(layer, "q_proj"), [4, 3]),
-                        (name(layer, "k_proj"), [5, 3]),
-                    ]
-                })
+                .map(|layer| vec![(name(layer, "q_proj"), [4, 3]), (name(layer, "k_proj"), [5, 3])])
                 .collect(),
         };
         let factors = |layer: usize| {
             let wave = |count: usize, pace: usize| -> Vec<f32> {
-                (0..count)
-                    .map(|at| ((at * pace + layer) as f32).sin())
-                    .collect()
+                (0..count).map(|at| ((at * pace + layer) as f32).sin()).collect()
             };
             Ok(vec![wave(6, 3), wave(8, 5), wave(6, 7), wave(10, 11)])
         };

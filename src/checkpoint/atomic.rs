@@ -94,10 +94,7 @@ fn write_and_rename(
     path: &Path,
     write: &mut dyn FnMut(&mut GrowingFile) -> io::Result<()>,
 ) -> io::Result<()> {
-    let mut file = GrowingFile {
-        file: disk::create(temporary)?,
-        bytes: 0,
-    };
+    let mut file = GrowingFile { file: disk::create(temporary)?, bytes: 0 };
     write(&mut file)?;
     disk::sync(&file.file)?;
     drop(file);

@@ -29,17 +29,11 @@ pub(super) fn count_zeros(dtype: Dtype, bytes: &[u8]) -> u64 {
     match dtype {
         Dtype::F32 => {
             let (words, _) = bytes.as_chunks::<4>();
-            words
-                .iter()
-                .filter(|word| u32::from_le_bytes(**word) & 0x7fff_ffff == 0)
-                .count() as u64
+            words.iter().filter(|word| u32::from_le_bytes(**word) & 0x7fff_ffff == 0).count() as u64
         }
         Dtype::F16 | Dtype::BF16 => {
             let (words, _) = bytes.as_chunks::<2>();
-            words
-                .iter()
-                .filter(|word| u16::from_le_bytes(**word) & 0x7fff == 0)
-                .count() as u64
+            words.iter().filter(|word| u16::from_le_bytes(**word) & 0x7fff == 0).count() as u64
         }
         _ => 0,
     }
@@ -62,10 +56,7 @@ pub(super) fn float_bits(dtype: Dtype) -> Option<FloatBits> {
         Dtype::BF16 => (0x7fff, 0x7f80),
         _ => return None,
     };
-    Some(FloatBits {
-        magnitude,
-        exponent,
-    })
+    Some(FloatBits { magnitude, exponent })
 }
 
 /// The value of a stored element; NaN for types without weights.
@@ -90,10 +81,8 @@ mod tests {
             .collect();
         assert_eq!(count_zeros(Dtype::F32, &f32s), 2);
         // +0, -0, the smallest denormal, infinity: the same bits in f16 and (but for infinity) bf16.
-        let halves: Vec<u8> = [0u16, 0x8000, 0x0001, 0x7c00]
-            .iter()
-            .flat_map(|x| x.to_le_bytes())
-            .collect();
+        let halves: Vec<u8> =
+            [0u16, 0x8000, 0x0001, 0x7c00].iter().flat_map(|x| x.to_le_bytes()).collect();
         assert_eq!(count_zeros(Dtype::F16, &halves), 2);
         assert_eq!(count_zeros(Dtype::BF16, &halves), 2);
     }

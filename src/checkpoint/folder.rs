@@ -61,10 +61,7 @@ pub(super) fn find_weights(folder: &Path) -> anyhow::Result<FolderWeights> {
         }
         Ok(weights)
     } else if folder.join(SINGLE_FILE).is_file() {
-        Ok(FolderWeights {
-            shards: vec![SINGLE_FILE.into()],
-            weight_map: BTreeMap::new(),
-        })
+        Ok(FolderWeights { shards: vec![SINGLE_FILE.into()], weight_map: BTreeMap::new() })
     } else {
         for name in [INDEX_FILE, SINGLE_FILE] {
             let path = folder.join(name);
@@ -78,11 +75,8 @@ pub(super) fn find_weights(folder: &Path) -> anyhow::Result<FolderWeights> {
 
 /// The refusal of a broken link, which a hub's cache has after a file was removed.
 pub(super) fn broken_link(path: &Path) -> Failure {
-    Failure::new(format!(
-        "`{}` is a link to a file that is not there",
-        path.display()
-    ))
-    .hint("download the checkpoint again, this file at least")
+    Failure::new(format!("`{}` is a link to a file that is not there", path.display()))
+        .hint("download the checkpoint again, this file at least")
 }
 
 fn from_index(folder: &Path) -> anyhow::Result<FolderWeights> {
@@ -90,11 +84,8 @@ fn from_index(folder: &Path) -> anyhow::Result<FolderWeights> {
     let bad = |why: &str| Failure::new(format!("cannot read `{}`: {why}", path.display()));
     let text = input::read(&path, LARGEST_INDEX, Expected::Json)
         .map_err(|error| input::cannot_read(&path, &error).or_hint(AGAIN))?;
-    let Index { weight_map } = serde_json::from_slice(&text).map_err(|error| {
-        bad("it is not a valid index")
-            .detail(error.to_string())
-            .hint(AGAIN)
-    })?;
+    let Index { weight_map } = serde_json::from_slice(&text)
+        .map_err(|error| bad("it is not a valid index").detail(error.to_string()).hint(AGAIN))?;
     if weight_map.is_empty() {
         return Err(bad("it names no tensors").hint(AGAIN).into());
     }
@@ -113,30 +104,23 @@ fn from_index(folder: &Path) -> anyhow::Result<FolderWeights> {
     missing.retain(|name| !folder.join(name).is_file());
     if let Some(first) = missing.first() {
         let place = folder.display();
-        return Err(
-            Failure::new(format!("shard `{first}` is missing in `{place}`"))
-                .detail(format!(
-                    "the index names {} files, {} of them are missing",
-                    shards.len(),
-                    missing.len()
-                ))
-                .hint("download the checkpoint again, this file at least")
-                .into(),
-        );
+        return Err(Failure::new(format!("shard `{first}` is missing in `{place}`"))
+            .detail(format!(
+                "the index names {} files, {} of them are missing",
+                shards.len(),
+                missing.len()
+            ))
+            .hint("download the checkpoint again, this file at least")
+            .into());
     }
-    Ok(FolderWeights {
-        shards: shards.into_iter().cloned().collect(),
-        weight_map,
-    })
+    Ok(FolderWeights { shards: shards.into_iter().cloned().collect(), weight_map })
 }
 
 /// Returns whether a name is a single ordinary path component on every platform.
 fn is_plain_name(name: &str) -> bool {
     let mut components = Path::new(name).components();
-    let single = matches!(
-        (components.next(), components.next()),
-        (Some(Component::Normal(_)), None)
-    );
+    let single =
+        matches!((components.next(), components.next()), (Some(Component::Normal(_)), None));
     single && !name.contains(['/', '\\', ':', '\0'])
 }
 
@@ -159,11 +143,9 @@ fn no_safetensors(folder: &Path) -> anyhow::Result<Failure> {
     Ok(if names.is_empty() {
         Failure::new(format!("the folder `{shown}` is empty"))
     } else if let Some(found) = first_with(&[".safetensors"]) {
-        Failure::new(format!(
-            "`{shown}` holds neither `{SINGLE_FILE}` nor `{INDEX_FILE}`"
-        ))
-        .detail(format!("found `{found}`"))
-        .hint("download the checkpoint again, its index at least")
+        Failure::new(format!("`{shown}` holds neither `{SINGLE_FILE}` nor `{INDEX_FILE}`"))
+            .detail(format!("found `{found}`"))
+            .hint("download the checkpoint again, its index at least")
     } else if let Some(found) = first_with(&[".bin", ".pth", ".pt", ".ckpt"]) {
         Failure::new(format!("`{shown}` holds pickled weights, and loading a pickle can run code"))
             .detail(format!("found `{found}`, no safetensors"))
@@ -176,9 +158,8 @@ fn no_safetensors(folder: &Path) -> anyhow::Result<Failure> {
             .detail(format!("found `{found}`"))
             .hint("use the checkpoint it was converted from")
     } else {
-        Failure::new(format!("`{shown}` holds no weights")).detail(format!(
-            "neither `{SINGLE_FILE}` nor `{INDEX_FILE}` is there"
-        ))
+        Failure::new(format!("`{shown}` holds no weights"))
+            .detail(format!("neither `{SINGLE_FILE}` nor `{INDEX_FILE}` is there"))
     })
 }
 

@@ -76,10 +76,9 @@ impl Header {
     pub(super) fn read(file: &File, file_bytes: u64, path: &Path) -> anyhow::Result<Self> {
         let bad = |why: String| unreadable(path, &why);
         if file_bytes < LENGTH_BYTES {
-            return Err(bad(format!(
-                "{file_bytes} bytes are too few for a safetensors file"
-            ))
-            .into());
+            return Err(
+                bad(format!("{file_bytes} bytes are too few for a safetensors file")).into()
+            );
         }
         let mut length = [0; LENGTH_BYTES as usize];
         read_exact_at(file, &mut length, 0).map_err(|error| bad(error.to_string()))?;
@@ -108,13 +107,9 @@ impl Header {
 
     /// Checks a header that was downloaded without its file, which is `file_bytes` long; `path` is for messages.
     pub(super) fn of(json: Vec<u8>, file_bytes: u64, path: &Path) -> anyhow::Result<Self> {
-        let data_bytes = file_bytes
-            .checked_sub(LENGTH_BYTES + json.len() as u64)
-            .ok_or_else(|| {
-                unreadable(
-                    path,
-                    &format!("{file_bytes} bytes are too few for its header"),
-                )
+        let data_bytes =
+            file_bytes.checked_sub(LENGTH_BYTES + json.len() as u64).ok_or_else(|| {
+                unreadable(path, &format!("{file_bytes} bytes are too few for its header"))
             })?;
         Self::parse(json, data_bytes, path)
     }
@@ -136,15 +131,10 @@ impl Header {
         for (name, info) in &tensors {
             let (start, end) = info.data_offsets;
             let held = end.checked_sub(start).ok_or_else(|| {
-                bad(format!(
-                    "tensor `{name}` ends at byte {end}, before its start {start}"
-                ))
+                bad(format!("tensor `{name}` ends at byte {end}, before its start {start}"))
             })?;
             let needed = data_len(info).ok_or_else(|| {
-                bad(format!(
-                    "tensor `{name}` has an impossible shape {:?}",
-                    info.shape
-                ))
+                bad(format!("tensor `{name}` has an impossible shape {:?}", info.shape))
             })?;
             if needed != held {
                 return Err(bad(format!("tensor `{name}` does not fit its bytes"))
@@ -163,9 +153,7 @@ impl Header {
             let (start, stop) = info.data_offsets;
             if start < end {
                 return Err(bad(format!("tensor `{name}` overlaps its neighbour"))
-                    .detail(format!(
-                        "it starts at data byte {start}, the one before ends at {end}"
-                    ))
+                    .detail(format!("it starts at data byte {start}, the one before ends at {end}"))
                     .into());
             }
             if start > end {
@@ -194,27 +182,17 @@ impl Header {
         // An accepted file must also load in every program that uses the library.
         Metadata::new(None, sorted(&tensors))
             .map_err(|error| bad("its header is not valid".into()).detail(error.to_string()))?;
-        Ok(Self {
-            json,
-            metadata,
-            tensors,
-        })
+        Ok(Self { json, metadata, tensors })
     }
 
     /// The header to write: the source's own bytes, or, where `format` is absent, the same with `"format":"pt"`.
     pub(super) fn with_format(&self) -> OutputHeader {
         if self.metadata.contains_key("format") {
-            return OutputHeader {
-                bytes: framed(&self.json),
-                adds_format: false,
-            };
+            return OutputHeader { bytes: framed(&self.json), adds_format: false };
         }
         let mut metadata = self.metadata.clone();
         metadata.insert("format".into(), "pt".into());
-        OutputHeader {
-            bytes: encode_header(&metadata, &self.tensors),
-            adds_format: true,
-        }
+        OutputHeader { bytes: encode_header(&metadata, &self.tensors), adds_format: true }
     }
 }
 
@@ -261,10 +239,8 @@ fn unreadable(path: &Path, why: &str) -> Failure {
 
 /// The bytes of a tensor's data; `None` where they overflow or do not fill whole bytes (4- and 6-bit types).
 pub(super) fn data_len(info: &TensorInfo) -> Option<usize> {
-    let elements = info
-        .shape
-        .iter()
-        .try_fold(1usize, |product, &length| product.checked_mul(length))?;
+    let elements =
+        info.shape.iter().try_fold(1usize, |product, &length| product.checked_mul(length))?;
     let bits = elements.checked_mul(info.dtype.bitsize())?;
     (bits % 8 == 0).then_some(bits / 8)
 }

@@ -13,9 +13,7 @@ fn message(file: &[u8]) -> String {
     write(folder.path(), "model.safetensors", file);
     match Checkpoint::open(folder.path()) {
         Ok(_) => "opened".into(),
-        Err(error) => error
-            .to_string()
-            .replace(&format!("{}/", folder.path().display()), ""),
+        Err(error) => error.to_string().replace(&format!("{}/", folder.path().display()), ""),
     }
 }
 
@@ -54,10 +52,7 @@ fn trailing_bytes_are_refused() {
 fn header_length_is_judged_before_it_is_allocated() {
     let mut file = file_bytes(Some("pt"), &mixed_tensors());
     file[..8].copy_from_slice(&u64::MAX.to_le_bytes());
-    assert_eq!(
-        first_line(&file),
-        "cannot read `model.safetensors`: it is not a safetensors file"
-    );
+    assert_eq!(first_line(&file), "cannot read `model.safetensors`: it is not a safetensors file");
     file[..8].copy_from_slice(&99_999_999u64.to_le_bytes());
     assert_eq!(
         first_line(&file),
@@ -110,13 +105,9 @@ fn shapes_that_overflow_or_do_not_fit_their_bytes_are_refused() {
         says("F16", "[2]"),
         "cannot read `model.safetensors`: tensor `a` does not fit its bytes"
     );
-    for header in [
-        one("F99", "[2]"),
-        one("F32", "[-2]"),
-        one("F32", "[2.5]"),
-        "[]".into(),
-        "{".into(),
-    ] {
+    for header in
+        [one("F99", "[2]"), one("F32", "[-2]"), one("F32", "[2.5]"), "[]".into(), "{".into()]
+    {
         assert_eq!(
             with_header(&header, 8),
             "cannot read `model.safetensors`: its header is not valid"

@@ -28,20 +28,15 @@ impl HeadersOnly {
         place: &str,
         shards: impl IntoIterator<Item = (String, Vec<u8>, u64)>,
     ) -> anyhow::Result<Self> {
-        let mut found = Self {
-            place: place.to_string(),
-            files: Vec::new(),
-            entries: HashMap::new(),
-        };
+        let mut found =
+            Self { place: place.to_string(), files: Vec::new(), entries: HashMap::new() };
         for (name, json, file_bytes) in shards {
             let header = Header::of(json, file_bytes, Path::new(&name))?;
             for entry in entries_of(&header, found.files.len()) {
                 if let Some(other) = found.entries.insert(entry.name.clone(), entry) {
-                    return Err(
-                        Failure::new(format!("tensor `{}` is in two files", other.name))
-                            .detail(format!("one is `{name}` of `{place}`"))
-                            .into(),
-                    );
+                    return Err(Failure::new(format!("tensor `{}` is in two files", other.name))
+                        .detail(format!("one is `{name}` of `{place}`"))
+                        .into());
                 }
             }
             found.files.push(name);
@@ -56,11 +51,8 @@ impl WeightSource for HeadersOnly {
     }
 
     fn read(&self, entry: &TensorEntry, _: u64, _: &mut [u8]) -> anyhow::Result<()> {
-        Err(Failure::new(format!(
-            "the bytes of `{}` are not here, only its header",
-            entry.name
-        ))
-        .into())
+        Err(Failure::new(format!("the bytes of `{}` are not here, only its header", entry.name))
+            .into())
     }
 
     fn place(&self) -> String {
@@ -83,28 +75,11 @@ mod tests {
         let shard = |bytes| [("x.safetensors".to_string(), json.clone(), bytes)];
         let source = HeadersOnly::new("a model", shard(bytes)).unwrap();
         let entry = source.require("a", &[2, 3]).unwrap();
-        assert_eq!(
-            (entry.bytes, source.file_of(entry)),
-            (12, "x.safetensors".to_string())
-        );
-        assert!(
-            source
-                .require("b", &[1])
-                .unwrap_err()
-                .to_string()
-                .contains("a model")
-        );
+        assert_eq!((entry.bytes, source.file_of(entry)), (12, "x.safetensors".to_string()));
+        assert!(source.require("b", &[1]).unwrap_err().to_string().contains("a model"));
         assert!(source.read(entry, 0, &mut [0; 12]).is_err());
-        assert!(
-            HeadersOnly::new("a model", shard(bytes - 1)).is_err(),
-            "truncated"
-        );
+        assert!(HeadersOnly::new("a model", shard(bytes - 1)).is_err(), "truncated");
         let twice = shard(bytes).into_iter().chain(shard(bytes));
-        assert!(
-            HeadersOnly::new("a model", twice)
-                .unwrap_err()
-                .to_string()
-                .contains("two files")
-        );
+        assert!(HeadersOnly::new("a model", twice).unwrap_err().to_string().contains("two files"));
     }
 }

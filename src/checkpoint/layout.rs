@@ -62,9 +62,7 @@ impl Layout {
     pub fn of(source: &Checkpoint) -> anyhow::Result<Self> {
         let shards = source.shards();
         if source.is_view() {
-            let data_bytes = shards
-                .iter()
-                .map(|shard| shard.file_bytes - shard.data_start);
+            let data_bytes = shards.iter().map(|shard| shard.file_bytes - shard.data_start);
             let tensors = source.tensors().map(|entry| PlannedTensor {
                 name: entry.name.clone(),
                 dtype: entry.dtype,
@@ -84,14 +82,9 @@ impl Layout {
             let shard = &shards[entry.shard];
             // Only the header's length differs from the source's.
             let data_start = shard.output_header.bytes.len() as u64;
-            TensorEntry {
-                offset: data_start + (entry.offset - shard.data_start),
-                ..entry.clone()
-            }
+            TensorEntry { offset: data_start + (entry.offset - shard.data_start), ..entry.clone() }
         });
-        let without_format = shards
-            .iter()
-            .filter(|shard| shard.output_header.adds_format);
+        let without_format = shards.iter().filter(|shard| shard.output_header.adds_format);
         Ok(Self {
             added_formats: without_format.count(),
             has_index: source.folder().join(INDEX_FILE).is_file(),
@@ -138,16 +131,9 @@ impl Layout {
                 bytes: (info.data_offsets.1 - info.data_offsets.0) as u64,
             }));
             let data_bytes = entries.last().map_or(0, |last| last.offset + last.bytes);
-            files.push(PlannedFile {
-                file_name,
-                header,
-                file_bytes: data_bytes,
-            });
+            files.push(PlannedFile { file_name, header, file_bytes: data_bytes });
         }
-        let layout = Self {
-            has_index: count > 1,
-            ..Self::from(files, entries)
-        };
+        let layout = Self { has_index: count > 1, ..Self::from(files, entries) };
         layout.check_names()?;
         Ok(layout)
     }
@@ -202,10 +188,8 @@ impl Layout {
     pub fn index_json(&self) -> Option<Vec<u8>> {
         let file_of = |entry: &TensorEntry| self.files[entry.shard].file_name.as_str();
         let entries = self.entries.iter();
-        let weight_map: BTreeMap<&str, &str> = entries
-            .clone()
-            .map(|entry| (entry.name.as_str(), file_of(entry)))
-            .collect();
+        let weight_map: BTreeMap<&str, &str> =
+            entries.clone().map(|entry| (entry.name.as_str(), file_of(entry))).collect();
         let total_size: u64 = entries.map(|entry| entry.bytes).sum();
         let index = json!({"metadata": {"total_size": total_size}, "weight_map": weight_map});
         let mut text = serde_json::to_vec_pretty(&index)
@@ -235,11 +219,7 @@ fn cut(tensors: Vec<PlannedTensor>, shard_bytes: u64) -> anyhow::Result<Vec<Vec<
     let mut shards: Vec<Vec<Named>> = Vec::new();
     let (mut filled, mut total) = (0, 0);
     for PlannedTensor { name, dtype, shape } in tensors {
-        let mut info = TensorInfo {
-            dtype,
-            shape,
-            data_offsets: (0, 0),
-        };
+        let mut info = TensorInfo { dtype, shape, data_offsets: (0, 0) };
         // The sum over all files is checked too, so later sums and differences cannot overflow.
         let sized = data_len(&info).and_then(|bytes| {
             let limit = i64::MAX as u64 - MAX_HEADER_BYTES;
@@ -247,11 +227,9 @@ fn cut(tensors: Vec<PlannedTensor>, shard_bytes: u64) -> anyhow::Result<Vec<Vec<
             Some((bytes, sum?))
         });
         let Some((bytes, sum)) = sized else {
-            return Err(
-                Failure::new(format!("tensor `{name}` has an impossible shape"))
-                    .detail(format!("{dtype} {:?}, after {total} bytes", info.shape))
-                    .into(),
-            );
+            return Err(Failure::new(format!("tensor `{name}` has an impossible shape"))
+                .detail(format!("{dtype} {:?}, after {total} bytes", info.shape))
+                .into());
         };
         (info.data_offsets, total) = ((0, bytes), sum);
         match shards.last_mut() {
@@ -295,11 +273,7 @@ mod tests {
     use super::*;
 
     fn planned(name: &str, dtype: Dtype, shape: &[usize]) -> PlannedTensor {
-        PlannedTensor {
-            name: name.into(),
-            dtype,
-            shape: shape.to_vec(),
-        }
+        PlannedTensor { name: name.into(), dtype, shape: shape.to_vec() }
     }
 
     #[test]
@@ -312,23 +286,14 @@ mod tests {
             planned("a", Dtype::I64, &[3]),
         ];
         let layout = Layout::new(tensors, 24)?;
-        let names: Vec<&str> = layout
-            .files()
-            .iter()
-            .map(|file| file.file_name.as_str())
-            .collect();
+        let names: Vec<&str> = layout.files().iter().map(|file| file.file_name.as_str()).collect();
         let name = |at: usize| format!("model-0000{at}-of-00004.safetensors");
         assert_eq!(names, [name(1), name(2), name(3), name(4)]);
         let shards: Vec<usize> = layout.tensors().iter().map(|entry| entry.shard).collect();
         assert_eq!(shards, [0, 0, 1, 2, 3]);
-        let [first, second, ..] = layout.tensors() else {
-            panic!("five tensors")
-        };
+        let [first, second, ..] = layout.tensors() else { panic!("five tensors") };
         let header = &layout.files()[0].header;
-        assert_eq!(
-            (first.offset, second.offset),
-            (header.len() as u64, header.len() as u64 + 16)
-        );
+        assert_eq!((first.offset, second.offset), (header.len() as u64, header.len() as u64 + 16));
         assert_eq!(layout.files()[0].file_bytes, header.len() as u64 + 24);
         let json = br#"{"__metadata__":{"format":"pt"},"z":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]},"y":"#;
         assert!(header[8..].starts_with(json));
@@ -379,9 +344,7 @@ mod tests {
             (vec![planned("a", Dtype::F4, &[3])], "`a` has an impossible"),
             // The eighth makes 2⁶³ bytes, more than the lengths of files can be.
             (
-                ["a", "b", "c", "d", "e", "f", "g", "h"]
-                    .map(|name| one(name, &[1 << 60]))
-                    .into(),
+                ["a", "b", "c", "d", "e", "f", "g", "h"].map(|name| one(name, &[1 << 60])).into(),
                 "`h` has an impossible",
             ),
         ] {

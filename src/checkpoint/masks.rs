@@ -74,11 +74,8 @@ impl MaskLayout {
                 let start = end;
                 let bytes = (rows * columns).div_ceil(8);
                 end += bytes;
-                let info = TensorInfo {
-                    dtype: Dtype::U8,
-                    shape: vec![bytes],
-                    data_offsets: (start, end),
-                };
+                let info =
+                    TensorInfo { dtype: Dtype::U8, shape: vec![bytes], data_offsets: (start, end) };
                 (name.clone(), info)
             })
             .collect();
@@ -96,11 +93,7 @@ impl MaskLayout {
                 (name, slot)
             })
             .collect();
-        Self {
-            header,
-            file_bytes,
-            masks,
-        }
+        Self { header, file_bytes, masks }
     }
 }
 
@@ -139,12 +132,7 @@ impl MaskWriter {
                 .detail(format!("the masks need {}", ByteSize(layout.file_bytes)))
         })?;
         meter.finish();
-        Ok(Self {
-            path: path.to_path_buf(),
-            partial,
-            file,
-            masks: layout.masks,
-        })
+        Ok(Self { path: path.to_path_buf(), partial, file, masks: layout.masks })
     }
 
     /// Opens the file that an earlier process left, finished or not, and compares each mask of `finished` (matrix → SHA-256 of its bits, in
@@ -158,11 +146,7 @@ impl MaskWriter {
         metadata: BTreeMap<String, String>,
         finished: &BTreeMap<String, String>,
     ) -> anyhow::Result<Option<(Self, Vec<String>)>> {
-        let MaskLayout {
-            header,
-            file_bytes,
-            mut masks,
-        } = MaskLayout::of(matrices, metadata);
+        let MaskLayout { header, file_bytes, mut masks } = MaskLayout::of(matrices, metadata);
         let partial = partial_of(path);
         if !partial.is_file() {
             if !path.is_file() {
@@ -195,12 +179,7 @@ impl MaskWriter {
                 damaged.push(name.clone());
             }
         }
-        let writer = Self {
-            path: path.to_path_buf(),
-            partial,
-            file,
-            masks,
-        };
+        let writer = Self { path: path.to_path_buf(), partial, file, masks };
         Ok(Some((writer, damaged)))
     }
 
@@ -249,12 +228,7 @@ impl MaskWriter {
     /// # Errors
     /// Fails when a mask is missing or damaged, or the disk refuses; then the file keeps its partial name.
     pub fn finish(self) -> anyhow::Result<()> {
-        let Self {
-            path,
-            partial,
-            file,
-            masks,
-        } = self;
+        let Self { path, partial, file, masks } = self;
         disk::sync(&file).map_err(|error| cannot_write(&partial, &error))?;
         let mut buffer = Vec::new();
         for (name, slot) in &masks {
@@ -262,11 +236,8 @@ impl MaskWriter {
                 anyhow::bail!("the mask of `{name}` was not written");
             };
             let wrong = |why: String| {
-                Failure::new(format!(
-                    "verification failed in `{}`: {why}",
-                    partial.display()
-                ))
-                .hint("check the disk and memory, then run again")
+                Failure::new(format!("verification failed in `{}`: {why}", partial.display()))
+                    .hint("check the disk and memory, then run again")
             };
             let mut hasher = Sha256::new();
             for start in (0..slot.bytes).step_by(CHUNK_BYTES) {
@@ -282,10 +253,7 @@ impl MaskWriter {
         // Windows cannot rename an open file.
         drop(file);
         disk::rename(&partial, &path).map_err(|error| cannot_write(&path, &error))?;
-        match path
-            .parent()
-            .filter(|folder| !folder.as_os_str().is_empty())
-        {
+        match path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
             Some(folder) => sync_folder(folder),
             None => sync_folder(Path::new(".")),
         }

@@ -76,11 +76,8 @@ impl MergedWriter {
             refuse_source_folder(source, target)?;
         }
         let phase = "check finished tensors";
-        let Some(ReopenedFiles {
-            files,
-            intact,
-            damaged,
-        }) = OutputFiles::reopen(layout, target, finished, phase, events)?
+        let Some(ReopenedFiles { files, intact, damaged }) =
+            OutputFiles::reopen(layout, target, finished, phase, events)?
         else {
             return Ok(None);
         };
@@ -94,11 +91,7 @@ impl MergedWriter {
     fn over(files: OutputFiles) -> Self {
         let mut progress = Vec::new();
         progress.resize_with(files.layout().tensors().len(), TensorProgress::default);
-        Self {
-            files,
-            progress,
-            syncing: Mutex::new(()),
-        }
+        Self { files, progress, syncing: Mutex::new(()) }
     }
 
     /// The layout of the output.
@@ -172,10 +165,7 @@ impl MergedWriter {
         let records: Vec<Option<TensorRecord>> = progress
             .map(|progress| {
                 let digest = *progress.digest.get()?;
-                Some(TensorRecord {
-                    digest,
-                    rewritten: true,
-                })
+                Some(TensorRecord { digest, rewritten: true })
             })
             .collect();
         let verification = self.files.verify(&records, None, expected, events)?;

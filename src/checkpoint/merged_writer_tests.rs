@@ -31,11 +31,8 @@ fn tensors() -> [TestTensor; 3] {
 const SHARD_BYTES: u64 = 1024;
 
 fn layout() -> Layout {
-    let tensors = tensors().map(
-        |TestTensor {
-             name, dtype, shape, ..
-         }| PlannedTensor { name, dtype, shape },
-    );
+    let tensors =
+        tensors().map(|TestTensor { name, dtype, shape, .. }| PlannedTensor { name, dtype, shape });
     Layout::new(tensors.into(), SHARD_BYTES).expect("a plain layout")
 }
 
@@ -56,10 +53,7 @@ fn sha256(bytes: &[u8]) -> String {
 }
 
 fn with_config() -> Published {
-    Published {
-        written: vec![("config.json".into(), b"{}".to_vec())],
-        copied: Vec::new(),
-    }
+    Published { written: vec![("config.json".into(), b"{}".to_vec())], copied: Vec::new() }
 }
 
 fn holds_all_tensors(target: &Path) -> anyhow::Result<()> {
@@ -69,11 +63,7 @@ fn holds_all_tensors(target: &Path) -> anyhow::Result<()> {
         let entry = output.require(&tensor.name, &tensor.shape)?;
         let mut found = vec![0; entry.bytes as usize];
         output.read(entry, 0, &mut found)?;
-        assert!(
-            entry.dtype == tensor.dtype && found == tensor.data,
-            "{}",
-            tensor.name
-        );
+        assert!(entry.dtype == tensor.dtype && found == tensor.data, "{}", tensor.name);
     }
     Ok(())
 }
@@ -114,17 +104,10 @@ fn threads_write_tensors_in_pieces_and_the_output_loads() -> anyhow::Result<()> 
             (other.path().join("tokens.of.b"), "tokenizer.json".into()),
         ],
     };
-    let zeros = ExpectedMatrix {
-        name: "b.weight".into(),
-        zeros: Some(0),
-        group: None,
-    };
+    let zeros = ExpectedMatrix { name: "b.weight".into(), zeros: Some(0), group: None };
     let verification = writer.finish(published, &[zeros], &Silent)?;
     assert_eq!(verification.level, VerifyLevel::Quick);
-    assert_eq!(
-        (verification.tensors_checked, verification.tensors_rewritten),
-        (3, 3)
-    );
+    assert_eq!((verification.tensors_checked, verification.tensors_rewritten), (3, 3));
     assert_eq!(verification.zeros[0].elements, 256);
     holds_all_tensors(&target)?;
 
@@ -142,11 +125,7 @@ fn threads_write_tensors_in_pieces_and_the_output_loads() -> anyhow::Result<()> 
     ];
     assert_eq!(names, listed);
     for line in sums.lines() {
-        assert_eq!(
-            line[..64],
-            sha256(&fs::read(target.join(&line[66..]))?),
-            "{line}"
-        );
+        assert_eq!(line[..64], sha256(&fs::read(target.join(&line[66..]))?), "{line}");
     }
     // The list itself is the additional file.
     assert_eq!(fs::read_dir(&target)?.count(), listed.len() + 1);
@@ -199,11 +178,8 @@ fn another_process_continues_and_writes_damaged_tensors_again() -> anyhow::Resul
     assert_eq!(writer.finish(with_config(), &[], &Silent)?, expected);
 
     // The files of another layout are none of this one's.
-    let tensors = vec![PlannedTensor {
-        name: "a.weight".into(),
-        dtype: Dtype::F32,
-        shape: vec![8, 16],
-    }];
+    let tensors =
+        vec![PlannedTensor { name: "a.weight".into(), dtype: Dtype::F32, shape: vec![8, 16] }];
     let other = MergedWriter::reopen(
         Layout::new(tensors, SHARD_BYTES)?,
         out.path(),
@@ -228,20 +204,14 @@ fn a_tensor_takes_its_own_bytes_once_and_from_one_stream() -> anyhow::Result<()>
         says(stream.write(&[7; 5])),
         "tensor `c.norm` has 4 of its 64 bytes left, 5 were handed over"
     );
-    assert_eq!(
-        says(stream.finish()),
-        "tensor `c.norm` has 64 bytes, 60 were written"
-    );
+    assert_eq!(says(stream.finish()), "tensor `c.norm` has 64 bytes, 60 were written");
     assert!(!writer.is_recorded(&c.name));
     // A dropped stream leaves nothing: the next one begins at byte 0.
     writer.begin(&c.name)?.write(&[7; 64])?;
     assert!(writer.sync()?.is_empty());
     write_tensor(&writer, c, 16)?;
     assert!(says(writer.begin(&c.name)).contains("written twice"));
-    assert!(
-        says(writer.begin(&c.name)).contains("written twice"),
-        "still"
-    );
+    assert!(says(writer.begin(&c.name)).contains("written twice"), "still");
     write_tensor(&writer, a, 512)?;
     let text = says(writer.finish(with_config(), &[], &Silent));
     assert!(text.contains("tensor `b.weight` was neither"), "{text}");
@@ -258,11 +228,7 @@ fn a_tensor_takes_its_own_bytes_once_and_from_one_stream() -> anyhow::Result<()>
 #[test]
 fn an_empty_tensor_needs_no_write() -> anyhow::Result<()> {
     let out = folder();
-    let tensors = vec![PlannedTensor {
-        name: "none".into(),
-        dtype: Dtype::F32,
-        shape: vec![0, 4],
-    }];
+    let tensors = vec![PlannedTensor { name: "none".into(), dtype: Dtype::F32, shape: vec![0, 4] }];
     let writer = MergedWriter::create(Layout::new(tensors, 0)?, out.path(), &[], &Silent)?;
     writer.begin("none")?.finish()?;
     writer.finish(with_config(), &[], &Silent)?;
@@ -282,10 +248,7 @@ fn damage_after_the_write_is_caught() -> anyhow::Result<()> {
     let offset = writer.layout().entry("c.norm").expect("a tensor").offset;
     write_all_at(&file, &[0x55], offset + 3)?;
     let text = says(writer.finish(with_config(), &[], &Silent));
-    assert!(
-        text.contains("tensor `c.norm` is not what was written"),
-        "{text}"
-    );
+    assert!(text.contains("tensor `c.norm` is not what was written"), "{text}");
     assert!(nothing_was_published(out.path())?);
     Ok(())
 }
@@ -302,16 +265,8 @@ fn the_output_may_lie_in_no_source_and_beside_no_other_weights() -> anyhow::Resu
     assert!(!inside.exists());
     assert!(says(start(first.path())).contains("is the model's folder"));
 
-    write(
-        out.path(),
-        "model-00001-of-00002.safetensors.partial",
-        b"old",
-    );
-    write(
-        out.path(),
-        "model.safetensors.index.json",
-        b"of the same output",
-    );
+    write(out.path(), "model-00001-of-00002.safetensors.partial", b"old");
+    write(out.path(), "model.safetensors.index.json", b"of the same output");
     start(out.path())?;
     write(out.path(), "model.safetensors", b"");
     assert!(says(start(out.path())).contains("`model.safetensors` would be loaded"));

@@ -8,19 +8,10 @@ use crate::failure::Failure;
 
 /// Beginnings of names that a wrapper adds, and the wrapper.
 const WRAPPERS: &[(&str, &str)] = &[
-    (
-        "_orig_mod.module.",
-        "torch.compile over a parallel training",
-    ),
-    (
-        "module._orig_mod.",
-        "a parallel training of a compiled model",
-    ),
+    ("_orig_mod.module.", "torch.compile over a parallel training"),
+    ("module._orig_mod.", "a parallel training of a compiled model"),
     ("_orig_mod.", "torch.compile"),
-    (
-        "module.",
-        "a parallel training (DistributedDataParallel, DeepSpeed)",
-    ),
+    ("module.", "a parallel training (DistributedDataParallel, DeepSpeed)"),
     ("base_model.model.", "peft, which trained an adapter"),
     ("model.language_model.", "a model of several media"),
     ("language_model.", "a model of several media"),
@@ -57,8 +48,7 @@ pub(super) fn missing(
         _ => {}
     }
     let layer = |name: &str| {
-        name.strip_suffix(".weight")
-            .map(|module| format!("{module}.base_layer.weight"))
+        name.strip_suffix(".weight").map(|module| format!("{module}.base_layer.weight"))
     };
     for &(prefix, wrapper) in WRAPPERS {
         let wrapped = format!("{prefix}{name}");

@@ -37,33 +37,28 @@ pub fn not_a_model(path: &Path) -> Option<Failure> {
     let shown = path.display();
     if let Some(snapshot) = snapshot_of(path) {
         return Some(
-            Failure::new(format!(
-                "`{shown}` is a folder of the hub's cache, not a model folder"
-            ))
-            .hint(format!("name its snapshot: {}", snapshot.display())),
+            Failure::new(format!("`{shown}` is a folder of the hub's cache, not a model folder"))
+                .hint(format!("name its snapshot: {}", snapshot.display())),
         );
     }
     let folders = folders_in(path);
     if let Some(cached) = folders.iter().find(|name| name.starts_with(CACHED_MODEL)) {
         let id = cached[CACHED_MODEL.len()..].replacen("--", "/", 1);
         return Some(
-            Failure::new(format!("`{shown}` is the hub's cache, not a model folder")).hint(
-                format!("name a model in it: --model {id} --cache-dir {shown}"),
-            ),
+            Failure::new(format!("`{shown}` is the hub's cache, not a model folder"))
+                .hint(format!("name a model in it: --model {id} --cache-dir {shown}")),
         );
     }
     let step = |name: &String| name.strip_prefix(CHECKPOINT)?.parse::<u64>().ok();
     let checkpoints = folders.iter().filter_map(|name| Some((step(name)?, name)));
     let (_, last) = checkpoints.max()?;
     Some(
-        Failure::new(format!(
-            "`{shown}` is the folder of a training, not a model folder"
-        ))
-        .detail(format!(
-            "it holds {} checkpoints of the Trainer and no `{CONFIG_FILE}`",
-            folders.iter().filter_map(step).count()
-        ))
-        .hint(format!("name the last one: {}", path.join(last).display())),
+        Failure::new(format!("`{shown}` is the folder of a training, not a model folder"))
+            .detail(format!(
+                "it holds {} checkpoints of the Trainer and no `{CONFIG_FILE}`",
+                folders.iter().filter_map(step).count()
+            ))
+            .hint(format!("name the last one: {}", path.join(last).display())),
     )
 }
 
@@ -78,10 +73,10 @@ fn file(path: &Path) -> Failure {
                 "name the folder of the checkpoint in safetensors that it was converted from",
             );
         }
-        ContentKind::LfsPointer => Failure::new(format!(
-            "`{shown}` is a git-lfs pointer, not a model folder"
-        ))
-        .detail("its repository was cloned without the files"),
+        ContentKind::LfsPointer => {
+            Failure::new(format!("`{shown}` is a git-lfs pointer, not a model folder"))
+                .detail("its repository was cloned without the files")
+        }
         ContentKind::Zip | ContentKind::Pickle => {
             return Failure::new(format!(
                 "`{shown}` holds pickled weights, and loading a pickle can run code"
@@ -103,9 +98,7 @@ fn adapter(path: &Path) -> Failure {
     let shown = path.display();
     let config = read_settings(&path.join(ADAPTER_FILE)).ok();
     let config = config.and_then(|text| serde_json::from_str::<Value>(&text).ok());
-    let base = config
-        .as_ref()
-        .and_then(|config| config["base_model_name_or_path"].as_str());
+    let base = config.as_ref().and_then(|config| config["base_model_name_or_path"].as_str());
     let base = base.filter(|base| !base.is_empty()).unwrap_or("BASE");
     Failure::new(format!("`{shown}` is an adapter, not a whole model"))
         .detail(format!("it has `{ADAPTER_FILE}` and no weights of a model"))
@@ -152,10 +145,7 @@ mod tests {
         write("m/model.safetensors", b"x");
         write("m/model.gguf", b"GGUF\x03\0\0\0");
         write("m/pytorch_model.bin", b"PK\x03\x04");
-        write(
-            "lora/adapter_config.json",
-            br#"{"base_model_name_or_path": "acme/tiny"}"#,
-        );
+        write("lora/adapter_config.json", br#"{"base_model_name_or_path": "acme/tiny"}"#);
         write("lora/adapter_model.safetensors", b"x");
         for step in [90, 500, 1000] {
             write(&format!("trained/checkpoint-{step}/config.json"), b"{}");
@@ -168,11 +158,7 @@ mod tests {
         write("empty/x", b"");
         for (path, message, hint) in [
             ("m/model.gguf", "is a GGUF file", "converted from"),
-            (
-                "m/pytorch_model.bin",
-                "holds pickled weights",
-                "save_pretrained",
-            ),
+            ("m/pytorch_model.bin", "holds pickled weights", "save_pretrained"),
             ("m/model.safetensors", "is a file", "pass its folder"),
             ("lora", "is an adapter", "--model acme/tiny+"),
             ("trained", "is the folder of a training", "checkpoint-1000"),
@@ -183,13 +169,7 @@ mod tests {
             assert!(failure.message.contains(message), "{path}: {failure}");
             assert!(failure.hint.unwrap().contains(hint), "{path}");
         }
-        for path in [
-            "m",
-            "trained/checkpoint-90",
-            "weights-missing",
-            "empty",
-            "nowhere",
-        ] {
+        for path in ["m", "trained/checkpoint-90", "weights-missing", "empty", "nowhere"] {
             assert_eq!(not_a_model(&at(path)), None, "{path}");
         }
     }

@@ -76,11 +76,7 @@ impl OutputFiles {
             ));
         }
         let shards = allocate(&layout, target, events)?;
-        Ok(Self {
-            layout,
-            target: target.to_path_buf(),
-            shards,
-        })
+        Ok(Self { layout, target: target.to_path_buf(), shards })
     }
 
     /// Opens the files that an earlier process left in `target`, published or not, and compares each tensor of `finished` (name →
@@ -96,11 +92,7 @@ impl OutputFiles {
         let Some((shards, published)) = left_behind(&layout, target)? else {
             return Ok(None);
         };
-        let files = Self {
-            layout,
-            target: target.to_path_buf(),
-            shards,
-        };
+        let files = Self { layout, target: target.to_path_buf(), shards };
         let reopened = files.compare_with_hashes(finished, phase, events)?;
         if !published.is_empty() {
             if !reopened.damaged.is_empty() {
@@ -145,11 +137,7 @@ impl OutputFiles {
             }
         }
         meter.finish();
-        Ok(ReopenedFiles {
-            files: self,
-            intact,
-            damaged,
-        })
+        Ok(ReopenedFiles { files: self, intact, damaged })
     }
 
     /// SHA-256 of the output's bytes of tensor `at`.
@@ -253,12 +241,6 @@ impl OutputFiles {
         published: &Published,
         verification: &Verification,
     ) -> anyhow::Result<()> {
-        publish(
-            &self.layout,
-            &self.target,
-            self.shards,
-            published,
-            verification,
-        )
+        publish(&self.layout, &self.target, self.shards, published, verification)
     }
 }

@@ -40,8 +40,7 @@ impl Published {
     pub(super) fn replace_index(&mut self, layout: &Layout) {
         self.copied.retain(|(_, name)| name != INDEX_FILE);
         let index = layout.index_json();
-        self.written
-            .extend(index.map(|json| (INDEX_FILE.to_string(), json)));
+        self.written.extend(index.map(|json| (INDEX_FILE.to_string(), json)));
     }
 
     /// The sidecars of `source`, and the run's own files.
@@ -68,12 +67,10 @@ pub(super) fn publish(
     // Another process may have finished this model while this one slept.
     for OutputShard { partial, file, .. } in &shards {
         if !disk::is_at(file, partial).map_err(|error| cannot_write(partial, &error))? {
-            return Err(
-                Failure::new(format!("`{}` has disappeared", partial.display()))
-                    .detail("another process has finished this model, or removed the file")
-                    .hint("run the same command again: it continues from the existing files")
-                    .into(),
-            );
+            return Err(Failure::new(format!("`{}` has disappeared", partial.display()))
+                .detail("another process has finished this model, or removed the file")
+                .hint("run the same command again: it continues from the existing files")
+                .into());
         }
     }
     // Without its configuration, an older model in this folder cannot load with half of the new files.
@@ -81,9 +78,8 @@ pub(super) fn publish(
     disk::remove(&config).map_err(|error| cannot_write(&config, &error))?;
     sync_folder(target)?;
     let files = verification.files.iter();
-    let mut sums: BTreeMap<String, String> = files
-        .map(|file| (file.file.clone(), file.sha256.clone()))
-        .collect();
+    let mut sums: BTreeMap<String, String> =
+        files.map(|file| (file.file.clone(), file.sha256.clone())).collect();
     put_early(target, published, &mut sums)?;
     for (output, planned) in shards.into_iter().zip(layout.files()) {
         let OutputShard { partial, file, .. } = output;
@@ -92,10 +88,7 @@ pub(super) fn publish(
         let path = target.join(&planned.file_name);
         disk::rename(&partial, &path).map_err(|error| cannot_write(&path, &error))?;
     }
-    let sums: String = sums
-        .iter()
-        .map(|(name, sum)| format!("{sum}  {name}\n"))
-        .collect();
+    let sums: String = sums.iter().map(|(name, sum)| format!("{sum}  {name}\n")).collect();
     write_atomic(&target.join(SUMS_FILE), sums.as_bytes())?;
     put_late(target, published)
 }

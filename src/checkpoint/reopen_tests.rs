@@ -16,10 +16,7 @@ use crate::run::verification::VerifyLevel;
 fn two(source: &Path) -> anyhow::Result<Vec<(String, Dtype)>> {
     let checkpoint = Checkpoint::open(source)?;
     let matrices = checkpoint.tensors().filter(|entry| entry.shape.len() == 2);
-    Ok(matrices
-        .take(2)
-        .map(|entry| (entry.name.clone(), entry.dtype))
-        .collect())
+    Ok(matrices.take(2).map(|entry| (entry.name.clone(), entry.dtype)).collect())
 }
 
 #[test]

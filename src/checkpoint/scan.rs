@@ -103,10 +103,7 @@ pub fn scan_tensor(
                 Ok(scan_piece(entry, start, now, before))
             },
         )
-        .try_reduce(
-            || Scan::of_nothing(entry, other.is_some()),
-            |one, other| Ok(one.and(other)),
-        )
+        .try_reduce(|| Scan::of_nothing(entry, other.is_some()), |one, other| Ok(one.and(other)))
 }
 
 impl Scan {
@@ -284,16 +281,8 @@ mod tests {
 
     /// A checkpoint of the one matrix `w`.
     fn checkpoint(folder: &Path, dtype: Dtype, shape: [usize; 2], values: &[f32]) -> Checkpoint {
-        let data = values
-            .iter()
-            .flat_map(|&value| element(dtype, value))
-            .collect();
-        let tensor = TestTensor {
-            name: "w".into(),
-            dtype,
-            shape: shape.to_vec(),
-            data,
-        };
+        let data = values.iter().flat_map(|&value| element(dtype, value)).collect();
+        let tensor = TestTensor { name: "w".into(), dtype, shape: shape.to_vec(), data };
         write(folder, SINGLE_FILE, &file_bytes(Some("pt"), &[tensor]));
         Checkpoint::open(folder).unwrap()
     }
@@ -349,10 +338,7 @@ mod tests {
         let scan = scan_tensor(&checkpoint, entry(&checkpoint), None).unwrap();
         assert_eq!(scan.zeros, (rows * columns / 2 - 1) as u64);
         assert_eq!(scan.non_finite, 2);
-        assert_eq!(
-            scan.fewest_zeros,
-            [Some(0), Some(1), Some(3), Some(7), Some(15)]
-        );
+        assert_eq!(scan.fewest_zeros, [Some(0), Some(1), Some(3), Some(7), Some(15)]);
     }
 
     #[test]
@@ -369,15 +355,9 @@ mod tests {
         let scan = scan_tensor(&pruned, entry(&pruned), Some((&dense, entry(&dense)))).unwrap();
         let compared = scan.compared.unwrap();
         assert!(!compared.is_identical);
-        assert_eq!(
-            (scan.zeros, compared.zeros_before, compared.changed),
-            (2, 0, 2)
-        );
+        assert_eq!((scan.zeros, compared.zeros_before, compared.changed), (2, 0, 2));
         let first = compared.first_changed.unwrap();
-        assert_eq!(
-            (first.row, first.column),
-            (70_000 / columns, 70_000 % columns)
-        );
+        assert_eq!((first.row, first.column), (70_000 / columns, 70_000 % columns));
         assert_eq!((first.before, first.now), (2.0, 7.0));
     }
 

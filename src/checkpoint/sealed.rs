@@ -37,10 +37,7 @@ struct Seal {
 
 impl Seal {
     fn new(bytes: u64, hasher: Sha256) -> Self {
-        Self {
-            bytes,
-            sha256: hex(&hasher.finalize()),
-        }
+        Self { bytes, sha256: hex(&hasher.finalize()) }
     }
 
     /// The line of this seal, of [`HEAD`] bytes; `end` closes its object.
@@ -111,11 +108,7 @@ pub fn write_sealed_with(
     write_growing(path, &mut |file| {
         let unknown = Seal::new(0, Sha256::new());
         file.write_all(unknown.line('}').as_bytes())?;
-        let mut content = HashedContent {
-            file,
-            hasher: Sha256::new(),
-            bytes: 0,
-        };
+        let mut content = HashedContent { file, hasher: Sha256::new(), bytes: 0 };
         write(&mut content)?;
         let HashedContent { hasher, bytes, .. } = content;
         file.replace_head(Seal::new(bytes, hasher).line('}').as_bytes())
@@ -229,10 +222,7 @@ mod tests {
         };
         assert!(why(seal(10, "b")).contains("the hash differs"));
         assert_eq!(why(seal(7, "a")), "3 of its 10 bytes are missing");
-        assert_eq!(
-            why(seal(12, "a")),
-            "2 bytes follow the 10 that were written"
-        );
+        assert_eq!(why(seal(12, "a")), "2 bytes follow the 10 that were written");
         assert_eq!(seal(u64::MAX, "").line(',').len(), HEAD);
     }
 }

@@ -83,9 +83,7 @@ const MOST_CARDS: usize = 8;
 /// Returns whether a name is that of a model's card, or of the card of a model it was made from: `README.source.md`, then
 /// `README.source.source.md`.
 pub(super) fn is_card(name: &str) -> bool {
-    let inner = name
-        .strip_prefix("README")
-        .and_then(|name| name.strip_suffix(".md"));
+    let inner = name.strip_prefix("README").and_then(|name| name.strip_suffix(".md"));
     inner.is_some_and(|inner| (0..MOST_CARDS).any(|older| inner == ".source".repeat(older)))
 }
 
@@ -215,12 +213,7 @@ mod tests {
         ];
         assert_eq!(sidecars_in(folder.path())?, expected);
         // Records belong to a model, and are no sidecars of the next one.
-        for name in [
-            "SHA256SUMS",
-            "pruning.json",
-            "merging.json",
-            "merge_config.yml",
-        ] {
+        for name in ["SHA256SUMS", "pruning.json", "merging.json", "merge_config.yml"] {
             fs::write(folder.path().join(name), name)?;
             assert!(is_model_file(name), "{name}");
         }
@@ -231,12 +224,7 @@ mod tests {
     #[test]
     fn cards_are_kept_with_the_models_made_from_theirs() -> anyhow::Result<()> {
         let folder = tempfile::tempdir()?;
-        let others = [
-            "README.txt",
-            "README.md.bak",
-            "README.sources.md",
-            "xREADME.md",
-        ];
+        let others = ["README.txt", "README.md.bak", "README.sources.md", "xREADME.md"];
         for name in others.iter().chain(&["README.source.md", "README.md"]) {
             fs::write(folder.path().join(name), name)?;
             assert_eq!(is_card(name), !others.contains(name), "{name}");

@@ -57,10 +57,7 @@ pub trait WeightSource: Send + Sync {
                 "tensor `{name}` in `{}` has the wrong shape",
                 self.file_of(entry)
             ))
-            .detail(format!(
-                "expected {shape:?} by config.json, found {:?}",
-                entry.shape
-            ))
+            .detail(format!("expected {shape:?} by config.json, found {:?}", entry.shape))
             .hint("check that config.json and the weights belong together, or download them again")
             .into());
         }
@@ -125,10 +122,7 @@ impl Checkpoint {
     /// Fails when the folder or a shard is missing, when the folder holds only pickles, and when a header disagrees with itself, with
     /// the length of its file, or with the index.
     pub fn open(folder: &Path) -> anyhow::Result<Self> {
-        let FolderWeights {
-            shards: names,
-            weight_map,
-        } = find_weights(folder)?;
+        let FolderWeights { shards: names, weight_map } = find_weights(folder)?;
         let mut shards: Vec<Shard> = Vec::with_capacity(names.len());
         let mut entries: Vec<TensorEntry> = Vec::new();
         let mut by_name: HashMap<String, usize> = HashMap::new();
@@ -139,36 +133,28 @@ impl Checkpoint {
                 if let Some(first) = by_name.insert(entry.name.clone(), entries.len()) {
                     // `first` indexes an entry pushed earlier, whose shard is open.
                     let other = &shards[entries[first].shard].file_name;
-                    return Err(
-                        Failure::new(format!("tensor `{}` is in two files", entry.name))
-                            .detail(format!(
-                                "`{other}` and `{}` in `{}`",
-                                shard.file_name,
-                                folder.display()
-                            ))
-                            .hint("download the checkpoint again into an empty folder")
-                            .into(),
-                    );
+                    return Err(Failure::new(format!("tensor `{}` is in two files", entry.name))
+                        .detail(format!(
+                            "`{other}` and `{}` in `{}`",
+                            shard.file_name,
+                            folder.display()
+                        ))
+                        .hint("download the checkpoint again into an empty folder")
+                        .into());
                 }
                 entries.push(entry);
             }
             shards.push(shard);
         }
         for (name, file_name) in &weight_map {
-            let found = by_name
-                .get(name)
-                .map(|&at| shards[entries[at].shard].file_name.as_str());
+            let found = by_name.get(name).map(|&at| shards[entries[at].shard].file_name.as_str());
             if found != Some(file_name) {
-                let place = found.map_or("no file has it".into(), |other| {
-                    format!("it is in `{other}`")
-                });
+                let place =
+                    found.map_or("no file has it".into(), |other| format!("it is in `{other}`"));
                 return Err(Failure::new(format!(
                     "shard `{file_name}` does not hold tensor `{name}`"
                 ))
-                .detail(format!(
-                    "the index in `{}` says so, but {place}",
-                    folder.display()
-                ))
+                .detail(format!("the index in `{}` says so, but {place}", folder.display()))
                 .hint("download the checkpoint again")
                 .into());
             }
@@ -188,11 +174,8 @@ impl Checkpoint {
     /// Fails when the file cannot be opened, and when its header disagrees with itself or with the length of the file.
     pub fn open_file(folder: &Path, file_name: &str) -> anyhow::Result<Self> {
         let (shard, entries) = open_shard(&folder.join(file_name), file_name.to_owned(), 0)?;
-        let by_name = entries
-            .iter()
-            .enumerate()
-            .map(|(at, entry)| (entry.name.clone(), at))
-            .collect();
+        let by_name =
+            entries.iter().enumerate().map(|(at, entry)| (entry.name.clone(), at)).collect();
         Ok(Self {
             folder: folder.to_path_buf(),
             shards: [shard].into(),
@@ -217,10 +200,7 @@ impl Checkpoint {
             if by_name.insert(name.clone(), entries.len()).is_some() {
                 anyhow::bail!("two tensors of `{}` would be `{name}`", self.place());
             }
-            entries.push(TensorEntry {
-                name,
-                ..entry.clone()
-            });
+            entries.push(TensorEntry { name, ..entry.clone() });
         }
         Ok(Self {
             folder: self.folder.clone(),
@@ -244,10 +224,7 @@ impl Checkpoint {
             let Some(at) = self.position(&entry.name) else {
                 anyhow::bail!("`{}` has no tensor `{}`", self.place(), entry.name);
             };
-            entries[at] = TensorEntry {
-                shard: self.shards.len() + entry.shard,
-                ..entry.clone()
-            };
+            entries[at] = TensorEntry { shard: self.shards.len() + entry.shard, ..entry.clone() };
         }
         Ok(Self {
             folder: self.folder.clone(),
@@ -308,9 +285,7 @@ impl Checkpoint {
                 let mut pieces = [0; 3 * FINGERPRINT_BYTES];
                 let length = FINGERPRINT_BYTES.min(entry.bytes as usize);
                 let last = entry.bytes - length as u64;
-                for (piece, start) in pieces
-                    .chunks_mut(FINGERPRINT_BYTES)
-                    .zip([0, last / 2, last])
+                for (piece, start) in pieces.chunks_mut(FINGERPRINT_BYTES).zip([0, last / 2, last])
                 {
                     self.read(entry, start, &mut piece[..length])?;
                 }
@@ -345,9 +320,7 @@ impl WeightSource for Checkpoint {
             ))
             .detail(why)
         };
-        let end = start
-            .checked_add(buffer.len() as u64)
-            .filter(|&end| end <= entry.bytes);
+        let end = start.checked_add(buffer.len() as u64).filter(|&end| end <= entry.bytes);
         let (Some(_), Some(shard)) = (end, self.shards.get(entry.shard)) else {
             let length = buffer.len();
             return Err(cannot(format!(
@@ -358,10 +331,8 @@ impl WeightSource for Checkpoint {
         };
         let offset = entry.offset + start;
         read_exact_at(&shard.file, buffer, offset).map_err(|error| {
-            let failure = cannot(format!(
-                "{} bytes at file offset {offset}: {error}",
-                buffer.len()
-            ));
+            let failure =
+                cannot(format!("{} bytes at file offset {offset}: {error}", buffer.len()));
             match error.kind() {
                 std::io::ErrorKind::UnexpectedEof => failure
                     .detail("the file became shorter after it was opened")
@@ -416,13 +387,7 @@ fn open_shard(
     let data_start = header.data_start();
     let output_header = header.with_format();
     let entries = entries_of(&header, index);
-    let shard = Shard {
-        file_name,
-        header: header.json,
-        file_bytes,
-        data_start,
-        output_header,
-        file,
-    };
+    let shard =
+        Shard { file_name, header: header.json, file_bytes, data_start, output_header, file };
     Ok((shard, entries))
 }

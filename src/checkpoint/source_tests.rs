@@ -15,9 +15,7 @@ use super::{Checkpoint, WeightSource};
 fn refusal(folder: &Path) -> String {
     match Checkpoint::open(folder) {
         Ok(_) => "opened".into(),
-        Err(error) => error
-            .to_string()
-            .replace(&folder.display().to_string(), "DIR"),
+        Err(error) => error.to_string().replace(&folder.display().to_string(), "DIR"),
     }
 }
 
@@ -30,9 +28,8 @@ fn single_and_sharded_folders_hold_the_same_tensors() -> anyhow::Result<()> {
         let checkpoint = Checkpoint::open(place)?;
         assert_eq!(checkpoint.total_bytes().0, 200);
         for tensor in mixed_tensors() {
-            let entry = checkpoint
-                .entry(&tensor.name)
-                .ok_or_else(|| anyhow::anyhow!("{}", tensor.name))?;
+            let entry =
+                checkpoint.entry(&tensor.name).ok_or_else(|| anyhow::anyhow!("{}", tensor.name))?;
             assert_eq!((entry.dtype, &entry.shape), (tensor.dtype, &tensor.shape));
             let mut bytes = vec![0; tensor.data.len()];
             checkpoint.read(entry, 0, &mut bytes)?;
@@ -44,10 +41,7 @@ fn single_and_sharded_folders_hold_the_same_tensors() -> anyhow::Result<()> {
             assert!(checkpoint.read(entry, u64::MAX, &mut tail).is_err());
         }
     }
-    let (one, two) = (
-        Checkpoint::open(single.path())?,
-        Checkpoint::open(sharded.path())?,
-    );
+    let (one, two) = (Checkpoint::open(single.path())?, Checkpoint::open(sharded.path())?);
     assert_eq!(one.identity(), Checkpoint::open(single.path())?.identity());
     assert_ne!(one.identity(), two.identity());
     Ok(())
@@ -60,9 +54,7 @@ fn require_names_what_is_missing_misshapen_or_quantised() -> anyhow::Result<()> 
     let checkpoint = Checkpoint::open(dir.path())?;
     let says = |name: &str, shape: &[usize]| match checkpoint.require(name, shape) {
         Ok(entry) => entry.name.clone(),
-        Err(error) => error
-            .to_string()
-            .replace(&dir.path().display().to_string(), "DIR"),
+        Err(error) => error.to_string().replace(&dir.path().display().to_string(), "DIR"),
     };
     assert_eq!(says("a.weight", &[4, 8]), "a.weight");
     assert_eq!(
@@ -88,15 +80,10 @@ fn file_that_shrinks_after_opening_is_an_error() -> anyhow::Result<()> {
     let dir = folder();
     write_single(dir.path(), Some("pt"));
     let checkpoint = Checkpoint::open(dir.path())?;
-    let file = fs::OpenOptions::new()
-        .write(true)
-        .open(dir.path().join("model.safetensors"))?;
+    let file = fs::OpenOptions::new().write(true).open(dir.path().join("model.safetensors"))?;
     file.set_len(100)?;
     let entry = checkpoint.require("a.weight", &[4, 8])?;
-    let error = checkpoint
-        .read(entry, 0, &mut [0; 128])
-        .err()
-        .map(|error| error.to_string());
+    let error = checkpoint.read(entry, 0, &mut [0; 128]).err().map(|error| error.to_string());
     assert!(
         error.is_some_and(|text| text.contains("`a.weight`") && text.contains("became shorter"))
     );
@@ -167,12 +154,7 @@ fn missing_shard_is_named() -> anyhow::Result<()> {
 #[test]
 fn index_may_not_lead_out_of_its_folder() {
     let dir = folder();
-    for name in [
-        "../model.safetensors",
-        "/etc/model.safetensors",
-        "sub/model.safetensors",
-        "..",
-    ] {
+    for name in ["../model.safetensors", "/etc/model.safetensors", "sub/model.safetensors", ".."] {
         write_index(dir.path(), &json!({"a": name}));
         assert_eq!(
             refusal(dir.path()),
@@ -202,14 +184,8 @@ fn index_may_not_lead_out_of_its_folder() {
 fn index_and_shards_must_agree() {
     let dir = folder();
     write_sharded(dir.path());
-    let (one, two) = (
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-    );
-    write_index(
-        dir.path(),
-        &json!({"a.weight": one, "c.weight": one, "d.ids": two}),
-    );
+    let (one, two) = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors");
+    write_index(dir.path(), &json!({"a.weight": one, "c.weight": one, "d.ids": two}));
     assert_eq!(
         refusal(dir.path()),
         format!(

@@ -71,11 +71,7 @@ pub(super) fn left_behind(
         if is_published {
             published.push(path);
         }
-        shards.push(OutputShard {
-            partial,
-            file,
-            is_dirty: AtomicBool::new(true),
-        });
+        shards.push(OutputShard { partial, file, is_dirty: AtomicBool::new(true) });
     }
     Ok(Some((shards, published)))
 }
@@ -104,11 +100,9 @@ pub(super) fn allocate(
         events.check()?;
         let partial = partial_of(&target.join(&planned.file_name));
         match allocate_file(&partial, &planned.header, planned.file_bytes, &mut meter) {
-            Ok(file) => shards.push(OutputShard {
-                partial,
-                file,
-                is_dirty: AtomicBool::new(false),
-            }),
+            Ok(file) => {
+                shards.push(OutputShard { partial, file, is_dirty: AtomicBool::new(false) })
+            }
             Err(error) => {
                 // Windows cannot remove an open file, so the files are closed first.
                 let mut partials: Vec<PathBuf> =
@@ -119,10 +113,7 @@ pub(super) fn allocate(
                     let _ = disk::remove(made);
                 }
                 return Err(cannot_write(&partial, &error)
-                    .detail(format!(
-                        "the output needs {} ({needed} bytes)",
-                        ByteSize(needed)
-                    ))
+                    .detail(format!("the output needs {} ({needed} bytes)", ByteSize(needed)))
                     .into());
             }
         }
@@ -149,11 +140,7 @@ pub(super) fn allocate_file(
         meter.add(file_bytes.saturating_sub(at));
         at = file_bytes;
     }
-    let zeros = if at < file_bytes {
-        vec![0; CHUNK_BYTES]
-    } else {
-        Vec::new()
-    };
+    let zeros = if at < file_bytes { vec![0; CHUNK_BYTES] } else { Vec::new() };
     while at < file_bytes {
         let length = (file_bytes - at).min(CHUNK_BYTES as u64);
         disk::write_all_at(&file, &zeros[..length as usize], at)?;
@@ -176,11 +163,7 @@ pub fn refuse_source_folder(source: &Path, target: &Path) -> anyhow::Result<Path
     let source = fs::canonicalize(source).map_err(cannot)?;
     let resolved = resolve(target).map_err(|error| cannot_write(target, &error))?;
     if resolved.starts_with(&source) {
-        let relation = if resolved == source {
-            "is"
-        } else {
-            "lies inside"
-        };
+        let relation = if resolved == source { "is" } else { "lies inside" };
         return Err(Failure::new(format!(
             "the output folder `{}` {relation} the model's folder",
             target.display()

@@ -22,15 +22,8 @@ pub(super) struct TestTensor {
 /// A tensor of `dtype` whose element `i` is `i + 1`, so none is zero and every place differs.
 pub(super) fn counting(name: &str, dtype: Dtype, shape: &[usize]) -> TestTensor {
     let values = 1..=shape.iter().product::<usize>();
-    let data = values
-        .flat_map(|value| element(dtype, value as f32))
-        .collect();
-    TestTensor {
-        name: name.into(),
-        dtype,
-        shape: shape.to_vec(),
-        data,
-    }
+    let data = values.flat_map(|value| element(dtype, value as f32)).collect();
+    TestTensor { name: name.into(), dtype, shape: shape.to_vec(), data }
 }
 
 /// One element in its stored bytes.
@@ -46,10 +39,8 @@ pub(super) fn element(dtype: Dtype, value: f32) -> Vec<u8> {
 
 /// The bytes of a safetensors file, with `format` in its metadata where given.
 pub(super) fn file_bytes(format: Option<&str>, tensors: &[TestTensor]) -> Vec<u8> {
-    let metadata: BTreeMap<String, String> = format
-        .map(|format| ("format".into(), format.into()))
-        .into_iter()
-        .collect();
+    let metadata: BTreeMap<String, String> =
+        format.map(|format| ("format".into(), format.into())).into_iter().collect();
     let mut start = 0;
     let infos: Vec<(String, TensorInfo)> = tensors
         .iter()
@@ -58,11 +49,7 @@ pub(super) fn file_bytes(format: Option<&str>, tensors: &[TestTensor]) -> Vec<u8
             start = data_offsets.1;
             (
                 tensor.name.clone(),
-                TensorInfo {
-                    dtype: tensor.dtype,
-                    shape: tensor.shape.clone(),
-                    data_offsets,
-                },
+                TensorInfo { dtype: tensor.dtype, shape: tensor.shape.clone(), data_offsets },
             )
         })
         .collect();
@@ -93,11 +80,7 @@ pub(super) fn mixed_tensors() -> Vec<TestTensor> {
 
 /// `mixed_tensors` in one file, with a few sidecars.
 pub(super) fn write_single(folder: &Path, format: Option<&str>) {
-    write(
-        folder,
-        "model.safetensors",
-        &file_bytes(format, &mixed_tensors()),
-    );
+    write(folder, "model.safetensors", &file_bytes(format, &mixed_tensors()));
     write_sidecars(folder);
 }
 
@@ -108,10 +91,7 @@ pub(super) fn write_sharded(folder: &Path) {
     for (at, part) in tensors.chunks(2).enumerate() {
         let name = format!("model-0000{}-of-00002.safetensors", at + 1);
         write(folder, &name, &file_bytes(Some("pt"), part));
-        weight_map.extend(
-            part.iter()
-                .map(|tensor| (tensor.name.clone(), name.clone().into())),
-        );
+        weight_map.extend(part.iter().map(|tensor| (tensor.name.clone(), name.clone().into())));
     }
     write_index(folder, &serde_json::Value::Object(weight_map));
     write_sidecars(folder);
@@ -120,11 +100,7 @@ pub(super) fn write_sharded(folder: &Path) {
 /// An index with this `weight_map`.
 pub(super) fn write_index(folder: &Path, weight_map: &serde_json::Value) {
     let index = serde_json::json!({"metadata": {}, "weight_map": weight_map});
-    write(
-        folder,
-        "model.safetensors.index.json",
-        index.to_string().as_bytes(),
-    );
+    write(folder, "model.safetensors.index.json", index.to_string().as_bytes());
 }
 
 fn write_sidecars(folder: &Path) {

@@ -25,10 +25,8 @@ pub(super) fn verify_shards(
     expected: &[ExpectedMatrix],
     events: &dyn Events,
 ) -> anyhow::Result<Verification> {
-    let by_name: HashMap<&str, &ExpectedMatrix> = expected
-        .iter()
-        .map(|matrix| (matrix.name.as_str(), matrix))
-        .collect();
+    let by_name: HashMap<&str, &ExpectedMatrix> =
+        expected.iter().map(|matrix| (matrix.name.as_str(), matrix)).collect();
     for matrix in expected {
         check_expectation(matrix, layout)?;
     }
@@ -48,12 +46,7 @@ pub(super) fn verify_shards(
                 let stored = source.entry(name).expect("the source has all tensors");
                 (source, stored)
             });
-            let look = Look {
-                matrix,
-                source,
-                shard,
-                tensor,
-            };
+            let look = Look { matrix, source, shard, tensor };
             let looked = check_tensor(&look, &mut file_hash, &mut meter)?;
             if let Some(matrix) = matrix {
                 counts.insert(&matrix.name, looked);
@@ -71,15 +64,8 @@ pub(super) fn verify_shards(
     let all = || shards.iter().flat_map(|shard| &shard.tensors);
     let tensors_rewritten = all().filter(|tensor| tensor.rewritten).count();
     let rows = expected.iter().map(|matrix| {
-        let looked = counts
-            .get(matrix.name.as_str())
-            .copied()
-            .unwrap_or_default();
-        MatrixZeros {
-            name: matrix.name.clone(),
-            zeros: looked.zeros,
-            elements: looked.elements,
-        }
+        let looked = counts.get(matrix.name.as_str()).copied().unwrap_or_default();
+        MatrixZeros { name: matrix.name.clone(), zeros: looked.zeros, elements: looked.elements }
     });
     Ok(Verification {
         level: source.map_or(VerifyLevel::Quick, |_| VerifyLevel::Full),
@@ -94,10 +80,7 @@ pub(super) fn verify_shards(
 
 fn check_expectation(matrix: &ExpectedMatrix, layout: &Layout) -> anyhow::Result<()> {
     let Some(entry) = layout.entry(&matrix.name) else {
-        anyhow::bail!(
-            "cannot verify tensor `{}`: the checkpoint does not have it",
-            matrix.name
-        );
+        anyhow::bail!("cannot verify tensor `{}`: the checkpoint does not have it", matrix.name);
     };
     if !matches!(entry.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16) {
         anyhow::bail!(
@@ -109,13 +92,9 @@ fn check_expectation(matrix: &ExpectedMatrix, layout: &Layout) -> anyhow::Result
     if let Some((n, m)) = matrix.group {
         let last = entry.shape.last().copied().unwrap_or(0);
         if m == 0 || n > m || last % m != 0 {
-            return Err(
-                Failure::new(format!("tensor `{}` has no {n}:{m} groups", matrix.name))
-                    .detail(format!(
-                        "its last dimension is {last}, not a multiple of {m}"
-                    ))
-                    .into(),
-            );
+            return Err(Failure::new(format!("tensor `{}` has no {n}:{m} groups", matrix.name))
+                .detail(format!("its last dimension is {last}, not a multiple of {m}"))
+                .into());
         }
     }
     Ok(())
@@ -125,11 +104,7 @@ fn check_header(shard: &WrittenShard<'_>, file_hash: &mut Sha256) -> anyhow::Res
     let mut found = vec![0; shard.header.len()];
     read_exact_at(shard.file, &mut found, 0)
         .map_err(|error| wrong_bytes(shard, error.to_string()))?;
-    if let Some(at) = found
-        .iter()
-        .zip(shard.header)
-        .position(|(found, written)| found != written)
-    {
+    if let Some(at) = found.iter().zip(shard.header).position(|(found, written)| found != written) {
         return Err(wrong_bytes(shard, format!("its header differs at file offset {at}")).into());
     }
     file_hash.update(&found);
@@ -137,16 +112,9 @@ fn check_header(shard: &WrittenShard<'_>, file_hash: &mut Sha256) -> anyhow::Res
 }
 
 fn check_length(shard: &WrittenShard<'_>) -> anyhow::Result<()> {
-    let found = shard
-        .file
-        .metadata()
-        .map_err(|error| wrong_bytes(shard, error.to_string()))?
-        .len();
+    let found = shard.file.metadata().map_err(|error| wrong_bytes(shard, error.to_string()))?.len();
     if found != shard.file_bytes {
-        let why = format!(
-            "it is {found} bytes long, {} were written",
-            shard.file_bytes
-        );
+        let why = format!("it is {found} bytes long, {} were written", shard.file_bytes);
         return Err(wrong_bytes(shard, why).into());
     }
     Ok(())

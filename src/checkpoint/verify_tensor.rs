@@ -85,11 +85,7 @@ pub(super) fn check_tensor(
         read_exact_at(look.shard.file, &mut chunk, offset + start).map_err(|error| {
             wrong_bytes(
                 look.shard,
-                format!(
-                    "tensor `{}` at file offset {}: {error}",
-                    entry.name,
-                    offset + start
-                ),
+                format!("tensor `{}` at file offset {}: {error}", entry.name, offset + start),
             )
         })?;
         let ((), ((), seen)) = rayon::join(
@@ -117,9 +113,7 @@ pub(super) fn check_tensor(
         let end = offset + entry.bytes;
         let why = format!("tensor `{}` is not what was written", entry.name);
         return Err(wrong_bytes(look.shard, why)
-            .detail(format!(
-                "its SHA-256 differs, somewhere in file offsets {offset} to {end}"
-            ))
+            .detail(format!("its SHA-256 differs, somewhere in file offsets {offset} to {end}"))
             .into());
     }
     if let Some(error) = first_wrong {
@@ -143,10 +137,7 @@ pub(super) fn check_tensor(
 
 /// The failure of a check. It names the partial file, which stays for inspection.
 pub(super) fn wrong(shard: &WrittenShard<'_>, why: String) -> Failure {
-    Failure::new(format!(
-        "verification failed in `{}`: {why}",
-        shard.path.display()
-    ))
+    Failure::new(format!("verification failed in `{}`: {why}", shard.path.display()))
 }
 
 /// The failure for bytes that differ from the written ones: the cause is outside this program.
@@ -157,9 +148,7 @@ pub(super) fn wrong_bytes(shard: &WrittenShard<'_>, why: String) -> Failure {
 /// The bytes of a chunk: whole groups (or elements), so that no group is cut. Rows are whole numbers of groups, so flat groups are
 /// the groups along the last dimension.
 fn chunk_bytes(entry: &TensorEntry, matrix: Option<&ExpectedMatrix>) -> u64 {
-    let group = matrix
-        .and_then(|matrix| matrix.group)
-        .map_or(1, |(_, m)| m as u64);
+    let group = matrix.and_then(|matrix| matrix.group).map_or(1, |(_, m)| m as u64);
     let unit = group * element_bytes(entry.dtype) as u64;
     (CHUNK_BYTES as u64 / unit * unit).max(unit)
 }
@@ -191,10 +180,7 @@ fn look_at_chunk(
     let Some(matrix) = look.matrix else {
         return Ok(Looked::default());
     };
-    let mut looked = Looked {
-        elements: (chunk.len() / each) as u64,
-        ..Looked::default()
-    };
+    let mut looked = Looked { elements: (chunk.len() / each) as u64, ..Looked::default() };
     let Some((n, m)) = matrix.group else {
         looked.zeros = count_zeros(entry.dtype, chunk);
         return Ok(looked);

@@ -114,20 +114,14 @@ impl CheckpointWriter {
         refuse_source_folder(source.folder(), target)?;
         let layout = Layout::of(source)?;
         let phase = "check finished layers";
-        let Some(ReopenedFiles {
-            files,
-            intact,
-            damaged,
-        }) = OutputFiles::reopen(layout, target, finished, phase, events)?
+        let Some(ReopenedFiles { files, intact, damaged }) =
+            OutputFiles::reopen(layout, target, finished, phase, events)?
         else {
             return Ok(None);
         };
         let mut writer = Self::over(source, files);
         for (at, digest) in intact {
-            writer.recorded[at] = Some(TensorRecord {
-                digest,
-                rewritten: true,
-            });
+            writer.recorded[at] = Some(TensorRecord { digest, rewritten: true });
         }
         Ok(Some(Reopened { writer, damaged }))
     }
@@ -139,10 +133,7 @@ impl CheckpointWriter {
 
     /// Forgets written tensors, so that they can be written again.
     pub fn forget<'n>(&mut self, names: impl IntoIterator<Item = &'n str>) {
-        for at in names
-            .into_iter()
-            .filter_map(|name| self.files.layout().position(name))
-        {
+        for at in names.into_iter().filter_map(|name| self.files.layout().position(name)) {
             self.recorded[at] = None;
         }
     }
@@ -190,10 +181,7 @@ impl CheckpointWriter {
             self.files.put(entry, 0, bytes)
         });
         written?;
-        self.recorded[at] = Some(TensorRecord {
-            digest,
-            rewritten: true,
-        });
+        self.recorded[at] = Some(TensorRecord { digest, rewritten: true });
         Ok(())
     }
 
@@ -271,9 +259,7 @@ impl CheckpointWriter {
 
     pub(super) fn copy_untouched(&mut self, events: &dyn Events) -> anyhow::Result<()> {
         let tensors = self.files.layout().tensors().iter();
-        let pending = tensors
-            .zip(&self.recorded)
-            .filter(|(_, recorded)| recorded.is_none());
+        let pending = tensors.zip(&self.recorded).filter(|(_, recorded)| recorded.is_none());
         let bytes = pending.map(|(entry, _)| entry.bytes).sum::<u64>();
         let done = self.copying.as_ref().map_or(0, |copying| copying.done);
         let mut meter = Meter::start(events, "copy", bytes.saturating_sub(done));
@@ -299,11 +285,7 @@ impl CheckpointWriter {
         };
         let mut copying = match self.copying.take() {
             Some(copying) if copying.at == at => copying,
-            _ => Copying {
-                at,
-                done: 0,
-                hasher: Sha256::new(),
-            },
+            _ => Copying { at, done: 0, hasher: Sha256::new() },
         };
         let most = match pace {
             Pace::Fast => CHUNK_BYTES as u64,
@@ -315,11 +297,8 @@ impl CheckpointWriter {
         let Copying { done, hasher, .. } = &mut copying;
         match pace {
             Pace::Fast => {
-                rayon::join(
-                    || self.files.put(position, *done, buffer),
-                    || hasher.update(&*buffer),
-                )
-                .0?
+                rayon::join(|| self.files.put(position, *done, buffer), || hasher.update(&*buffer))
+                    .0?
             }
             Pace::Beside => {
                 hasher.update(&*buffer);
@@ -328,10 +307,8 @@ impl CheckpointWriter {
         }
         copying.done += length;
         if copying.done == entry.bytes {
-            self.recorded[at] = Some(TensorRecord {
-                digest: copying.hasher.finalize().into(),
-                rewritten: false,
-            });
+            self.recorded[at] =
+                Some(TensorRecord { digest: copying.hasher.finalize().into(), rewritten: false });
         } else {
             self.copying = Some(copying);
         }

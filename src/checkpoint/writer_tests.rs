@@ -49,17 +49,11 @@ pub(super) fn pruned(name: &str, dtype: Dtype) -> Vec<u8> {
 }
 
 fn matrix(name: &str, zeros: Option<u64>, group: Option<(usize, usize)>) -> ExpectedMatrix {
-    ExpectedMatrix {
-        name: name.into(),
-        zeros,
-        group,
-    }
+    ExpectedMatrix { name: name.into(), zeros, group }
 }
 
 pub(super) fn says<T>(result: anyhow::Result<T>) -> String {
-    result
-        .err()
-        .map_or("accepted".into(), |error| error.to_string())
+    result.err().map_or("accepted".into(), |error| error.to_string())
 }
 
 /// No file of the output has its final name.
@@ -72,9 +66,7 @@ pub(super) fn nothing_was_published(target: &Path) -> anyhow::Result<bool> {
 
 #[test]
 fn pruned_tensors_change_and_everything_else_is_byte_identical() -> anyhow::Result<()> {
-    for write_source in [write_sharded, |folder: &Path| {
-        write_single(folder, Some("pt"))
-    }] {
+    for write_source in [write_sharded, |folder: &Path| write_single(folder, Some("pt"))] {
         let (source, out) = (folder(), folder());
         write_source(source.path());
         let target = out.path().join("new/model");
@@ -90,10 +82,7 @@ fn pruned_tensors_change_and_everything_else_is_byte_identical() -> anyhow::Resu
         writer.sync()?;
         let expected = changed.map(|(name, _, zeros)| matrix(name, Some(zeros), Some((2, 4))));
         let verification = writer.finish(&expected, VerifyLevel::Full, &Silent)?;
-        assert_eq!(
-            (verification.tensors_rewritten, verification.tensors_copied),
-            (3, 1)
-        );
+        assert_eq!((verification.tensors_rewritten, verification.tensors_copied), (3, 1));
         assert_eq!(verification.tensors_checked, 4);
         // (32 + 16 + 8) / 4 groups.
         assert_eq!(verification.groups_checked, 14);
@@ -109,23 +98,14 @@ fn pruned_tensors_change_and_everything_else_is_byte_identical() -> anyhow::Resu
             let wanted = changed
                 .iter()
                 .find(|(name, _, _)| *name == new.name)
-                .map_or_else(
-                    || data_of(&new.name),
-                    |(name, dtype, _)| pruned(name, *dtype),
-                );
+                .map_or_else(|| data_of(&new.name), |(name, dtype, _)| pruned(name, *dtype));
             assert_eq!(found, wanted, "{}", new.name);
         }
         for name in ["config.json", "tokenizer.json", "LICENSE.txt"] {
-            assert_eq!(
-                fs::read(source.path().join(name))?,
-                fs::read(target.join(name))?
-            );
+            assert_eq!(fs::read(source.path().join(name))?, fs::read(target.join(name))?);
         }
         // The list of hashes is the additional file.
-        assert_eq!(
-            fs::read_dir(source.path())?.count() + 1,
-            fs::read_dir(&target)?.count()
-        );
+        assert_eq!(fs::read_dir(source.path())?.count() + 1, fs::read_dir(&target)?.count());
     }
     Ok(())
 }
@@ -140,10 +120,7 @@ fn untouched_checkpoint_is_copied_byte_for_byte_with_its_hash() -> anyhow::Resul
     let written = fs::read(out.path().join("model.safetensors"))?;
     assert_eq!(fs::read(source.path().join("model.safetensors"))?, written);
     assert_eq!(verification.files[0].bytes, written.len() as u64);
-    assert_eq!(
-        verification.files[0].sha256,
-        crate::bytes::hex(&sha2::Sha256::digest(&written))
-    );
+    assert_eq!(verification.files[0].sha256, crate::bytes::hex(&sha2::Sha256::digest(&written)));
     Ok(())
 }
 
@@ -155,11 +132,7 @@ fn a_missing_format_is_added_with_a_note() -> anyhow::Result<()> {
     let checkpoint = Arc::new(Checkpoint::open(source.path())?);
     let mut writer = CheckpointWriter::create(&checkpoint, out.path(), &notes)?;
     writer.write("b.weight", &pruned("b.weight", Dtype::F16))?;
-    writer.finish(
-        &[matrix("b.weight", Some(8), None)],
-        VerifyLevel::Full,
-        &notes,
-    )?;
+    writer.finish(&[matrix("b.weight", Some(8), None)], VerifyLevel::Full, &notes)?;
     assert!(
         notes
             .0
@@ -170,19 +143,12 @@ fn a_missing_format_is_added_with_a_note() -> anyhow::Result<()> {
     let bytes = fs::read(out.path().join("model.safetensors"))?;
     let (_, metadata) = SafeTensors::read_metadata(&bytes)?;
     assert_eq!(
-        metadata
-            .metadata()
-            .as_ref()
-            .and_then(|texts| texts.get("format"))
-            .map(String::as_str),
+        metadata.metadata().as_ref().and_then(|texts| texts.get("format")).map(String::as_str),
         Some("pt")
     );
     let tensors = SafeTensors::deserialize(&bytes)?;
     assert_eq!(tensors.tensor("a.weight")?.data(), data_of("a.weight"));
-    assert_eq!(
-        tensors.tensor("b.weight")?.data(),
-        pruned("b.weight", Dtype::F16)
-    );
+    assert_eq!(tensors.tensor("b.weight")?.data(), pruned("b.weight", Dtype::F16));
     Ok(())
 }
 
@@ -192,22 +158,13 @@ fn flipped_bit_between_write_and_finish_is_caught() -> anyhow::Result<()> {
     write_single(source.path(), Some("pt"));
     let mut writer = start(source.path(), out.path())?;
     writer.write("a.weight", &pruned("a.weight", Dtype::F32))?;
-    let partial = fs::OpenOptions::new()
-        .write(true)
-        .open(out.path().join("model.safetensors.partial"))?;
-    let offset = Checkpoint::open(source.path())?
-        .require("a.weight", &[4, 8])?
-        .offset;
+    let partial =
+        fs::OpenOptions::new().write(true).open(out.path().join("model.safetensors.partial"))?;
+    let offset = Checkpoint::open(source.path())?.require("a.weight", &[4, 8])?.offset;
     write_all_at(&partial, &[0x55], offset + 77)?;
     let text = says(writer.finish(&[], VerifyLevel::Quick, &Silent));
-    assert!(
-        text.contains("tensor `a.weight` is not what was written"),
-        "{text}"
-    );
-    assert!(
-        text.contains(&format!("file offsets {offset} to {}", offset + 128)),
-        "{text}"
-    );
+    assert!(text.contains("tensor `a.weight` is not what was written"), "{text}");
+    assert!(text.contains(&format!("file offsets {offset} to {}", offset + 128)), "{text}");
     assert!(nothing_was_published(out.path())?);
     Ok(())
 }
@@ -216,13 +173,10 @@ fn flipped_bit_between_write_and_finish_is_caught() -> anyhow::Result<()> {
 fn damage_to_copied_tensors_and_headers_is_caught() -> anyhow::Result<()> {
     let (source, out) = (folder(), folder());
     write_single(source.path(), Some("pt"));
-    let offset = Checkpoint::open(source.path())?
-        .require("c.weight", &[2, 4])?
-        .offset;
-    for (at, expected) in [
-        (offset, "tensor `c.weight` is not what"),
-        (20, "its header differs at file offset 20"),
-    ] {
+    let offset = Checkpoint::open(source.path())?.require("c.weight", &[2, 4])?.offset;
+    for (at, expected) in
+        [(offset, "tensor `c.weight` is not what"), (20, "its header differs at file offset 20")]
+    {
         let mut writer = start(source.path(), out.path())?;
         writer.copy_untouched(&Silent)?;
         let partial = fs::OpenOptions::new()
@@ -244,15 +198,9 @@ fn violated_group_is_named_by_row_and_column() -> anyhow::Result<()> {
     data[20 * 4..21 * 4].copy_from_slice(&element(Dtype::F32, 21.0));
     let mut writer = start(source.path(), out.path())?;
     writer.write("a.weight", &data)?;
-    let text = says(writer.finish(
-        &[matrix("a.weight", None, Some((2, 4)))],
-        VerifyLevel::Quick,
-        &Silent,
-    ));
-    assert!(
-        text.contains("tensor `a.weight` is not 2:4 sparse"),
-        "{text}"
-    );
+    let text =
+        says(writer.finish(&[matrix("a.weight", None, Some((2, 4)))], VerifyLevel::Quick, &Silent));
+    assert!(text.contains("tensor `a.weight` is not 2:4 sparse"), "{text}");
     assert!(text.contains("row 2, columns 4 to 7"), "{text}");
     assert!(text.contains("hold 1 zeros, 2 needed"), "{text}");
     assert!(nothing_was_published(out.path())?);
@@ -265,11 +213,8 @@ fn wrong_number_of_zeros_is_caught() -> anyhow::Result<()> {
     write_single(source.path(), Some("pt"));
     let mut writer = start(source.path(), out.path())?;
     writer.write("a.weight", &pruned("a.weight", Dtype::F32))?;
-    let text = says(writer.finish(
-        &[matrix("a.weight", Some(17), None)],
-        VerifyLevel::Quick,
-        &Silent,
-    ));
+    let text =
+        says(writer.finish(&[matrix("a.weight", Some(17), None)], VerifyLevel::Quick, &Silent));
     assert!(
         text.contains("tensor `a.weight` has 16 zeros\n  expected 17 of 32 elements"),
         "{text}"
@@ -307,10 +252,7 @@ fn misuse_of_write_is_an_error() -> anyhow::Result<()> {
         "tensor `d.ids` has 24 bytes, 8 were handed over"
     );
     writer.write("d.ids", &[0; 24])?;
-    assert_eq!(
-        says(writer.write("d.ids", &[0; 24])),
-        "tensor `d.ids` was written twice"
-    );
+    assert_eq!(says(writer.write("d.ids", &[0; 24])), "tensor `d.ids` was written twice");
     for (bad, expected) in [
         (matrix("x.weight", None, None), "does not have it"),
         (matrix("d.ids", None, None), "of dtype I64"),
@@ -330,22 +272,13 @@ fn output_may_not_touch_the_source_folder() -> anyhow::Result<()> {
     write_single(source.path(), Some("pt"));
     let link = folder();
     std::os::unix::fs::symlink(source.path(), link.path().join("link"))?;
-    let roundabout = source
-        .path()
-        .join("../")
-        .join(source.path().file_name().unwrap_or_default());
+    let roundabout = source.path().join("../").join(source.path().file_name().unwrap_or_default());
     for (target, expected) in [
         (source.path().to_path_buf(), "is the model's folder"),
-        (
-            source.path().join("sub/deeper"),
-            "lies inside the model's folder",
-        ),
+        (source.path().join("sub/deeper"), "lies inside the model's folder"),
         (roundabout.join("missing/.."), "is the model's folder"),
         (link.path().join("link"), "is the model's folder"),
-        (
-            link.path().join("link/out"),
-            "lies inside the model's folder",
-        ),
+        (link.path().join("link/out"), "lies inside the model's folder"),
     ] {
         let text = says(start(source.path(), &target));
         assert!(text.contains(expected), "{target:?}: {text}");
@@ -358,24 +291,13 @@ fn output_may_not_touch_the_source_folder() -> anyhow::Result<()> {
 fn other_weights_in_the_target_are_refused_and_old_partials_replaced() -> anyhow::Result<()> {
     let (source, out) = (folder(), folder());
     write_single(source.path(), Some("pt"));
-    write(
-        out.path(),
-        "model.safetensors.partial",
-        b"from a killed run",
-    );
-    write(
-        out.path(),
-        "model-00001-of-00009.safetensors.partial",
-        b"from another",
-    );
+    write(out.path(), "model.safetensors.partial", b"from a killed run");
+    write(out.path(), "model-00001-of-00009.safetensors.partial", b"from another");
     start(source.path(), out.path())?.finish(&[], VerifyLevel::Full, &Silent)?;
     assert_eq!(fs::read_dir(out.path())?.count(), 5);
     // The same output again replaces the old one.
     start(source.path(), out.path())?.finish(&[], VerifyLevel::Full, &Silent)?;
-    for name in [
-        "model-00001-of-00002.safetensors",
-        "model.safetensors.index.json",
-    ] {
+    for name in ["model-00001-of-00002.safetensors", "model.safetensors.index.json"] {
         write(out.path(), name, b"");
         assert!(
             says(start(source.path(), out.path())).contains(&format!("`{name}` would be loaded"))
@@ -389,11 +311,7 @@ fn other_weights_in_the_target_are_refused_and_old_partials_replaced() -> anyhow
 fn partial_files_have_their_final_size_from_the_start() -> anyhow::Result<()> {
     let (source, out) = (folder(), folder());
     let big = counting("a.weight", Dtype::F32, &[3000, 1000]);
-    write(
-        source.path(),
-        "model.safetensors",
-        &file_bytes(Some("pt"), &[big]),
-    );
+    write(source.path(), "model.safetensors", &file_bytes(Some("pt"), &[big]));
     let writer = start(source.path(), out.path())?;
     let size = |folder: &Path, name: &str| fs::metadata(folder.join(name)).map(|data| data.len());
     assert_eq!(

@@ -28,11 +28,7 @@ impl PartialModel {
         files: Vec<(PathBuf, File)>,
         written: HashMap<String, (usize, u64)>,
     ) -> Self {
-        Self {
-            source,
-            files,
-            written,
-        }
+        Self { source, files, written }
     }
 
     /// The place of a written tensor: path and file, and the start of its bytes.

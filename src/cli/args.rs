@@ -102,9 +102,7 @@ pub(super) fn from_list<T: PartialEq + Display>(
                 of => format!("value {} of {of} of {flag} {list} is empty", at + 1),
             };
             return Err(Failure::usage(message)
-                .hint(format!(
-                    "write values separated by commas, like {flag} {example}"
-                ))
+                .hint(format!("write values separated by commas, like {flag} {example}"))
                 .into());
         }
         let value = parse(text)?;

@@ -118,9 +118,7 @@ impl Console {
     /// run into a failed one; a full disk does.
     fn write(&self, text: &str) -> bool {
         let mut stdout = std::io::stdout();
-        let written = stdout
-            .write_all(text.as_bytes())
-            .and_then(|()| stdout.flush());
+        let written = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
         match written {
             Ok(()) => true,
             Err(error) => {
@@ -185,10 +183,7 @@ impl Console {
 
     /// Prints memory samples from now on, and keeps them for the table at the end.
     pub(super) fn log_memory(&self) {
-        self.state().memory_log = Some(MemoryTable {
-            total: total_memory(),
-            samples: Vec::new(),
-        });
+        self.state().memory_log = Some(MemoryTable { total: total_memory(), samples: Vec::new() });
     }
 
     /// The table of memory samples, where they are kept.
@@ -235,9 +230,7 @@ impl Console {
 
     /// The last message of a run that a signal ends.
     pub fn interrupted(&self, signal: &str) {
-        self.last_words("interrupted", |place| {
-            format!("interrupted ({signal}){place}")
-        });
+        self.last_words("interrupted", |place| format!("interrupted ({signal}){place}"));
     }
 
     /// The last message of a run that ends by a bug of the program; `what` is the text of the panic.
@@ -257,11 +250,7 @@ impl Console {
         }
         state.end_line();
         let phase = state.progress.phase();
-        let place = if phase.is_empty() {
-            String::new()
-        } else {
-            format!(" in {phase}")
-        };
+        let place = if phase.is_empty() { String::new() } else { format!(" in {phase}") };
         state.print(self.form, event, &text(&place));
         let unfinished = self.ending().unfinished.take();
         if let Some(unfinished) = unfinished {
@@ -303,11 +292,9 @@ impl State {
     /// Keeps count, and draws bars or writes a line where one is due.
     fn follow(&mut self, form: Form, is_shown: bool, event: &Event) {
         match event {
-            Event::SweepStarted {
-                layers,
-                finished,
-                passes,
-            } => self.progress.start_sweep(*layers, *finished, *passes),
+            Event::SweepStarted { layers, finished, passes } => {
+                self.progress.start_sweep(*layers, *finished, *passes)
+            }
             Event::SweepDone => {
                 self.progress.end_sweep();
                 if let Some(mut bars) = self.bars.take() {
@@ -317,9 +304,7 @@ impl State {
             Event::PhaseStarted { phase, unit, steps } => {
                 self.progress.start_phase(phase.clone(), unit, *steps);
                 if form == Form::Bars && is_shown {
-                    self.bars
-                        .get_or_insert_with(Bars::new)
-                        .start(&self.progress);
+                    self.bars.get_or_insert_with(Bars::new).start(&self.progress);
                 }
             }
             Event::Progress { done } => {
@@ -344,11 +329,7 @@ impl State {
 
     fn tell(&mut self, level: Level, form: Form, event: &Event) {
         match event {
-            Event::LayerPruned {
-                layer,
-                sparsity,
-                elapsed,
-            } if level >= Level::Normal => {
+            Event::LayerPruned { layer, sparsity, elapsed } if level >= Level::Normal => {
                 let seconds = elapsed.as_secs_f64();
                 self.print(
                     form,
@@ -356,12 +337,9 @@ impl State {
                     &format!("layer {layer} sparsity {sparsity:.6} ({seconds:.1} s)"),
                 );
             }
-            Event::MatrixMerged {
-                name,
-                done,
-                of,
-                seconds_left,
-            } if level >= Level::Normal && (done % MERGED_LINES == 0 || done == of) => {
+            Event::MatrixMerged { name, done, of, seconds_left }
+                if level >= Level::Normal && (done % MERGED_LINES == 0 || done == of) =>
+            {
                 let line = format!("[{done}/{of}] {name} | ETA {seconds_left:.0}s");
                 self.print(form, "", &line);
             }

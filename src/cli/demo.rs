@@ -42,11 +42,7 @@ pub struct DemoArgs {
 /// Runs the command and prints its table.
 pub fn command(args: &DemoArgs, console: &Console) -> Result<()> {
     let started = Instant::now();
-    let settings = DemoSettings {
-        save: args.save.clone(),
-        seed: args.seed,
-        threads: args.threads,
-    };
+    let settings = DemoSettings { save: args.save.clone(), seed: args.seed, threads: args.threads };
     let table = demo(&settings, console)?;
     console.note(String::new());
     console.record(&table, &table.text())?;

@@ -22,11 +22,8 @@ const COMMANDS: [(&str, &str); 9] = [
 ];
 
 /// Scripts, and the command they are here. Any other script is pruning.
-const SCRIPTS: [(&str, &str); 3] = [
-    ("use_pruned_model.py", "generate"),
-    ("evaluate_ppl.py", "eval"),
-    ("eval.py", "eval"),
-];
+const SCRIPTS: [(&str, &str); 3] =
+    [("use_pruned_model.py", "generate"), ("evaluate_ppl.py", "eval"), ("eval.py", "eval")];
 
 /// Scripts of SparseGPT: their words are the model and the text.
 const SCRIPTS_OF_SPARSEGPT: [&str; 3] = ["llama.py", "opt.py", "bloom.py"];
@@ -234,13 +231,8 @@ fn has(line: &[Argument], name: &str) -> bool {
 
 /// Returns whether a pruning command says what it removes.
 fn names_ratio(line: &[Argument]) -> bool {
-    let flags = [
-        "--sparsity-ratio",
-        "--sparsity-type",
-        "--layer-ratios",
-        "--drop-layers",
-        "--drop-width",
-    ];
+    let flags =
+        ["--sparsity-ratio", "--sparsity-type", "--layer-ratios", "--drop-layers", "--drop-width"];
     flags.iter().any(|name| has(line, name))
 }
 

@@ -83,12 +83,7 @@ struct PromptArgs {
     chat: bool,
 
     /// The system's message before it [default: none, or the template's own]
-    #[arg(
-        long,
-        value_name = "TEXT",
-        requires = "chat",
-        allow_hyphen_values = true
-    )]
+    #[arg(long, value_name = "TEXT", requires = "chat", allow_hyphen_values = true)]
     system: Option<String>,
 }
 
@@ -101,12 +96,7 @@ struct SamplingArgs {
     max_tokens: u32,
 
     /// 0 takes the likeliest token each time; 1 draws by the model's probabilities, less makes it surer
-    #[arg(
-        long,
-        value_name = "T",
-        default_value_t = 0.0,
-        allow_negative_numbers = true
-    )]
+    #[arg(long, value_name = "T", default_value_t = 0.0, allow_negative_numbers = true)]
     temperature: f64,
 
     /// Draw from the smallest set of tokens whose probabilities reach P [default: from all]
@@ -169,10 +159,7 @@ impl GenerateArgs {
             .hint("--compare wants a checkpoint like --model: config.json, *.safetensors, tokenizer.json")
             .into());
         }
-        Ok(Some(ModelSettings {
-            revision: None,
-            ..self.model.flags.of(folder.clone())
-        }))
+        Ok(Some(ModelSettings { revision: None, ..self.model.flags.of(folder.clone()) }))
     }
 }
 

@@ -35,44 +35,40 @@ pub(super) fn watch(console: &Arc<Console>) {
         return;
     };
     let console = Arc::clone(console);
-    let watching = std::thread::Builder::new()
-        .name("signals".to_string())
-        .spawn(move || {
-            let mut is_first = true;
-            for signal in signals.forever() {
-                let name = match signal {
-                    // A file exceeds a size limit. The write fails, and its error says more than the signal.
-                    SIGXFSZ => continue,
-                    SIGINT => "SIGINT",
-                    SIGUSR1 => "SIGUSR1",
-                    _ => "SIGTERM",
-                };
-                let unfinished = console.unfinished().filter(|run| run.is_resumable);
-                let Some(unfinished) = unfinished else {
-                    end(128 + signal, &console, move |console| {
-                        console.interrupted(name)
-                    });
-                };
-                let ending = Arc::clone(&console);
-                let end_now = move || -> () {
-                    end(RESUMABLE.into(), &ending, move |console| {
-                        console.interrupted(name);
-                    })
-                };
-                if !unfinished.has_begun || !std::mem::take(&mut is_first) {
-                    return end_now();
-                }
-                console.stop(name);
-                let later = end_now.clone();
-                let waiting = std::thread::Builder::new().spawn(move || {
-                    std::thread::sleep(GRACE);
-                    later();
-                });
-                if waiting.is_err() {
-                    end_now();
-                }
+    let watching = std::thread::Builder::new().name("signals".to_string()).spawn(move || {
+        let mut is_first = true;
+        for signal in signals.forever() {
+            let name = match signal {
+                // A file exceeds a size limit. The write fails, and its error says more than the signal.
+                SIGXFSZ => continue,
+                SIGINT => "SIGINT",
+                SIGUSR1 => "SIGUSR1",
+                _ => "SIGTERM",
+            };
+            let unfinished = console.unfinished().filter(|run| run.is_resumable);
+            let Some(unfinished) = unfinished else {
+                end(128 + signal, &console, move |console| console.interrupted(name));
+            };
+            let ending = Arc::clone(&console);
+            let end_now = move || -> () {
+                end(RESUMABLE.into(), &ending, move |console| {
+                    console.interrupted(name);
+                })
+            };
+            if !unfinished.has_begun || !std::mem::take(&mut is_first) {
+                return end_now();
             }
-        });
+            console.stop(name);
+            let later = end_now.clone();
+            let waiting = std::thread::Builder::new().spawn(move || {
+                std::thread::sleep(GRACE);
+                later();
+            });
+            if waiting.is_err() {
+                end_now();
+            }
+        }
+    });
     drop(watching);
 }
 

@@ -87,21 +87,11 @@ struct RecipeArgs {
     weight: Vec<f64>,
 
     /// Shares of the differences that are kept: one for all, or one per model [default: 1]
-    #[arg(
-        long,
-        value_name = "D,...",
-        value_delimiter = ',',
-        conflicts_with = "config"
-    )]
+    #[arg(long, value_name = "D,...", value_delimiter = ',', conflicts_with = "config")]
     density: Vec<f64>,
 
     /// Factor of the merged difference from the base [default: 1]
-    #[arg(
-        long,
-        value_name = "X",
-        allow_negative_numbers = true,
-        conflicts_with = "config"
-    )]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, conflicts_with = "config")]
     lambda: Option<f64>,
 
     /// Divide by the sum of the weights, or not [default: as mergekit does for the method]
@@ -117,21 +107,11 @@ struct RecipeArgs {
     t: Option<f64>,
 
     /// Shares of the largest differences that breadcrumbs removes [default: 0.01]
-    #[arg(
-        long,
-        value_name = "G,...",
-        value_delimiter = ',',
-        conflicts_with = "config"
-    )]
+    #[arg(long, value_name = "G,...", value_delimiter = ',', conflicts_with = "config")]
     gamma: Vec<f64>,
 
     /// Half the spread of della's probabilities [default: 0.15]
-    #[arg(
-        long,
-        value_name = "E,...",
-        value_delimiter = ',',
-        conflicts_with = "config"
-    )]
+    #[arg(long, value_name = "E,...", value_delimiter = ',', conflicts_with = "config")]
     epsilon: Vec<f64>,
 
     /// Dtype of the output [default: that of the inputs; f32 where they differ]
@@ -278,11 +258,7 @@ struct OutDtypeArg(MergeDtype);
 
 impl ValueEnum for OutDtypeArg {
     fn value_variants<'a>() -> &'a [Self] {
-        &[
-            Self(MergeDtype::F32),
-            Self(MergeDtype::F16),
-            Self(MergeDtype::Bf16),
-        ]
+        &[Self(MergeDtype::F32), Self(MergeDtype::F16), Self(MergeDtype::Bf16)]
     }
 
     fn to_possible_value(&self) -> Option<PossibleValue> {
@@ -317,11 +293,8 @@ impl MergeArgs {
                 .into());
         }
         let evaluation = &self.evaluation;
-        let default = if evaluation.eval_dataset.is_some() {
-            MergeEval::All
-        } else {
-            MergeEval::None
-        };
+        let default =
+            if evaluation.eval_dataset.is_some() { MergeEval::All } else { MergeEval::None };
         let defaults = EvaluationSettings::default();
         let first = self.saliency.dataset.first().cloned();
         Ok(MergeSettings {
@@ -346,10 +319,7 @@ impl MergeArgs {
             seqlen: self.saliency.seqlen,
             eval: evaluation.eval.unwrap_or(default),
             evaluation: EvaluationSettings {
-                eval_dataset: evaluation
-                    .eval_dataset
-                    .clone()
-                    .unwrap_or(defaults.eval_dataset),
+                eval_dataset: evaluation.eval_dataset.clone().unwrap_or(defaults.eval_dataset),
                 eval_windows: evaluation.eval_windows,
                 text_cache: evaluation.text_cache.clone(),
                 ..EvaluationSettings::default()

@@ -27,34 +27,16 @@ const RATIO_OR_PATTERN: &str =
 const GPU: &str = "a build with CUDA uses all GPUs; --device cuda:0 chooses one";
 
 /// Methods of the field that this version does not have.
-const OTHER_METHODS: [&str; 9] = [
-    "admm",
-    "besa",
-    "flap",
-    "gblm",
-    "llm-pruner",
-    "obc",
-    "obs",
-    "pruner-zero",
-    "slicegpt",
-];
+const OTHER_METHODS: [&str; 9] =
+    ["admm", "besa", "flap", "gblm", "llm-pruner", "obc", "obs", "pruner-zero", "slicegpt"];
 const OTHER_METHOD: &str =
     "this method does not exist in this version; the possible values are all there are";
 
 /// Methods that are flags of their own.
 const FLAGS_FOR_METHODS: [(&str, &str); 3] = [
-    (
-        "shortgpt",
-        "--drop-layers N drops layers by their block influence",
-    ),
-    (
-        "dsnot",
-        "--refine dsnot swaps weights behind a method, like --prune-method wanda",
-    ),
-    (
-        "owl",
-        "--allocate owl gives each layer its ratio, for any method",
-    ),
+    ("shortgpt", "--drop-layers N drops layers by their block influence"),
+    ("dsnot", "--refine dsnot swaps weights behind a method, like --prune-method wanda"),
+    ("owl", "--allocate owl gives each layer its ratio, for any method"),
 ];
 
 /// The error with its advice checked and completed.
@@ -94,10 +76,9 @@ fn explain_kind(mut error: clap::Error, arguments: &[OsString]) -> clap::Error {
 /// A value that its flag does not have.
 fn explain_value(error: &mut clap::Error) {
     error.remove(ContextKind::SuggestedValue);
-    let (Some(value), Some(flag)) = (
-        text(error, ContextKind::InvalidValue),
-        text(error, ContextKind::InvalidArg),
-    ) else {
+    let (Some(value), Some(flag)) =
+        (text(error, ContextKind::InvalidValue), text(error, ContextKind::InvalidArg))
+    else {
         return;
     };
     let flag = flag.split(' ').next().unwrap_or_default();
@@ -232,14 +213,8 @@ mod tests {
         assert_eq!(propose("WANDA", &["wanda", "wanda-variant"]), ["wanda"]);
         assert_eq!(propose("rai", &["ria", "ria-per-row"]), ["ria"]);
         assert_eq!(propose("pan", &["plan", "man"]), ["plan", "man"]);
-        assert_eq!(
-            propose("--pruning-method", &["--prune-method"]),
-            ["--prune-method"]
-        );
-        assert_eq!(
-            propose("llama3.1-8b", &["llama-3.1-8b", "llama-3-8b"]),
-            ["llama-3.1-8b"]
-        );
+        assert_eq!(propose("--pruning-method", &["--prune-method"]), ["--prune-method"]);
+        assert_eq!(propose("llama3.1-8b", &["llama-3.1-8b", "llama-3-8b"]), ["llama-3.1-8b"]);
         let nothing = Vec::<String>::new();
         assert_eq!(propose("llama-4", &["llama-30b", "llama-2-7b"]), nothing);
         assert_eq!(propose("fp8", &["f32", "bf16"]), nothing);
@@ -249,10 +224,6 @@ mod tests {
 
     #[test]
     fn no_method_of_this_version_is_called_absent() {
-        assert!(
-            METHODS
-                .iter()
-                .all(|method| !OTHER_METHODS.contains(&method.name()))
-        );
+        assert!(METHODS.iter().all(|method| !OTHER_METHODS.contains(&method.name())));
     }
 }

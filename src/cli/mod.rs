@@ -192,10 +192,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         print_line(&newcomer());
         return ExitCode::from(2);
     }
-    if let Some(other) = arguments
-        .iter()
-        .find(|argument| argument.to_str().is_none())
-    {
+    if let Some(other) = arguments.iter().find(|argument| argument.to_str().is_none()) {
         print_line(&describe(&not_utf8(other).into()));
         return ExitCode::from(2);
     }
@@ -216,10 +213,8 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2));
         }
     };
-    let arguments: Vec<String> = arguments
-        .iter()
-        .map(|argument| argument.to_string_lossy().into_owned())
-        .collect();
+    let arguments: Vec<String> =
+        arguments.iter().map(|argument| argument.to_string_lossy().into_owned()).collect();
     let console = Arc::new(Console::new(cli.messages()));
     interrupt::end_on_panic(&console);
     interrupt::watch(&console);
@@ -333,13 +328,7 @@ mod tests {
     fn an_error_reads_message_place_hint() {
         let error = anyhow::Error::from(Failure::new("a is 3").detail("b is 4").hint("say --c"))
             .context("in `config.json`");
-        assert_eq!(
-            describe(&error),
-            "error: a is 3\n  b is 4\n  in `config.json`\nhint: say --c"
-        );
-        assert_eq!(
-            describe(&anyhow::anyhow!("x").context("y")),
-            "error: y\n  because: x"
-        );
+        assert_eq!(describe(&error), "error: a is 3\n  b is 4\n  in `config.json`\nhint: say --c");
+        assert_eq!(describe(&anyhow::anyhow!("x").context("y")), "error: y\n  because: x");
     }
 }

@@ -94,9 +94,7 @@ fn one_of(word: Option<&PathBuf>, flag: Option<&PathBuf>, example: &str) -> Resu
         .into()),
         (Some(model), None) | (None, Some(model)) => Ok(model.clone()),
         (None, None) => Err(Failure::usage("no model is named")
-            .hint(format!(
-                "name a checkpoint folder, or an id on the hub: {example}"
-            ))
+            .hint(format!("name a checkpoint folder, or an id on the hub: {example}"))
             .into()),
     }
 }

@@ -78,12 +78,7 @@ pub struct PlanArgs {
     seqlen: Option<usize>,
 
     /// Models that perplexity is measured of
-    #[arg(
-        long,
-        value_name = "SIDE",
-        default_value = "pruned",
-        help_heading = "Run"
-    )]
+    #[arg(long, value_name = "SIDE", default_value = "pruned", help_heading = "Run")]
     eval: EvalSides,
 
     /// Evaluation windows [default: those of WikiText-2's test text, 166 of 2048 tokens for Llama 2, 141 for Llama 3]
@@ -124,10 +119,8 @@ impl PlanArgs {
         if let Some(sparsity) = &mut run.sparsity {
             sparsity.prune_method = self.prune_method.clone();
         }
-        run.calibration = Some(CalibrationSettings {
-            nsamples: self.nsamples,
-            ..CalibrationSettings::default()
-        });
+        run.calibration =
+            Some(CalibrationSettings { nsamples: self.nsamples, ..CalibrationSettings::default() });
         run.seqlen = self.seqlen;
         run.evaluation.eval = self.eval;
         run.evaluation.eval_windows = self.eval_windows.map(u64::from);

@@ -95,9 +95,7 @@ impl Progress {
 
     /// Returns true once per `interval`.
     pub(super) fn is_due(&mut self, interval: Duration) -> bool {
-        let is_due = self
-            .last_told
-            .is_some_and(|last| last.elapsed() >= interval);
+        let is_due = self.last_told.is_some_and(|last| last.elapsed() >= interval);
         if is_due {
             self.last_told = Some(Instant::now());
         }
@@ -111,9 +109,7 @@ impl Progress {
 
     /// "7.1 samples/s | ETA 8s".
     fn pace(&self) -> String {
-        let elapsed = self
-            .began
-            .map_or(0.0, |began| began.elapsed().as_secs_f64());
+        let elapsed = self.began.map_or(0.0, |began| began.elapsed().as_secs_f64());
         if self.done == 0 || elapsed <= 0.0 {
             return self.unit.to_string();
         }
@@ -181,20 +177,14 @@ pub(super) struct Bars {
 impl Bars {
     /// None yet.
     pub(super) fn new() -> Self {
-        Self {
-            screen: MultiProgress::with_draw_target(terminal::target()),
-            phase: None,
-            run: None,
-        }
+        Self { screen: MultiProgress::with_draw_target(terminal::target()), phase: None, run: None }
     }
 
     /// Bars for what `progress` says.
     pub(super) fn start(&mut self, progress: &Progress) {
         self.end_phase();
         let bar = match &self.run {
-            Some(run) => self
-                .screen
-                .insert_before(run, ProgressBar::new(progress.steps)),
+            Some(run) => self.screen.insert_before(run, ProgressBar::new(progress.steps)),
             None => self.screen.add(ProgressBar::new(progress.steps)),
         };
         let width = bar_width();
@@ -279,10 +269,8 @@ mod tests {
 
     #[test]
     fn durations_read_like_a_clock() {
-        let texts: Vec<String> = [0.4, 59.6, 190.0, 7500.0, 100_000.0]
-            .into_iter()
-            .map(duration)
-            .collect();
+        let texts: Vec<String> =
+            [0.4, 59.6, 190.0, 7500.0, 100_000.0].into_iter().map(duration).collect();
         assert_eq!(texts, ["0s", "1m00s", "3m10s", "2h05m", "1d03h"]);
     }
 
@@ -297,17 +285,11 @@ mod tests {
         let (fraction, _) = progress.run().expect("inside the sweep");
         assert_eq!(fraction, 14.0 / 40.0);
         assert!(
-            progress
-                .line()
-                .starts_with("layer 1/2: propagate: 4/10 samples | "),
+            progress.line().starts_with("layer 1/2: propagate: 4/10 samples | "),
             "{}",
             progress.line()
         );
-        assert!(
-            progress.line().contains(" | run 35 % | ETA "),
-            "{}",
-            progress.line()
-        );
+        assert!(progress.line().contains(" | run 35 % | ETA "), "{}", progress.line());
         progress.end_sweep();
         assert!(progress.run().is_none());
     }

@@ -34,12 +34,7 @@ pub struct PruneArgs {
     #[command(flatten)]
     device: DeviceArgs,
     /// Models that perplexity is measured of
-    #[arg(
-        long,
-        value_name = "SIDE",
-        default_value = "pruned",
-        help_heading = "Evaluation"
-    )]
+    #[arg(long, value_name = "SIDE", default_value = "pruned", help_heading = "Evaluation")]
     eval: EvalSides,
     #[command(flatten)]
     evaluation: EvaluationArgs,
@@ -86,11 +81,7 @@ pub fn command(args: &PruneArgs, arguments: Vec<String>, console: &Console) -> R
     }
     console.record(&manifest, &report::table::text(&manifest))?;
     console.profile(&manifest);
-    if manifest
-        .pruning
-        .as_ref()
-        .is_some_and(|of| !of.prunes_nothing())
-    {
+    if manifest.pruning.as_ref().is_some_and(|of| !of.prunes_nothing()) {
         console.note(
             "zeros alone change neither the size of the files nor the speed of inference"
                 .to_string(),
@@ -113,7 +104,5 @@ fn upload(manifest: &Manifest) -> Option<String> {
     if Path::new(&output.model).join("run.json").exists() {
         words.extend(["--exclude", "run.json"]);
     }
-    Some(quoted(
-        &words.into_iter().map(String::from).collect::<Vec<_>>(),
-    ))
+    Some(quoted(&words.into_iter().map(String::from).collect::<Vec<_>>()))
 }

@@ -72,9 +72,7 @@ impl clap::ValueEnum for FourBitFormat {
 /// Fails as [`job::quantize()`].
 pub fn command(args: &QuantizeArgs, arguments: Vec<String>, console: &Console) -> Result<()> {
     let settings = QuantizeSettings {
-        model: args
-            .model
-            .path("prune quantize --to nf4-double out/7b/model --save out/7b-4bit")?,
+        model: args.model.path("prune quantize --to nf4-double out/7b/model --save out/7b-4bit")?,
         to: args.to,
         save: args.save.clone(),
         force: args.force,

@@ -43,12 +43,7 @@ pub struct RecoverArgs {
     #[command(flatten)]
     device: DeviceArgs,
     /// Models that perplexity is measured of; `both` adds the model before the training
-    #[arg(
-        long,
-        value_name = "SIDE",
-        default_value = "both",
-        help_heading = "Evaluation"
-    )]
+    #[arg(long, value_name = "SIDE", default_value = "both", help_heading = "Evaluation")]
     eval: EvalSides,
     #[command(flatten)]
     evaluation: EvaluationArgs,
@@ -275,11 +270,9 @@ impl RecoverArgs {
             .into());
         }
         if !(training.alpha.is_finite() && training.alpha > 0.0) {
-            return Err(
-                Failure::usage(format!("--alpha {} is not above 0", training.alpha))
-                    .hint("use twice the rank, like --rank 16 --alpha 32")
-                    .into(),
-            );
+            return Err(Failure::usage(format!("--alpha {} is not above 0", training.alpha))
+                .hint("use twice the rank, like --rank 16 --alpha 32")
+                .into());
         }
         let own = RecoverySettings::of(training.how);
         let (steps, epochs) = match (optimizer.steps, optimizer.epochs) {
@@ -316,9 +309,7 @@ impl RecoverArgs {
             momentum: optimizer.momentum,
             steps,
             epochs,
-            batch_size: optimizer
-                .batch_size
-                .map_or(own.batch_size, |size| size as usize),
+            batch_size: optimizer.batch_size.map_or(own.batch_size, |size| size as usize),
             accumulate: optimizer.accumulate as usize,
             keep_activations: optimizer.keep_activations,
             max_grad_norm: match optimizer.max_grad_norm {

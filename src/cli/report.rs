@@ -53,11 +53,7 @@ pub fn command(args: &ReportArgs, console: &Console) -> Result<()> {
         (None, [run]) => run.folder.join("report"),
         (None, _) => PathBuf::from("report"),
     };
-    if let Some(file) = out
-        .ancestors()
-        .find(|path| path.exists())
-        .filter(|path| !path.is_dir())
-    {
+    if let Some(file) = out.ancestors().find(|path| path.exists()).filter(|path| !path.is_dir()) {
         return Err(Failure::usage(format!(
             "`{}` is a file; a report goes into a folder",
             file.display()
@@ -68,10 +64,7 @@ pub fn command(args: &ReportArgs, console: &Console) -> Result<()> {
     let named: Vec<NamedRun> = names(&runs)
         .into_iter()
         .zip(runs)
-        .map(|(name, run)| NamedRun {
-            name,
-            manifest: run.manifest,
-        })
+        .map(|(name, run)| NamedRun { name, manifest: run.manifest })
         .collect();
     let report = Report::of(&named)?;
     std::fs::create_dir_all(&out)
@@ -115,9 +108,7 @@ fn load(paths: &[PathBuf], console: &Console) -> Result<Vec<Found>> {
 fn locate(path: &Path) -> Result<(PathBuf, PathBuf)> {
     let shown = path.display();
     // The folder of a bare name is the current one.
-    let folder = path
-        .parent()
-        .filter(|folder| !folder.as_os_str().is_empty());
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     let folder = folder.unwrap_or(Path::new("."));
     let refused = |why: String| Failure::usage(why).hint("name the folder that --save named");
     if path.is_file() {
@@ -141,20 +132,14 @@ fn locate(path: &Path) -> Result<(PathBuf, PathBuf)> {
             false => failure,
         }
     } else if path.join(GRID_FILE).is_file() {
-        refused(format!(
-            "`{shown}` is the folder of a sweep, not a run folder"
-        ))
-        .hint(format!(
-            "name its cells, or make its page again: prune sweep --table {shown}"
-        ))
+        refused(format!("`{shown}` is the folder of a sweep, not a run folder"))
+            .hint(format!("name its cells, or make its page again: prune sweep --table {shown}"))
     } else if is_begun(path) {
         Failure::new(format!("the run in `{shown}` is not finished"))
             .detail(format!("it has no {MANIFEST}, which is written last"))
             .hint("wait for it, or give its command again")
     } else {
-        refused(format!(
-            "`{shown}` is not a run folder: it has no {MANIFEST}"
-        ))
+        refused(format!("`{shown}` is not a run folder: it has no {MANIFEST}"))
     };
     Err(failure.into())
 }
@@ -183,17 +168,10 @@ fn read(file: &Path) -> Result<Manifest> {
     let schema = value.get("schema").and_then(Value::as_u64);
     if let Some(schema) = schema.filter(|&schema| schema > u64::from(SCHEMA)) {
         let version = value.get("prune_version").and_then(Value::as_str);
-        return Err(
-            Failure::new(format!("`{shown}` was written by a newer prune"))
-                .detail(format!(
-                    "its schema is {schema}, this program reads up to {SCHEMA}"
-                ))
-                .hint(format!(
-                    "use prune {} or newer",
-                    version.unwrap_or("of its version")
-                ))
-                .into(),
-        );
+        return Err(Failure::new(format!("`{shown}` was written by a newer prune"))
+            .detail(format!("its schema is {schema}, this program reads up to {SCHEMA}"))
+            .hint(format!("use prune {} or newer", version.unwrap_or("of its version")))
+            .into());
     }
     Ok(serde_json::from_value(value).map_err(|error| no_manifest(error.to_string()))?)
 }
@@ -214,10 +192,7 @@ fn names(runs: &[Found]) -> Vec<String> {
         .collect();
     let longest = parts.iter().map(Vec::len).max().unwrap_or(1);
     let tails = |count: usize| -> Vec<String> {
-        parts
-            .iter()
-            .map(|parts| parts[parts.len().saturating_sub(count)..].join("/"))
-            .collect()
+        parts.iter().map(|parts| parts[parts.len().saturating_sub(count)..].join("/")).collect()
     };
     (1..=longest)
         .map(tails)

@@ -188,17 +188,14 @@ impl SparsityArgs {
 /// The table of refinements, for the help text.
 fn refinements_help() -> String {
     let steps = REFINEMENTS.iter();
-    let steps: Vec<String> = steps
-        .map(|step| format!("{} ({})", step.name(), step.summary()))
-        .collect();
+    let steps: Vec<String> =
+        steps.map(|step| format!("{} ({})", step.name(), step.summary())).collect();
     format!("A step behind the method: {}", steps.join(" or "))
 }
 
 /// The table of methods, for the help text.
 fn methods_help() -> String {
-    let methods: Vec<String> = METHODS
-        .iter()
-        .map(|method| format!("{} ({})", method.name(), method.summary()))
-        .collect();
+    let methods: Vec<String> =
+        METHODS.iter().map(|method| format!("{} ({})", method.name(), method.summary())).collect();
     format!("How weights are chosen: {}", methods.join(" or "))
 }

@@ -61,12 +61,7 @@ pub struct SweepArgs {
     methods: Vec<String>,
 
     /// Fractions removed, between 0 and 1, separated by commas: 0.4,0.5,0.6
-    #[arg(
-        long,
-        value_name = "LIST",
-        allow_hyphen_values = true,
-        help_heading = "Sweep"
-    )]
+    #[arg(long, value_name = "LIST", allow_hyphen_values = true, help_heading = "Sweep")]
     ratios: Option<String>,
 
     /// `unstructured`, which takes the ratios, and N:M patterns, separated by commas [default: unstructured]
@@ -128,19 +123,10 @@ impl SweepArgs {
                 })
             })?,
         };
-        let methods = from_list(
-            "--methods",
-            "wanda,magnitude",
-            &self.methods.join(","),
-            |name| Ok(name.to_string()),
-        )?;
-        Ok(GridSettings {
-            run,
-            methods,
-            targets,
-            seeds,
-            shard: shard.unwrap_or(GridShard::WHOLE),
-        })
+        let methods = from_list("--methods", "wanda,magnitude", &self.methods.join(","), |name| {
+            Ok(name.to_string())
+        })?;
+        Ok(GridSettings { run, methods, targets, seeds, shard: shard.unwrap_or(GridShard::WHOLE) })
     }
 
     /// The targets: every ratio, then every N:M pattern.
@@ -154,10 +140,7 @@ impl SweepArgs {
         match (&self.ratios, is_unstructured) {
             (Some(ratios), true) => {
                 for ratio in from_list("--ratios", "0.4,0.5,0.6", ratios, ratio)? {
-                    targets.push(Selection {
-                        sparsity_ratio: Some(ratio),
-                        ..selection.clone()
-                    });
+                    targets.push(Selection { sparsity_ratio: Some(ratio), ..selection.clone() });
                 }
             }
             (Some(ratios), false) => {
@@ -187,10 +170,7 @@ impl SweepArgs {
         }
         for pattern in types {
             if pattern != Pattern::Unstructured {
-                targets.push(Selection {
-                    sparsity_type: pattern,
-                    ..selection.clone()
-                });
+                targets.push(Selection { sparsity_type: pattern, ..selection.clone() });
             }
         }
         Ok(targets)
@@ -210,34 +190,22 @@ impl SweepArgs {
                 "--sparsity-type",
                 "use --types, like --types unstructured,2:4",
             ),
-            (
-                sparsity.use_variant,
-                "--use-variant",
-                "name the method: --methods wanda-variant",
-            ),
-            (
-                self.run.calibration.seed.is_some(),
-                "--seed",
-                "use --seeds, like --seeds 0,1,2",
-            ),
+            (sparsity.use_variant, "--use-variant", "name the method: --methods wanda-variant"),
+            (self.run.calibration.seed.is_some(), "--seed", "use --seeds, like --seeds 0,1,2"),
             (
                 output.save_model.is_some(),
                 "--save-model",
                 "use --keep-models: each cell has its model in its own folder",
             ),
-            (
-                output.resume,
-                "--resume",
-                "leave it out: the same command continues a sweep",
-            ),
+            (output.resume, "--resume", "leave it out: the same command continues a sweep"),
         ];
         match refused.into_iter().find(|(is_given, ..)| *is_given) {
             None => Ok(()),
-            Some((_, flag, hint)) => Err(Failure::usage(format!(
-                "{flag} belongs to a single run, and a sweep has many"
-            ))
-            .hint(hint)
-            .into()),
+            Some((_, flag, hint)) => {
+                Err(Failure::usage(format!("{flag} belongs to a single run, and a sweep has many"))
+                    .hint(hint)
+                    .into())
+            }
         }
     }
 }
@@ -245,12 +213,8 @@ impl SweepArgs {
 /// The names of methods, and hidden among them those with a refinement.
 fn techniques() -> Vec<PossibleValue> {
     let refined = |method: &str| {
-        let names = REFINEMENTS
-            .iter()
-            .map(|step| format!("{method}+{}", step.name()));
-        names
-            .map(|name| PossibleValue::new(name).hide(true))
-            .collect::<Vec<_>>()
+        let names = REFINEMENTS.iter().map(|step| format!("{method}+{}", step.name()));
+        names.map(|name| PossibleValue::new(name).hide(true)).collect::<Vec<_>>()
     };
     let methods = METHODS.iter().map(|method| method.name());
     methods
@@ -318,11 +282,8 @@ pub fn command(args: &SweepArgs, arguments: Vec<String>, console: &Console) -> R
 /// The end of a sweep whose table is written.
 fn end(outcome: &GridOutcome, max_perplexity: Option<f64>, console: &Console) -> Result<Outcome> {
     if !outcome.failed.is_empty() {
-        let mut failure = Failure::new(format!(
-            "{} of {} cells failed",
-            outcome.failed.len(),
-            outcome.cells
-        ));
+        let mut failure =
+            Failure::new(format!("{} of {} cells failed", outcome.failed.len(), outcome.cells));
         for name in &outcome.failed {
             failure = failure.detail(name.as_str());
         }

@@ -26,10 +26,7 @@ struct Unfilled {
 
 /// The target of the bars.
 pub(super) fn target() -> ProgressDrawTarget {
-    let unfilled = Unfilled {
-        term: Term::buffered_stderr(),
-        at_end: AtomicBool::new(false),
-    };
+    let unfilled = Unfilled { term: Term::buffered_stderr(), at_end: AtomicBool::new(false) };
     ProgressDrawTarget::term_like_with_hz(Box::new(unfilled), RATE)
 }
 

@@ -31,18 +31,14 @@ impl ValueEnum for ComputeDtype {
                 "auto",
                 "bf16 for bf16 checkpoints where the CPU has it; for all others bf16x3 where it has tiles, else f32",
             ),
-            Self::F32 => (
-                "f32",
-                "Single precision, the same bits on every CPU with fused multiply-adds",
-            ),
+            Self::F32 => {
+                ("f32", "Single precision, the same bits on every CPU with fused multiply-adds")
+            }
             Self::Bf16x3 => (
                 "bf16x3",
                 "Single precision as sums of products of bf16 parts, three of an activation, on AMX tiles",
             ),
-            Self::Bf16 => (
-                "bf16",
-                "bf16 products with f32 accumulation, for bf16 checkpoints",
-            ),
+            Self::Bf16 => ("bf16", "bf16 products with f32 accumulation, for bf16 checkpoints"),
             Self::F16 => (
                 "f16",
                 "For f16 checkpoints: f16 on GPUs; the CPU computes them in single precision",

@@ -19,12 +19,7 @@ pub(super) struct WidthDropArgs {
     drop_width: Option<WidthShare>,
 
     /// Parts of a layer that become narrower
-    #[arg(
-        long,
-        value_name = "PART",
-        default_value = "mlp",
-        requires = "drop_width"
-    )]
+    #[arg(long, value_name = "PART", default_value = "mlp", requires = "drop_width")]
     width_of: WidthOf,
 
     /// Keep the weights behind the dropped width as they are

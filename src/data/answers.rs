@@ -50,11 +50,7 @@ pub(super) fn marked_tokens(
                 return Ok(MarkedTokens::default());
             }
             let tokens = with_end(tokenizer.encode(text)?, tokenizer);
-            Ok(MarkedTokens {
-                is_target: vec![true; tokens.len()],
-                tokens,
-                unmatched: 0,
-            })
+            Ok(MarkedTokens { is_target: vec![true; tokens.len()], tokens, unmatched: 0 })
         }
         (TrainingLine::Completion { prompt, completion }, None) => {
             let before = tokenizer.encode(prompt)?;
@@ -108,11 +104,7 @@ fn conversation(
         .into());
     }
     let tokens = tokenizer.encode_plain(&whole)?;
-    let mut marked = MarkedTokens {
-        is_target: vec![false; tokens.len()],
-        tokens,
-        unmatched: 0,
-    };
+    let mut marked = MarkedTokens { is_target: vec![false; tokens.len()], tokens, unmatched: 0 };
     let shared = |text: &str, tokens: &[u32]| -> Result<usize> {
         if text == whole {
             return Ok(tokens.len());
@@ -229,10 +221,8 @@ mod tests {
             ("m['content'].split('THOUGHT')[-1]", "hmmTHOUGHT", ""),
             ("m['content'].strip()", "", "   "),
         ] {
-            let template = PLAIN.replace(
-                "m['content']",
-                &format!("(m['content'] if loop.last else {change})"),
-            );
+            let template = PLAIN
+                .replace("m['content']", &format!("(m['content'] if loop.last else {change})"));
             let (first, last) = (format!("{thought}One.{end}"), format!("{thought}Two.{end}"));
             let turns = [
                 ("user", "Count."),
@@ -244,11 +234,7 @@ mod tests {
                 return;
             };
             assert_eq!(marked.unmatched, 1, "{change}");
-            assert_eq!(
-                answers(&tokenizer, &marked),
-                [format!("{}</s>", last.trim())],
-                "{change}"
-            );
+            assert_eq!(answers(&tokenizer, &marked), [format!("{}</s>", last.trim())], "{change}");
         }
     }
 

@@ -33,11 +33,8 @@ impl TextCache {
     /// The cache in `folder`, else in `$PRUNE_CACHE`, `$XDG_CACHE_HOME/prune` or `~/.cache/prune`. If none of these is set, the
     /// cache is disabled. A folder is created by the first write. Removes the unfinished files of processes that have ended.
     pub fn open(folder: Option<PathBuf>) -> Self {
-        let variable = |name: &str| {
-            env::var_os(name)
-                .filter(|value| !value.is_empty())
-                .map(PathBuf::from)
-        };
+        let variable =
+            |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         let folder = folder
             .or_else(|| variable("PRUNE_CACHE"))
             .or_else(|| variable("XDG_CACHE_HOME").map(|path| path.join("prune")))
@@ -45,10 +42,7 @@ impl TextCache {
         if let Some(folder) = &folder {
             staged::remove_abandoned(folder);
         }
-        Self {
-            folder,
-            lines: LineMemory::UNBOUNDED,
-        }
+        Self { folder, lines: LineMemory::UNBOUNDED }
     }
 
     /// The same cache for texts whose lines are bounded.
@@ -64,10 +58,7 @@ impl TextCache {
 
     /// No cache: token ids are computed in every run, and documents are unpacked into a temporary file.
     pub fn disabled() -> Self {
-        Self {
-            folder: None,
-            lines: LineMemory::UNBOUNDED,
-        }
+        Self { folder: None, lines: LineMemory::UNBOUNDED }
     }
 
     /// The folder, if the cache is enabled.
@@ -118,9 +109,7 @@ impl TextCache {
     }
 
     fn tokens_place(&self, tokenizer_sha256: &str, text_sha256: &str) -> Option<PathBuf> {
-        let key = short(&digest::of_bytes(
-            format!("{tokenizer_sha256}\n{text_sha256}").as_bytes(),
-        ));
+        let key = short(&digest::of_bytes(format!("{tokenizer_sha256}\n{text_sha256}").as_bytes()));
         Some(self.folder.as_ref()?.join(format!("tokens-{key}.bin")))
     }
 }
@@ -192,19 +181,14 @@ mod tests {
             .token_ids("tokenizer", "text", &events, || Ok(vec![1, 2, 70_000]))
             .expect("tokenize");
         let again = cache
-            .token_ids("tokenizer", "text", &events, || {
-                panic!("must not tokenize again")
-            })
+            .token_ids("tokenizer", "text", &events, || panic!("must not tokenize again"))
             .expect("read");
         assert_eq!(first, again);
         assert_eq!(events.count("tokens from the cache"), 1);
-        let other = cache
-            .token_ids("another tokenizer", "text", &events, || Ok(vec![]))
-            .expect("tokenize");
+        let other =
+            cache.token_ids("another tokenizer", "text", &events, || Ok(vec![])).expect("tokenize");
         assert!(other.is_empty());
-        let files: Vec<_> = fs::read_dir(folder.path().join("new"))
-            .expect("list")
-            .collect();
+        let files: Vec<_> = fs::read_dir(folder.path().join("new")).expect("list").collect();
         assert_eq!(files.len(), 2, "no partial file stays");
     }
 
@@ -213,31 +197,17 @@ mod tests {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let cache = TextCache::open(Some(folder.path().to_path_buf()));
         let events = RecordedEvents::default();
-        cache
-            .token_ids("a", "b", &events, || Ok(vec![5; 9]))
-            .expect("tokenize");
-        let path = fs::read_dir(folder.path())
-            .expect("list")
-            .next()
-            .expect("one")
-            .expect("entry")
-            .path();
+        cache.token_ids("a", "b", &events, || Ok(vec![5; 9])).expect("tokenize");
+        let path =
+            fs::read_dir(folder.path()).expect("list").next().expect("one").expect("entry").path();
         let good = fs::read(&path).expect("read");
         let mut flipped = good.clone();
         *flipped.last_mut().expect("not empty") ^= 1;
         let mut huge_count = good.clone();
         huge_count[8..16].fill(0xff);
-        for damaged in [
-            &good[..20],
-            &good[..good.len() - 1],
-            &flipped[..],
-            &huge_count[..],
-            b"",
-        ] {
+        for damaged in [&good[..20], &good[..good.len() - 1], &flipped[..], &huge_count[..], b""] {
             fs::write(&path, damaged).expect("write");
-            let ids = cache
-                .token_ids("a", "b", &events, || Ok(vec![5; 9]))
-                .expect("tokenize");
+            let ids = cache.token_ids("a", "b", &events, || Ok(vec![5; 9])).expect("tokenize");
             assert_eq!(ids, vec![5; 9]);
             assert_eq!(fs::read(&path).expect("read"), good);
         }

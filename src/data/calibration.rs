@@ -62,11 +62,7 @@ pub fn calibration(
     cache: &TextCache,
     events: &dyn Events,
 ) -> Result<Calibration> {
-    let Draw {
-        nsamples,
-        seqlen,
-        seed,
-    } = draw;
+    let Draw { nsamples, seqlen, seed } = draw;
     if nsamples == 0 || seqlen == 0 {
         return Err(Failure::usage(format!(
             "{nsamples} samples of {seqlen} tokens are no calibration"
@@ -75,13 +71,8 @@ pub fn calibration(
         .into());
     }
     let tokens = allocate(nsamples, seqlen)?;
-    let mut samples = Samples {
-        tokens,
-        starts: Vec::new(),
-        documents: Vec::new(),
-        nsamples,
-        seqlen,
-    };
+    let mut samples =
+        Samples { tokens, starts: Vec::new(), documents: Vec::new(), nsamples, seqlen };
     let mut random = PythonRandom::new(seed);
     let protocol = match &source.files {
         Files::Documents(path, format) => {
@@ -109,12 +100,7 @@ pub fn calibration(
             text.protocol
         }
     };
-    let Samples {
-        tokens,
-        starts,
-        documents,
-        ..
-    } = samples;
+    let Samples { tokens, starts, documents, .. } = samples;
     let protocol = TextProtocol {
         tokens_used: tokens.len() as u64,
         windows: nsamples as u64,
@@ -125,22 +111,15 @@ pub fn calibration(
         documents: matches!(source.files, Files::Documents(..)).then_some(documents),
         ..protocol
     };
-    Ok(Calibration {
-        tokens,
-        nsamples,
-        seqlen,
-        protocol,
-    })
+    Ok(Calibration { tokens, nsamples, seqlen, protocol })
 }
 
 /// Allocates the memory of all samples, before any work is done.
 fn allocate(nsamples: usize, seqlen: usize) -> Result<Vec<u32>> {
     let too_many = || {
         let bytes = ByteSize::of(nsamples.saturating_mul(seqlen), 4);
-        Failure::new(format!(
-            "no memory for {nsamples} samples of {seqlen} tokens: {bytes}"
-        ))
-        .hint("use fewer --nsamples or a shorter --seqlen")
+        Failure::new(format!("no memory for {nsamples} samples of {seqlen} tokens: {bytes}"))
+            .hint("use fewer --nsamples or a shorter --seqlen")
     };
     let mut tokens = Vec::new();
     let count = nsamples.checked_mul(seqlen).ok_or_else(too_many)?;
@@ -186,8 +165,7 @@ impl Samples {
     fn take(&mut self, ids: &[u32], random: &mut PythonRandom) {
         // The reference's bound is inclusive, and one less than the last possible start.
         let start = random.randint(0, (ids.len() - self.seqlen - 1) as u64) as usize;
-        self.tokens
-            .extend_from_slice(&ids[start..start + self.seqlen]);
+        self.tokens.extend_from_slice(&ids[start..start + self.seqlen]);
         self.starts.push(start as u64);
     }
 
@@ -221,10 +199,7 @@ impl Samples {
             }
             drawn_in_a_row += 1;
             let number = random.randint(0, documents.count() - 1);
-            if counts
-                .get(&number)
-                .is_some_and(|count| *count <= self.seqlen)
-            {
+            if counts.get(&number).is_some_and(|count| *count <= self.seqlen) {
                 continue;
             }
             if let Some(ids) = kept.get(&number) {
@@ -244,14 +219,9 @@ impl Samples {
             has_fitting = true;
             drawn_in_a_row = 0;
             self.documents.push(number);
-            events.emit(Event::Progress {
-                done: self.starts.len() as u64,
-            });
+            events.emit(Event::Progress { done: self.starts.len() as u64 });
         }
-        events.emit(Event::PhaseDone {
-            phase,
-            elapsed: started.elapsed(),
-        });
+        events.emit(Event::PhaseDone { phase, elapsed: started.elapsed() });
         Ok(counts.into_values().map(|count| count as u64).sum())
     }
 

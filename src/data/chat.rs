@@ -61,10 +61,7 @@ impl ChatTemplate {
         let config_path = folder.join("tokenizer_config.json");
         let config: Value = match read(&config_path)? {
             Some(text) => serde_json::from_str(&text).map_err(|error| {
-                Failure::new(format!(
-                    "`{}` is not valid JSON: {error}",
-                    config_path.display()
-                ))
+                Failure::new(format!("`{}` is not valid JSON: {error}", config_path.display()))
             })?,
             None => Value::Null,
         };
@@ -96,18 +93,11 @@ impl ChatTemplate {
         let path = PathBuf::from("chat_template");
         let template = Self::new(text.to_string(), path, Map::new());
         let compiled = template.apply(Vec::new(), &[]);
-        Ok(compiled
-            .map(drop)
-            .map_err(|refusal| template.failure(&refusal))?)
+        Ok(compiled.map(drop).map_err(|refusal| template.failure(&refusal))?)
     }
 
     fn new(text: String, path: PathBuf, tokens: Map<String, Value>) -> Self {
-        Self {
-            text,
-            path,
-            tokens,
-            place: Arc::default(),
-        }
+        Self { text, path, tokens, place: Arc::default() }
     }
 
     /// The template.
@@ -163,9 +153,9 @@ impl ChatTemplate {
             let failure = self.failure(&refusal);
             match refusal.messages {
                 None => failure,
-                Some(count) => failure.detail(format!(
-                    "it was rendering the first {count} of {all} messages"
-                )),
+                Some(count) => {
+                    failure.detail(format!("it was rendering the first {count} of {all} messages"))
+                }
             }
         })?)
     }
@@ -198,16 +188,11 @@ fn default_of(named: &[Value], path: &Path) -> Result<String> {
         .find(|template| template["name"] == "default")
         .and_then(|template| template["template"].as_str());
     Ok(found.map(str::to_owned).ok_or_else(|| {
-        let names: Vec<&str> = named
-            .iter()
-            .filter_map(|template| template["name"].as_str())
-            .collect();
-        Failure::new(format!(
-            "`{}` names no chat template `default`",
-            path.display()
-        ))
-        .detail(format!("there are: {}", names.join(", ")))
-        .hint("put the one to use into `chat_template.jinja` beside it")
+        let names: Vec<&str> =
+            named.iter().filter_map(|template| template["name"].as_str()).collect();
+        Failure::new(format!("`{}` names no chat template `default`", path.display()))
+            .detail(format!("there are: {}", names.join(", ")))
+            .hint("put the one to use into `chat_template.jinja` beside it")
     })?)
 }
 
@@ -229,11 +214,7 @@ mod tests {
     fn folder(config: Option<Value>, jinja: Option<&str>) -> tempfile::TempDir {
         let folder = tempfile::tempdir().unwrap();
         if let Some(config) = config {
-            fs::write(
-                folder.path().join("tokenizer_config.json"),
-                config.to_string(),
-            )
-            .unwrap();
+            fs::write(folder.path().join("tokenizer_config.json"), config.to_string()).unwrap();
         }
         if let Some(jinja) = jinja {
             fs::write(folder.path().join("chat_template.jinja"), jinja).unwrap();
@@ -260,10 +241,7 @@ mod tests {
             chat.render(Some(" be brief "), " Hi? ").unwrap(),
             "<s>[be brief]\n<|user|>Hi?</s>\n<|assistant|>"
         );
-        assert_eq!(
-            chat.render(None, "Hi?").unwrap(),
-            "<s>[]\n<|user|>Hi?</s>\n<|assistant|>"
-        );
+        assert_eq!(chat.render(None, "Hi?").unwrap(), "<s>[]\n<|user|>Hi?</s>\n<|assistant|>");
     }
 
     #[test]
@@ -280,11 +258,7 @@ mod tests {
         assert_eq!(render(&folder(None, Some("own"))), "own");
         let other = json!({"chat_template": [{"name": "rag", "template": "r"}]});
         let failure = failure(ChatTemplate::load(folder(Some(other), None).path()));
-        assert!(
-            failure
-                .message
-                .ends_with("names no chat template `default`")
-        );
+        assert!(failure.message.ends_with("names no chat template `default`"));
         assert_eq!(failure.details, ["there are: rag"]);
     }
 
@@ -306,9 +280,7 @@ mod tests {
         let chat = ChatTemplate::load(strict.path()).unwrap();
         let refused = failure(chat.render(Some("be brief"), "x"));
         assert!(
-            refused
-                .message
-                .ends_with("cannot be used: System role not supported"),
+            refused.message.ends_with("cannot be used: System role not supported"),
             "{refused}"
         );
         assert!(refused.hint.unwrap().contains("leave --system out"));
@@ -325,9 +297,7 @@ mod tests {
         assert_eq!(render(&chain(100)).unwrap(), "101");
         let refused = failure(render(&chain(300_000)));
         assert!(
-            refused
-                .message
-                .ends_with("it has 585.94 KiB, the limit is 128.00 KiB"),
+            refused.message.ends_with("it has 585.94 KiB, the limit is 128.00 KiB"),
             "{refused}"
         );
         // The longest chains of each kind that the limit lets in. Some are too many steps, none may end the program.

@@ -43,13 +43,7 @@ pub(super) enum Name {
 }
 
 impl Name {
-    const ALL: [Self; 5] = [
-        Self::Wikitext2,
-        Self::C4,
-        Self::Ptb,
-        Self::Jsonl,
-        Self::Demo,
-    ];
+    const ALL: [Self; 5] = [Self::Wikitext2, Self::C4, Self::Ptb, Self::Jsonl, Self::Demo];
 
     pub(super) fn as_str(self) -> &'static str {
         match self {
@@ -64,14 +58,12 @@ impl Name {
     /// The file that the reference reads for a role. The licence of the Penn Treebank forbids copies, and the demo text is built in.
     fn on_hub(self, role: Role) -> Option<HubFile> {
         let (repo, file) = match (self, role) {
-            (Self::Wikitext2, Role::Calibration) => (
-                "Salesforce/wikitext",
-                "wikitext-2-raw-v1/train-00000-of-00001.parquet",
-            ),
-            (Self::Wikitext2, Role::Evaluation) => (
-                "Salesforce/wikitext",
-                "wikitext-2-raw-v1/test-00000-of-00001.parquet",
-            ),
+            (Self::Wikitext2, Role::Calibration) => {
+                ("Salesforce/wikitext", "wikitext-2-raw-v1/train-00000-of-00001.parquet")
+            }
+            (Self::Wikitext2, Role::Evaluation) => {
+                ("Salesforce/wikitext", "wikitext-2-raw-v1/test-00000-of-00001.parquet")
+            }
             (Self::C4, Role::Calibration) => ("allenai/c4", "en/c4-train.00000-of-01024.json.gz"),
             (Self::C4, Role::Evaluation) => {
                 ("allenai/c4", "en/c4-validation.00000-of-00008.json.gz")
@@ -161,20 +153,13 @@ impl DatasetSpec {
             Some(name) => PathBuf::from(name),
             None => PathBuf::from("text"),
         });
-        Self {
-            path,
-            ..self.clone()
-        }
-        .to_string()
+        Self { path, ..self.clone() }.to_string()
     }
 
     /// The same dataset with the repository's files in `folder`. `Display` does not change.
     #[must_use]
     pub fn downloaded_to(self, folder: PathBuf) -> Self {
-        Self {
-            downloaded: Some(folder),
-            ..self
-        }
+        Self { downloaded: Some(folder), ..self }
     }
 }
 

@@ -126,12 +126,7 @@ impl Documents {
     }
 
     fn new(source: &Path, copy: Option<PathBuf>, text: File, index: LineIndex) -> Self {
-        Self {
-            source: source.to_path_buf(),
-            copy,
-            text,
-            index,
-        }
+        Self { source: source.to_path_buf(), copy, text, index }
     }
 
     /// Number of documents, at least one.
@@ -170,10 +165,7 @@ impl Documents {
     /// The place of the line at a byte, for a message. Its number is counted only now, because blank lines are not indexed.
     pub(super) fn place(&self, start: u64) -> String {
         let number = line_index::line_number(&self.text, start);
-        number.map_or_else(
-            |_| format!("byte {start}"),
-            |number| format!("line {number}"),
-        )
+        number.map_or_else(|_| format!("byte {start}"), |number| format!("line {number}"))
     }
 
     /// The failure of a line, with the name of the unpacked copy if there is one.
@@ -212,11 +204,7 @@ impl Documents {
             let _ = fs::remove_file(&copy);
             return None;
         };
-        events.note(format!(
-            "documents from the cache: {} in `{}`",
-            index.count(),
-            copy.display()
-        ));
+        events.note(format!("documents from the cache: {} in `{}`", index.count(), copy.display()));
         Some(Self::new(path, Some(copy), text, index))
     }
 
@@ -238,10 +226,8 @@ impl Documents {
         const PLACE: &str =
             "set TMPDIR to a folder with free space, or PRUNE_CACHE to keep what is unpacked";
         let text = staged::temporary().map_err(|error| {
-            Failure::new(format!(
-                "cannot write to the folder for temporary files: {error}"
-            ))
-            .hint(PLACE)
+            Failure::new(format!("cannot write to the folder for temporary files: {error}"))
+                .hint(PLACE)
         })?;
         let index = unpack(path, format, &text, events).map_err(|error| {
             match error.downcast::<WriteFailed>() {
@@ -292,24 +278,15 @@ fn index<'a>(
     let started = Instant::now();
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let phase = format!("index {name}");
-    events.emit(Event::PhaseStarted {
-        phase: phase.clone(),
-        unit: "documents",
-        steps: 0,
-    });
+    events.emit(Event::PhaseStarted { phase: phase.clone(), unit: "documents", steps: 0 });
     feed(&mut indexer)?;
     let index = indexer.finish()?;
-    events.emit(Event::PhaseDone {
-        phase,
-        elapsed: started.elapsed(),
-    });
+    events.emit(Event::PhaseDone { phase, elapsed: started.elapsed() });
     if index.count() == 0 {
-        return Err(
-            Failure::new(format!("no documents in `{}`", path.display()))
-                .detail("the file has only blank lines, or none")
-                .hint(ONE_OBJECT)
-                .into(),
-        );
+        return Err(Failure::new(format!("no documents in `{}`", path.display()))
+            .detail("the file has only blank lines, or none")
+            .hint(ONE_OBJECT)
+            .into());
     }
     Ok(index)
 }
@@ -321,11 +298,9 @@ pub(super) fn check(path: &Path, format: Format) -> Result<()> {
         return TextColumn::open(path).map(drop);
     }
     let Some(first) = first_line(path, format)? else {
-        return Err(
-            Failure::new(format!("no documents in `{}`", path.display()))
-                .hint(ONE_OBJECT)
-                .into(),
-        );
+        return Err(Failure::new(format!("no documents in `{}`", path.display()))
+            .hint(ONE_OBJECT)
+            .into());
     };
     match serde_json::from_slice::<Document>(&first.bytes) {
         Err(error) if first.is_whole || is_array(&first.bytes) => {
@@ -358,9 +333,7 @@ pub(super) fn first_line(path: &Path, format: Format) -> Result<Option<FirstLine
     };
     let mut reader = BufReader::new(reader.take(LONGEST_FIRST));
     if format == Format::GzippedLines {
-        let start = reader
-            .fill_buf()
-            .map_err(|error| line_index::unreadable(path, &error, 0))?;
+        let start = reader.fill_buf().map_err(|error| line_index::unreadable(path, &error, 0))?;
         check_unpacked(path, start)?;
     }
     let mut line = Vec::new();
@@ -379,21 +352,15 @@ pub(super) fn first_line(path: &Path, format: Format) -> Result<Option<FirstLine
         }
         if !line.trim_ascii().is_empty() {
             let is_whole = line.ends_with(b"\n") || (line.len() as u64) < LONGEST_FIRST;
-            return Ok(Some(FirstLine {
-                number,
-                bytes: line,
-                is_whole,
-            }));
+            return Ok(Some(FirstLine { number, bytes: line, is_whole }));
         }
     }
 }
 
 fn not_a_document(path: &Path, place: &str, line: &[u8], error: &serde_json::Error) -> Failure {
-    let failure = Failure::new(format!(
-        "{place} of `{}` is not a document: {error}",
-        path.display()
-    ))
-    .detail(found_in(line));
+    let failure =
+        Failure::new(format!("{place} of `{}` is not a document: {error}", path.display()))
+            .detail(found_in(line));
     of_array(failure, path, line).or_hint(ONE_OBJECT)
 }
 
@@ -430,11 +397,7 @@ fn check_unpacked(path: &Path, start: &[u8]) -> Result<()> {
             inside.display()
         ),
     };
-    Err(
-        Failure::new(format!("cannot read the text inside `{shown}`: {error}"))
-            .hint(remedy)
-            .into(),
-    )
+    Err(Failure::new(format!("cannot read the text inside `{shown}`: {error}")).hint(remedy).into())
 }
 
 /// The content of a line, for a message: the names of its fields, else its beginning.
@@ -449,11 +412,7 @@ pub(super) fn found_in(line: &[u8]) -> String {
         }
         _ => format!(
             "it begins: {}",
-            String::from_utf8_lossy(line)
-                .chars()
-                .take(60)
-                .collect::<String>()
-                .trim_end()
+            String::from_utf8_lossy(line).chars().take(60).collect::<String>().trim_end()
         ),
     }
 }

@@ -154,10 +154,9 @@ impl<'a> Encoder<'a> {
         };
         let mut pieces = Vec::new();
         let mut begin = 0;
-        while let Some(cut) = cuts.rule.find(
-            &self.pending,
-            self.searched.max(begin + self.piece_bytes.max(1)),
-        ) {
+        while let Some(cut) =
+            cuts.rule.find(&self.pending, self.searched.max(begin + self.piece_bytes.max(1)))
+        {
             pieces.push((&self.pending[begin..cut.end], cut.next));
             begin = cut.next;
         }
@@ -172,10 +171,7 @@ impl<'a> Encoder<'a> {
                     none => none.insert(new_workers()?),
                 };
                 workers.install(|| {
-                    pieces
-                        .par_iter()
-                        .map(|(piece, _)| tokenizer.encode_bare(piece))
-                        .collect()
+                    pieces.par_iter().map(|(piece, _)| tokenizer.encode_bare(piece)).collect()
                 })
             }
         };
@@ -206,7 +202,5 @@ fn new_workers() -> Result<ThreadPool> {
 }
 
 fn ceil_char_boundary(text: &str, at: usize) -> usize {
-    (at..text.len())
-        .find(|&at| text.is_char_boundary(at))
-        .unwrap_or(text.len())
+    (at..text.len()).find(|&at| text.is_char_boundary(at)).unwrap_or(text.len())
 }

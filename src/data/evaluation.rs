@@ -43,11 +43,9 @@ pub fn evaluation(
     events: &dyn Events,
 ) -> Result<Evaluation> {
     if seqlen == 0 || max_windows == Some(0) {
-        return Err(
-            Failure::usage("no windows to evaluate: seqlen or --eval-windows is 0")
-                .hint("use numbers above zero, or prune with --eval none")
-                .into(),
-        );
+        return Err(Failure::usage("no windows to evaluate: seqlen or --eval-windows is 0")
+            .hint("use numbers above zero, or prune with --eval none")
+            .into());
     }
     let text = tokenize_joined(source, tokenizer, cache, events)?;
     let mut tokens = text.ids;
@@ -63,11 +61,7 @@ pub fn evaluation(
         ))
         .into());
     }
-    let most = if text.is_of_documents {
-        DOCUMENT_WINDOWS
-    } else {
-        usize::MAX
-    };
+    let most = if text.is_of_documents { DOCUMENT_WINDOWS } else { usize::MAX };
     let windows = available.min(most).min(max_windows.unwrap_or(usize::MAX));
     tokens.truncate(windows * seqlen);
     tokens.shrink_to_fit();
@@ -86,10 +80,5 @@ pub fn evaluation(
         tokens_sha256: digest::of_ids(&tokens),
         ..text.protocol
     };
-    Ok(Evaluation {
-        tokens,
-        windows,
-        seqlen,
-        protocol,
-    })
+    Ok(Evaluation { tokens, windows, seqlen, protocol })
 }

@@ -32,9 +32,7 @@ impl ExampleOrder {
         if examples == 0 {
             return Err(Failure::new("there is no example to train on").into());
         }
-        Ok(Self {
-            sequence: OrderKind::Shuffled { examples, seed },
-        })
+        Ok(Self { sequence: OrderKind::Shuffled { examples, seed } })
     }
 
     /// An order given as rows, such as the batches of a recorded run. Their indices stand one behind the other, and begin again
@@ -53,9 +51,7 @@ impl ExampleOrder {
             ))
             .into());
         }
-        Ok(Self {
-            sequence: OrderKind::Given(given),
-        })
+        Ok(Self { sequence: OrderKind::Given(given) })
     }
 
     /// Returns the examples of a step, in order: `per_step` indices.
@@ -117,10 +113,7 @@ mod tests {
             assert_eq!(sorted, [0, 1, 2]);
         }
         // A step is far away, and nothing overflows.
-        assert_eq!(
-            order.examples_of(usize::MAX, usize::from(u16::MAX)).len(),
-            65535
-        );
+        assert_eq!(order.examples_of(usize::MAX, usize::from(u16::MAX)).len(), 65535);
     }
 
     #[test]

@@ -152,9 +152,7 @@ fn of_joined(
     events: &dyn Events,
 ) -> Result<Examples> {
     let seqlen = request.seqlen;
-    let enough = request
-        .at_most
-        .map_or(usize::MAX, |examples| examples.saturating_mul(seqlen));
+    let enough = request.at_most.map_or(usize::MAX, |examples| examples.saturating_mul(seqlen));
     let text = tokenize_beginning(source, enough, tokenizer, cache, events)?;
     let (mut tokens, mut protocol) = (text.ids, text.protocol);
     protocol.convention += ", windows one behind the other";
@@ -259,11 +257,7 @@ fn of_lines(
         Some(examples) => ("examples", examples as u64),
         None => ("documents", lines.count()),
     };
-    events.emit(Event::PhaseStarted {
-        phase: phase.clone(),
-        unit,
-        steps,
-    });
+    events.emit(Event::PhaseStarted { phase: phase.clone(), unit, steps });
     let mut builder = ExampleBuilder::new(request.seqlen, request.at_most);
     let mut stream = MarkedTokens::default();
     let mut tally = Tally::default();
@@ -289,10 +283,7 @@ fn of_lines(
         }
         Ok(!builder.is_full())
     })?;
-    events.emit(Event::PhaseDone {
-        phase,
-        elapsed: started.elapsed(),
-    });
+    events.emit(Event::PhaseDone { phase, elapsed: started.elapsed() });
     warn_of_losses(&builder, &tally, request, tokenizer, events);
     if builder.len() < request.at_least.max(1) {
         let (found, left_out) = (builder.len(), builder.left_out);
@@ -408,9 +399,8 @@ fn too_few(
     ))
     .detail(format!("the text has {tokens} tokens"));
     if left_out > 0 {
-        failure = failure.detail(format!(
-            "{left_out} more examples have no token that loss counts on"
-        ));
+        failure =
+            failure.detail(format!("{left_out} more examples have no token that loss counts on"));
     }
     let mut fixes = Vec::new();
     if found > 0 {

@@ -236,11 +236,9 @@ pub(super) fn check_seqlen(seqlen: usize) -> Result<()> {
     if seqlen >= 2 {
         return Ok(());
     }
-    Err(Failure::usage(format!(
-        "an example of {seqlen} tokens has no token to predict"
-    ))
-    .hint("use --seqlen 1024, or another length of at least 2")
-    .into())
+    Err(Failure::usage(format!("an example of {seqlen} tokens has no token to predict"))
+        .hint("use --seqlen 1024, or another length of at least 2")
+        .into())
 }
 
 fn count(flags: &[bool]) -> usize {
@@ -294,19 +292,12 @@ impl ExampleBuilder {
         let length = tokens.len().min(seqlen);
         self.cut += usize::from(tokens.len() > seqlen);
         let flags = is_target.get(1..length).unwrap_or_default();
-        let Some(last) = tokens
-            .get(length.wrapping_sub(1))
-            .filter(|_| flags.contains(&true))
+        let Some(last) = tokens.get(length.wrapping_sub(1)).filter(|_| flags.contains(&true))
         else {
             self.left_out += 1;
             return Ok(());
         };
-        let Examples {
-            tokens: all,
-            is_target: all_flags,
-            lengths,
-            ..
-        } = &mut self.examples;
+        let Examples { tokens: all, is_target: all_flags, lengths, .. } = &mut self.examples;
         let is_room = all.try_reserve(seqlen).is_ok() && all_flags.try_reserve(seqlen).is_ok();
         if !is_room {
             let bytes = Examples::bytes_of(lengths.len() + 1, seqlen);
@@ -357,10 +348,7 @@ mod tests {
         assert_eq!((examples.predicted(1), examples.total_predicted()), (2, 4));
         assert_eq!((examples.length_of(0), examples.total_tokens()), (3, 6));
         let protocol = examples.protocol();
-        assert_eq!(
-            (protocol.windows, protocol.seqlen, protocol.tokens_used),
-            (2, 3, 6)
-        );
+        assert_eq!((protocol.windows, protocol.seqlen, protocol.tokens_used), (2, 3, 6));
         assert_eq!(protocol.tokens_sha256, digest::of_ids(&[5, 6, 7, 8, 9, 10]));
         for (count, examples, seqlen) in [(6, 2, 2), (0, 0, 3), (3, 3, 1), (4, usize::MAX, 4)] {
             assert!(Examples::from_tokens(vec![1; count], examples, seqlen).is_err());
@@ -399,18 +387,13 @@ mod tests {
         let mut builder = ExampleBuilder::new(2, Some(1));
         assert!(!builder.is_full());
         for token in 0..3 {
-            builder
-                .push(&[token, token], &[true, true])
-                .expect("memory");
+            builder.push(&[token, token], &[true, true]).expect("memory");
         }
         assert!(builder.is_full());
         assert_eq!(builder.finish().tokens, [0, 0]);
         let mut endless = ExampleBuilder::new(usize::MAX, None);
         let error = endless.push(&[1, 2], &[true, true]).expect_err("no memory");
-        assert!(
-            error.to_string().contains("no memory for 1 examples"),
-            "{error}"
-        );
+        assert!(error.to_string().contains("no memory for 1 examples"), "{error}");
     }
 
     /// Ten examples of two tokens, both the number of the example.
@@ -420,9 +403,7 @@ mod tests {
     }
 
     fn firsts(examples: &Examples) -> Vec<u32> {
-        (0..examples.len())
-            .map(|n| examples.tokens_of(n)[0])
-            .collect()
+        (0..examples.len()).map(|n| examples.tokens_of(n)[0]).collect()
     }
 
     #[test]
@@ -435,10 +416,7 @@ mod tests {
             assert_eq!(held.targets_of(2), [Some(8), None]);
             assert_eq!((train.protocol.windows, held.protocol.windows), (7, 3));
             assert_eq!(held.protocol.seed, Some(0));
-            assert_eq!(
-                held.protocol.tokens_sha256,
-                digest::of_ids(&[1, 1, 7, 7, 8, 8])
-            );
+            assert_eq!(held.protocol.tokens_sha256, digest::of_ids(&[1, 1, 7, 7, 8, 8]));
             assert_ne!(train.protocol.convention, held.protocol.convention);
         }
         // random.Random(42): 7, 3, …
@@ -452,11 +430,7 @@ mod tests {
     fn lengths_and_flags_follow_their_examples_into_the_split() {
         let (examples, ..) = built(
             3,
-            &[
-                (&[1, 2], &[true; 2]),
-                (&[3, 4, 5], &[true; 3]),
-                (&[6, 7, 8], &[false, false, true]),
-            ],
+            &[(&[1, 2], &[true; 2]), (&[3, 4, 5], &[true; 3]), (&[6, 7, 8], &[false, false, true])],
         );
         // x = [0, 1, 2]; random.Random(0).shuffle(x): 0, 2, 1
         let (train, held) = examples.split(HeldOut::Count(1), 0).expect("a split");

@@ -205,11 +205,7 @@ impl<'de> Visitor<'de> for Counting {
 
 /// The peak of loading a tokenizer.
 pub fn load_tokenizer(tokenizer: TokenizerSize) -> ByteSize {
-    let each = if tokenizer.has_pairs {
-        LOAD_OF_PAIRS
-    } else {
-        LOAD_OF_STRINGS
-    };
+    let each = if tokenizer.has_pairs { LOAD_OF_PAIRS } else { LOAD_OF_STRINGS };
     tokenizer.json + ByteSize::of(tokenizer.entries, each)
 }
 
@@ -293,14 +289,8 @@ mod tests {
             (size.entries, size.has_pairs)
         };
         let vocab = r#"{"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}"#;
-        assert_eq!(
-            count(&format!(r#"{vocab}, "merges": [["a", "b"]]}}"#)),
-            (4, true)
-        );
-        assert_eq!(
-            count(&format!(r#"{vocab}, "merges": ["a b"]}}"#)),
-            (4, false)
-        );
+        assert_eq!(count(&format!(r#"{vocab}, "merges": [["a", "b"]]}}"#)), (4, true));
+        assert_eq!(count(&format!(r#"{vocab}, "merges": ["a b"]}}"#)), (4, false));
         assert_eq!(count(&format!("{vocab}}}")), (3, false));
         assert_eq!(
             count(r#"{"type": "Unigram", "unk_id": 0, "vocab": [["a", -1.5], ["b", 0]]}"#).0,
@@ -329,11 +319,7 @@ mod tests {
             has_pairs: true,
             has_pattern: false,
         };
-        let legacy = TokenizerSize {
-            json: ByteSize(9_085_698),
-            has_pairs: false,
-            ..LARGE
-        };
+        let legacy = TokenizerSize { json: ByteSize(9_085_698), has_pairs: false, ..LARGE };
         for (planned, measured) in [
             (load_tokenizer(llama_2), 25.3),
             (load_tokenizer(LARGE), 108.6),
@@ -352,16 +338,12 @@ mod tests {
         let has_pattern = |pre_tokenizer: &str| {
             let json = format!(r#"{{"model": {{}}, "pre_tokenizer": {pre_tokenizer}}}"#);
             fs::write(folder.path().join("tokenizer.json"), json).expect("write");
-            TokenizerSize::of(folder.path())
-                .expect("a size")
-                .has_pattern
+            TokenizerSize::of(folder.path()).expect("a size").has_pattern
         };
         let bytes = |uses| format!(r#"{{"type": "ByteLevel", "use_regex": {uses}}}"#);
         let split = r#"{"type": "Split", "pattern": {"Regex": "x"}}"#;
-        let both = format!(
-            r#"{{"type": "Sequence", "pretokenizers": [{split}, {}]}}"#,
-            bytes(false)
-        );
+        let both =
+            format!(r#"{{"type": "Sequence", "pretokenizers": [{split}, {}]}}"#, bytes(false));
         assert!(has_pattern(&bytes(true)) && has_pattern(&both));
         assert!(!has_pattern(&bytes(false)) && !has_pattern("null"));
         // The tokenizer of the shared model `wikitext-llama-8m`, see the file's first lines.
@@ -373,14 +355,7 @@ mod tests {
 
     #[test]
     fn more_threads_than_workers_take_no_more() {
-        let of = |threads| {
-            tokenize(
-                LARGE,
-                Some(ByteSize(100 * MIB)),
-                threads,
-                Encoding::InPieces,
-            )
-        };
+        let of = |threads| tokenize(LARGE, Some(ByteSize(100 * MIB)), threads, Encoding::InPieces);
         assert!(of(1) < of(2) && of(2) < of(8));
         assert_eq!(of(8), of(64));
         assert_eq!(of(0), of(1));
@@ -402,19 +377,9 @@ mod tests {
     #[test]
     fn sizes_beyond_counting_do_not_overflow() {
         let most = ByteSize(u64::MAX);
-        let tokenizer = TokenizerSize {
-            json: most,
-            entries: usize::MAX,
-            has_pairs: true,
-            has_pattern: true,
-        };
-        assert_eq!(
-            tokenize(tokenizer, Some(most), usize::MAX, Encoding::InPieces),
-            most
-        );
-        assert_eq!(
-            tokenize(tokenizer, Some(most), 1, Encoding::InOneCall),
-            most
-        );
+        let tokenizer =
+            TokenizerSize { json: most, entries: usize::MAX, has_pairs: true, has_pattern: true };
+        assert_eq!(tokenize(tokenizer, Some(most), usize::MAX, Encoding::InPieces), most);
+        assert_eq!(tokenize(tokenizer, Some(most), 1, Encoding::InOneCall), most);
     }
 }

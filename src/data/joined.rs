@@ -65,11 +65,9 @@ pub(super) fn tokenize_beginning(
     let digest = text.digest()?;
     if digest.bytes == 0 {
         let flag = source.role.flag();
-        return Err(
-            Failure::new(format!("the text of {flag} is empty: `{}`", source.path()))
-                .hint(format!("name another text with {flag}"))
-                .into(),
-        );
+        return Err(Failure::new(format!("the text of {flag} is empty: `{}`", source.path()))
+            .hint(format!("name another text with {flag}"))
+            .into());
     }
     let label = &source.label;
     let mut tokenize = || {
@@ -81,10 +79,7 @@ pub(super) fn tokenize_beginning(
             steps: digest.bytes.div_ceil(KIB),
         });
         let encoded = text.encode(&digest, at_most, tokenizer, events)?;
-        events.emit(Event::PhaseDone {
-            phase,
-            elapsed: started.elapsed(),
-        });
+        events.emit(Event::PhaseDone { phase, elapsed: started.elapsed() });
         anyhow::Ok(encoded)
     };
     let hash = tokenizer.sha256();
@@ -150,11 +145,7 @@ impl<'a> JoinedText<'a> {
             Files::Documents(path, format) => Some(Documents::open(path, *format, cache, events)?),
             _ => None,
         };
-        Ok(Self {
-            source,
-            documents,
-            lines: cache.lines(),
-        })
+        Ok(Self { source, documents, lines: cache.lines() })
     }
 
     /// Reads the text once for its size and hash. Fails when a file cannot be read or is not UTF-8.
@@ -165,11 +156,7 @@ impl<'a> JoinedText<'a> {
             bytes += portion.len() as u64;
             Ok(())
         })?;
-        Ok(TextDigest {
-            bytes,
-            sha256: hex(&hasher.finalize()),
-            convention,
-        })
+        Ok(TextDigest { bytes, sha256: hex(&hasher.finalize()), convention })
     }
 
     /// Reads the text once more, for its ids. Returns them, and true if they are those of the whole text; `at_most` ids are enough.
@@ -181,9 +168,7 @@ impl<'a> JoinedText<'a> {
         events: &dyn Events,
     ) -> Result<(Vec<u32>, bool)> {
         let mut progress = |done: u64| {
-            events.emit(Event::Progress {
-                done: done.div_ceil(KIB),
-            });
+            events.emit(Event::Progress { done: done.div_ceil(KIB) });
         };
         let mut encoder = Encoder::new(tokenizer, &mut progress);
         let mut hasher = Sha256::new();
@@ -220,10 +205,7 @@ impl<'a> JoinedText<'a> {
             (Files::Demo, _) => {
                 let text = demo_text::text(self.source.role)?;
                 take(&text)?;
-                Ok(format!(
-                    "{} generated stories, each ended by a newline",
-                    text.lines().count()
-                ))
+                Ok(format!("{} generated stories, each ended by a newline", text.lines().count()))
             }
             (Files::Rows(parts), _) => {
                 let (separator, name) = match self.source.role {
@@ -269,11 +251,7 @@ struct Joiner<'a> {
 
 impl<'a> Joiner<'a> {
     fn new(separator: &'static str, take: &'a mut dyn FnMut(&str) -> Result<()>) -> Self {
-        Self {
-            take,
-            separator,
-            pieces: 0,
-        }
+        Self { take, separator, pieces: 0 }
     }
 
     fn push(&mut self, piece: &str) -> Result<()> {
@@ -322,12 +300,7 @@ mod tests {
     use crate::run::Silent;
 
     fn read(files: Files, role: Role) -> Result<String> {
-        let source = Source {
-            role,
-            files,
-            dataset: "text",
-            label: "text".to_owned(),
-        };
+        let source = Source { role, files, dataset: "text", label: "text".to_owned() };
         let mut text = JoinedText::open(&source, &TextCache::disabled(), &Silent)?;
         let mut read = String::new();
         text.for_each(&mut |portion| {
@@ -387,18 +360,12 @@ mod tests {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let path = folder.path().join("a.txt");
         fs::write(&path, " \nx\r\n").expect("write");
-        assert_eq!(
-            text_of(Files::Plain(path.clone()), Role::Calibration),
-            " \nx\r\n"
-        );
+        assert_eq!(text_of(Files::Plain(path.clone()), Role::Calibration), " \nx\r\n");
         fs::write(&path, b"abc\xff").expect("write");
         let error = read(Files::Plain(path.clone()), Role::Calibration).expect_err("must fail");
         assert!(error.to_string().contains("offset 3"), "{error}");
         fs::write(&path, "é\né\n".as_bytes().split_last().expect("bytes").1).expect("write");
-        assert_eq!(
-            text_of(Files::Plain(path.clone()), Role::Evaluation),
-            "é\né"
-        );
+        assert_eq!(text_of(Files::Plain(path.clone()), Role::Evaluation), "é\né");
         fs::write(&path, b"\xc3\xa9\n\xc3").expect("write");
         let error = read(Files::Plain(path.clone()), Role::Calibration).expect_err("must fail");
         assert!(error.to_string().contains("offset 3"), "{error}");
@@ -408,11 +375,6 @@ mod tests {
         assert_eq!(text_of(Files::Plain(path.clone()), Role::Evaluation), text);
         fs::write(&path, [text.as_bytes(), b"\xff"].concat()).expect("write");
         let error = read(Files::Plain(path), Role::Calibration).expect_err("must fail");
-        assert!(
-            error
-                .to_string()
-                .contains(&format!("offset {}", text.len())),
-            "{error}"
-        );
+        assert!(error.to_string().contains(&format!("offset {}", text.len())), "{error}");
     }
 }

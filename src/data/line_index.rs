@@ -47,14 +47,7 @@ pub(super) struct LineIndex {
 
 impl LineIndex {
     fn new(most_marks: usize) -> Self {
-        Self {
-            marks: Vec::new(),
-            stride: 1,
-            most_marks,
-            count: 0,
-            longest: 0,
-            sha256: [0; 32],
-        }
+        Self { marks: Vec::new(), stride: 1, most_marks, count: 0, longest: 0, sha256: [0; 32] }
     }
 
     /// Lines that are not blank.
@@ -86,9 +79,7 @@ impl LineIndex {
         let mut reader = BufReader::new(text);
         let mut line = Vec::new();
         loop {
-            let read = (&mut reader)
-                .take(LONGEST_LINE)
-                .read_until(b'\n', &mut line)?;
+            let read = (&mut reader).take(LONGEST_LINE).read_until(b'\n', &mut line)?;
             if read == 0 {
                 return Err(gone());
             }

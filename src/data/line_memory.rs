@@ -40,29 +40,18 @@ pub struct LineMemory {
 
 impl LineMemory {
     /// No bound but the largest line that is read at all.
-    pub const UNBOUNDED: Self = Self {
-        rest: ByteSize::ZERO,
-        budget: None,
-        per_byte: PER_BYTE,
-    };
+    pub const UNBOUNDED: Self = Self { rest: ByteSize::ZERO, budget: None, per_byte: PER_BYTE };
 
     /// Lines that become tokens within `budget`.
     pub fn within(budget: ByteSize, tokenizer: TokenizerSize, threads: usize) -> Self {
         let tokenizer = footprint::kept(tokenizer) + footprint::retained(tokenizer, threads);
-        Self {
-            rest: REST + tokenizer,
-            budget: Some(budget),
-            per_byte: PER_BYTE,
-        }
+        Self { rest: REST + tokenizer, budget: Some(budget), per_byte: PER_BYTE }
     }
 
     /// The bound for a tokenizer whose texts cannot be cut.
     #[must_use]
     pub fn in_one_call(self) -> Self {
-        Self {
-            per_byte: PER_UNCUT,
-            ..self
-        }
+        Self { per_byte: PER_UNCUT, ..self }
     }
 
     /// The longest part of a text without a place to cut, in bytes; at most `most`.

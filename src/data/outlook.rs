@@ -31,19 +31,13 @@ impl Source {
     /// Fails when the text or `tokenizer.json` is missing or cannot be read.
     pub fn outlook(&self, model_folder: &Path, cache: &TextCache) -> Result<TextOutlook> {
         if matches!(self.files, Files::Documents(..)) {
-            return Ok(TextOutlook {
-                text: None,
-                is_cached: false,
-            });
+            return Ok(TextOutlook { text: None, is_cached: false });
         }
         let joined = JoinedText::open(self, cache, &Silent)?.digest()?;
         let is_cached = cache.folder().is_some()
             && Tokenizer::possible_hashes(model_folder)?
                 .iter()
                 .any(|tokenizer| cache.has_token_ids(tokenizer, &joined.sha256));
-        Ok(TextOutlook {
-            text: Some(ByteSize(joined.bytes)),
-            is_cached,
-        })
+        Ok(TextOutlook { text: Some(ByteSize(joined.bytes)), is_cached })
     }
 }

@@ -34,9 +34,7 @@ const DEEPEST_GROUP: usize = 64;
 pub(super) fn check_groups(mut file: &File) -> Result<(), String> {
     let file_bytes = file.metadata().map_err(|error| error.to_string())?.len();
     let mut tail = [0; 8];
-    let read = file
-        .seek(SeekFrom::End(-8))
-        .and_then(|_| file.read_exact(&mut tail));
+    let read = file.seek(SeekFrom::End(-8)).and_then(|_| file.read_exact(&mut tail));
     // Without a whole footer the crate stops before it reads groups.
     let (Ok(()), Ok(tail)) = (read, FooterTail::try_new(&tail)) else {
         return Ok(());
@@ -50,11 +48,9 @@ pub(super) fn check_groups(mut file: &File) -> Result<(), String> {
     let mut members = Vec::new();
     Walk::over(&footer, &mut |path, number| match (path, number) {
         ([2], None) => members.push(0),
-        ([2, 5], Some(number)) => members
-            .iter_mut()
-            .last()
-            .into_iter()
-            .for_each(|last| *last = number),
+        ([2, 5], Some(number)) => {
+            members.iter_mut().last().into_iter().for_each(|last| *last = number)
+        }
         _ => {}
     })
     .ok_or("its footer is malformed")?;
@@ -82,9 +78,7 @@ fn check_members(members: &[i64]) -> Result<(), String> {
             open.push(count);
         }
         if open.len() > DEEPEST_GROUP {
-            return Err(format!(
-                "groups of columns are nested deeper than {DEEPEST_GROUP}"
-            ));
+            return Err(format!("groups of columns are nested deeper than {DEEPEST_GROUP}"));
         }
     }
     Ok(())
@@ -102,19 +96,12 @@ pub(super) fn check_pages(
     let file_bytes = file.metadata().map_err(|error| error.to_string())?.len();
     let end = begin.saturating_add(length);
     if end > file_bytes {
-        return Err(format!(
-            "a column reaches to byte {end}, the file has {file_bytes}"
-        ));
+        return Err(format!("a column reaches to byte {end}, the file has {file_bytes}"));
     }
     let mut at = begin;
     while at < end {
-        let PageHeader {
-            length,
-            unpacked,
-            packed,
-            levels,
-            dictionary_values,
-        } = PageHeader::read(file, at, end)?;
+        let PageHeader { length, unpacked, packed, levels, dictionary_values } =
+            PageHeader::read(file, at, end)?;
         if unpacked > LARGEST_PAGE {
             return Err(format!(
                 "the page at byte {at} unpacks to {}, the limit is {}",
@@ -230,11 +217,7 @@ struct Walk<'a, 'w> {
 impl<'a, 'w> Walk<'a, 'w> {
     /// Walks over the structure at the beginning of `bytes`. Returns its length, or `None` if it is malformed.
     fn over(bytes: &'a [u8], tell: &'w mut dyn FnMut(&[i16], Option<i64>)) -> Option<usize> {
-        let mut walk = Self {
-            bytes,
-            path: Vec::new(),
-            tell,
-        };
+        let mut walk = Self { bytes, path: Vec::new(), tell };
         walk.structure(0)?;
         Some(bytes.len() - walk.bytes.len())
     }
@@ -352,10 +335,7 @@ mod tests {
         // Field 1: i32 −2. Field 3: list of two structures, each with field 2: i64 150 (two bytes of varint: 300).
         let bytes = [0x15, 3, 0x29, 0x2c, 0x26, 0xac, 2, 0, 0x26, 0xac, 2, 0, 0];
         let of_list = (vec![3, 2], 150);
-        assert_eq!(
-            walk(&bytes),
-            Some(vec![(vec![1], -2), of_list.clone(), of_list])
-        );
+        assert_eq!(walk(&bytes), Some(vec![(vec![1], -2), of_list.clone(), of_list]));
         for cut in 0..bytes.len() {
             assert_eq!(walk(&bytes[..cut]), None, "{cut}");
         }
@@ -426,9 +406,7 @@ mod tests {
         );
         let empty = tempfile::tempfile().unwrap();
         assert!(
-            check_pages(&empty, 8, 5, Compression::UNCOMPRESSED)
-                .unwrap_err()
-                .contains("byte 13")
+            check_pages(&empty, 8, 5, Compression::UNCOMPRESSED).unwrap_err().contains("byte 13")
         );
     }
 
@@ -440,14 +418,8 @@ mod tests {
         let mut brotlied = brotli::CompressorWriter::new(Vec::new(), 4096, 1, 20);
         brotlied.write_all(&text).unwrap();
         for (packed, packing) in [
-            (
-                gzipped.finish().unwrap(),
-                Compression::GZIP(Default::default()),
-            ),
-            (
-                brotlied.into_inner(),
-                Compression::BROTLI(Default::default()),
-            ),
+            (gzipped.finish().unwrap(), Compression::GZIP(Default::default())),
+            (brotlied.into_inner(), Compression::BROTLI(Default::default())),
         ] {
             let refused = |announced: i64| {
                 let mut bytes = page(announced, packed.len() as i64, 0);
@@ -468,9 +440,7 @@ mod tests {
         assert!(check_members(&[i64::from(i32::MAX), 0]).is_err());
         assert!(check_members(&[1; 100]).unwrap_err().contains("nested"));
         // Many groups side by side are not nested.
-        let flat: Vec<i64> = std::iter::once(200)
-            .chain((0..200).flat_map(|_| [1, 0]))
-            .collect();
+        let flat: Vec<i64> = std::iter::once(200).chain((0..200).flat_map(|_| [1, 0])).collect();
         assert_eq!(check_members(&flat), Ok(()));
     }
 }

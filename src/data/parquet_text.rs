@@ -72,21 +72,11 @@ impl<'a> TextColumn<'a> {
                 "`{}` has no string column `{COLUMN}`",
                 path.display()
             ))
-            .detail(format!(
-                "columns found: {}",
-                found.collect::<Vec<_>>().join(", ")
-            ))
-            .hint(format!(
-                "rename the column that holds the text to `{COLUMN}`"
-            ))
+            .detail(format!("columns found: {}", found.collect::<Vec<_>>().join(", ")))
+            .hint(format!("rename the column that holds the text to `{COLUMN}`"))
             .into());
         };
-        Ok(Self {
-            path,
-            pages,
-            reader,
-            column,
-        })
+        Ok(Self { path, pages, reader, column })
     }
 
     /// Gives every row to `take`, in the file's order.
@@ -152,13 +142,10 @@ impl<'a> TextColumn<'a> {
         } else {
             format!("rows {row} to {}", row + count as u64 - 1)
         };
-        Failure::new(format!(
-            "`{}`: {what} in column `{COLUMN}`",
-            self.path.display()
-        ))
-        .detail(format!("{place}, counted from 0"))
-        .hint("drop such rows from the file")
-        .into()
+        Failure::new(format!("`{}`: {what} in column `{COLUMN}`", self.path.display()))
+            .detail(format!("{place}, counted from 0"))
+            .hint("drop such rows from the file")
+            .into()
     }
 }
 
@@ -184,13 +171,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let path = folder.path().join("x.parquet");
         let rows: Vec<String> = (0..700)
-            .map(|row| {
-                if row % 7 == 0 {
-                    String::new()
-                } else {
-                    format!("row {row}\n")
-                }
-            })
+            .map(|row| if row % 7 == 0 { String::new() } else { format!("row {row}\n") })
             .collect();
         write_parquet(&path, "text", &[&rows[..600], &rows[600..]]);
         let mut read = Vec::new();
@@ -238,18 +219,11 @@ mod tests {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let path = folder.path().join("x.parquet");
         write_parquet(&path, "content", &[&["a".to_owned()]]);
-        let error = TextColumn::open(&path)
-            .err()
-            .expect("must fail")
-            .to_string();
+        let error = TextColumn::open(&path).err().expect("must fail").to_string();
         assert!(error.contains("content (BYTE_ARRAY)"), "{error}");
         std::fs::write(&path, "PAR1 but no more").expect("write");
         assert!(
-            TextColumn::open(&path)
-                .err()
-                .expect("must fail")
-                .to_string()
-                .contains("as parquet")
+            TextColumn::open(&path).err().expect("must fail").to_string().contains("as parquet")
         );
     }
 
@@ -259,13 +233,7 @@ mod tests {
         let path = folder.path().join("x.parquet");
         write_nullable_parquet(&path, "text", &[vec![Some("a")], vec![Some("b"), None]]);
         let column = TextColumn::open(&path).expect("open");
-        let error = column
-            .for_each(&mut |_| Ok(()))
-            .expect_err("must fail")
-            .to_string();
-        assert!(
-            error.contains("a row is null") && error.contains("rows 1 to 2"),
-            "{error}"
-        );
+        let error = column.for_each(&mut |_| Ok(())).expect_err("must fail").to_string();
+        assert!(error.contains("a row is null") && error.contains("rows 1 to 2"), "{error}");
     }
 }

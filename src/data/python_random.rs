@@ -28,9 +28,7 @@ impl PythonRandom {
     fn with_key(key: [u32; 3]) -> Self {
         // CPython's key has as many words as the number needs, and one for 0.
         let words = key.iter().rposition(|word| *word != 0).unwrap_or(0) + 1;
-        Self {
-            generator: Mt::new_with_key(key.into_iter().take(words)),
-        }
+        Self { generator: Mt::new_with_key(key.into_iter().take(words)) }
     }
 
     /// The next 32-bit output.
@@ -112,50 +110,30 @@ mod tests {
     fn randint_equals_cpython_over_the_documents_of_a_c4_shard() {
         assert_eq!(
             draws(0, 356_316, 8),
-            [
-                201979, 220500, 21225, 135746, 268055, 254766, 212302, 159023
-            ]
+            [201979, 220500, 21225, 135746, 268055, 254766, 212302, 159023]
         );
     }
 
     #[test]
     fn randint_equals_cpython_over_wikitext2_train() {
         // 2,824,491 tokens with the Llama-2 tokenizer, seqlen 2048: n = 2822443.
-        assert_eq!(
-            draws(0, 2_822_442, 6),
-            [1615835, 1764005, 169803, 1085975, 2144441, 2038128]
-        );
+        assert_eq!(draws(0, 2_822_442, 6), [1615835, 1764005, 169803, 1085975, 2144441, 2038128]);
     }
 
     #[test]
     fn seeds_of_two_words_and_wide_draws_equal_cpython() {
         // r = random.Random(2**40+7); [r.getrandbits(k) for k in (1,8,31,32,33,48,64)]
         let mut random = PythonRandom::new((1 << 40) + 7);
-        let wide: Vec<u64> = [1, 8, 31, 32, 33, 48, 64]
-            .into_iter()
-            .map(|bits| random.getrandbits(bits))
-            .collect();
+        let wide: Vec<u64> =
+            [1, 8, 31, 32, 33, 48, 64].into_iter().map(|bits| random.getrandbits(bits)).collect();
         assert_eq!(
             wide,
-            [
-                1,
-                191,
-                1750019418,
-                4028389051,
-                8353760805,
-                198606032543732,
-                4627263377227786602
-            ]
+            [1, 191, 1750019418, 4028389051, 8353760805, 198606032543732, 4627263377227786602]
         );
         // r = random.Random(12345678901234567890); [r.randint(10, 10+5*10**12) for _ in range(4)]
         let mut random = PythonRandom::new(12_345_678_901_234_567_890);
-        let far: Vec<u64> = (0..4)
-            .map(|_| random.randint(10, 10 + 5_000_000_000_000))
-            .collect();
-        assert_eq!(
-            far,
-            [4810070800743, 3936948752668, 2872698512167, 4622905356230]
-        );
+        let far: Vec<u64> = (0..4).map(|_| random.randint(10, 10 + 5_000_000_000_000)).collect();
+        assert_eq!(far, [4810070800743, 3936948752668, 2872698512167, 4622905356230]);
     }
 
     #[test]
@@ -164,14 +142,7 @@ mod tests {
         let mut random = PythonRandom::new(42);
         let tens: Vec<u64> = (0..6).map(|_| random.randint(0, 1023)).collect();
         assert_eq!(tens, [228, 51, 563, 501, 457, 285]);
-        assert_eq!(
-            [
-                random.randint(0, 0),
-                random.randint(0, 0),
-                random.randint(0, 0)
-            ],
-            [0, 0, 0]
-        );
+        assert_eq!([random.randint(0, 0), random.randint(0, 0), random.randint(0, 0)], [0, 0, 0]);
         assert_eq!(random.getrandbits(32), 136505587);
     }
 

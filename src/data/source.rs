@@ -57,12 +57,7 @@ impl Source {
             Some(name) if name != Name::Jsonl => format!("{dataset} {}", name.split(role)),
             _ => dataset.to_owned(),
         };
-        Ok(Self {
-            role,
-            files,
-            dataset,
-            label,
-        })
+        Ok(Self { role, files, dataset, label })
     }
 
     /// The purpose of the text.
@@ -83,12 +78,10 @@ impl Source {
             }
             Files::Demo => Ok(()),
             Files::Rows(parts) => {
-                parts
-                    .iter()
-                    .try_for_each(|part| match Format::of(part, Expected::Rows)? {
-                        Format::Parquet => documents::check(part, Format::Parquet),
-                        _ => text_file::check_beginning(part, Expected::Rows),
-                    })
+                parts.iter().try_for_each(|part| match Format::of(part, Expected::Rows)? {
+                    Format::Parquet => documents::check(part, Format::Parquet),
+                    _ => text_file::check_beginning(part, Expected::Rows),
+                })
             }
         }
     }
@@ -127,14 +120,9 @@ fn find_files(spec: &DatasetSpec, role: Role) -> Result<Files> {
     };
     // A text is read more than once, so it cannot be a pipe. A device may have no end.
     if !metadata.is_dir() && !metadata.is_file() {
-        return Err(
-            Failure::new(format!("`{}` is not a regular file", path.display()))
-                .hint(format!(
-                    "write the text to a file first, and name that with {}",
-                    role.flag()
-                ))
-                .into(),
-        );
+        return Err(Failure::new(format!("`{}` is not a regular file", path.display()))
+            .hint(format!("write the text to a file first, and name that with {}", role.flag()))
+            .into());
     }
     if metadata.is_dir() {
         return find_in_folder(spec.name, &path, role);
@@ -147,39 +135,31 @@ fn find_in_folder(name: Option<Name>, folder: &Path, role: Role) -> Result<Files
         Some(Name::Wikitext2) => splits::wikitext2(folder, role).map(Files::Rows),
         Some(name @ Name::Ptb) => file(Some(name), splits::ptb(folder, role)?, role),
         Some(name @ Name::C4) => file(Some(name), splits::c4(folder, role)?, role),
-        Some(Name::Demo | Name::Jsonl) | None => Err(Failure::new(format!(
-            "`{}` is a folder, not a text",
-            folder.display()
-        ))
-        .hint(format!(
-            "use {0} wikitext2:{1} or {0} c4:{1} if it holds one of these, or name a file",
-            role.flag(),
-            folder.display()
-        ))
-        .into()),
+        Some(Name::Demo | Name::Jsonl) | None => {
+            Err(Failure::new(format!("`{}` is a folder, not a text", folder.display()))
+                .hint(format!(
+                    "use {0} wikitext2:{1} or {0} c4:{1} if it holds one of these, or name a file",
+                    role.flag(),
+                    folder.display()
+                ))
+                .into())
+        }
     }
 }
 
 /// The kind of one file, by the dataset's name, the file's extension and its first bytes.
 fn file(name: Option<Name>, path: PathBuf, role: Role) -> Result<Files> {
-    let extension = path
-        .extension()
-        .unwrap_or_default()
-        .to_string_lossy()
-        .to_ascii_lowercase();
+    let extension = path.extension().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
     refuse_unsupported(&path, &extension)?;
     match (name, extension.as_str()) {
-        (Some(Name::Wikitext2), "json" | "jsonl" | "gz") => Err(Failure::new(format!(
-            "`{}` does not look like WikiText-2",
-            path.display()
-        ))
-        .detail("expected raw text (wiki.*.raw, wiki.*.tokens) or parquet with a column `text`")
-        .hint(format!(
-            "for a file of documents use {} {}",
-            role.flag(),
-            path.display()
-        ))
-        .into()),
+        (Some(Name::Wikitext2), "json" | "jsonl" | "gz") => {
+            Err(Failure::new(format!("`{}` does not look like WikiText-2", path.display()))
+                .detail(
+                    "expected raw text (wiki.*.raw, wiki.*.tokens) or parquet with a column `text`",
+                )
+                .hint(format!("for a file of documents use {} {}", role.flag(), path.display()))
+                .into())
+        }
         (Some(Name::Wikitext2), _) => Ok(Files::Rows(vec![path])),
         (Some(Name::Ptb), _) => Ok(Files::Sentences(path)),
         (Some(Name::C4 | Name::Jsonl), _) | (_, "jsonl" | "json" | "gz" | "parquet") => {
@@ -192,10 +172,7 @@ fn file(name: Option<Name>, path: PathBuf, role: Role) -> Result<Files> {
 
 /// Refuses archives, which would otherwise be read as text.
 fn refuse_unsupported(path: &Path, extension: &str) -> Result<()> {
-    if matches!(
-        extension,
-        "zst" | "bz2" | "xz" | "zip" | "tar" | "tgz" | "7z" | "arrow"
-    ) {
+    if matches!(extension, "zst" | "bz2" | "xz" | "zip" | "tar" | "tgz" | "7z" | "arrow") {
         // Its content may name a command that unpacks or converts it.
         input::open(path, Expected::Text).map_err(|error| input::cannot_read(path, &error))?;
         return Err(Failure::new(format!(
@@ -226,11 +203,8 @@ fn no_local_text(spec: &DatasetSpec, role: Role) -> Failure {
 }
 
 fn not_found(spec: &DatasetSpec, path: &Path, role: Role) -> Failure {
-    let failure = Failure::new(format!(
-        "no such file or folder for {}: `{}`",
-        role.flag(),
-        path.display()
-    ));
+    let failure =
+        Failure::new(format!("no such file or folder for {}: `{}`", role.flag(), path.display()));
     let hint = match spec.name {
         Some(_) => "check the path after the colon",
         None => {

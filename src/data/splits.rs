@@ -126,16 +126,12 @@ fn check_all_parts(folder: &Path, parts: &[PathBuf]) -> Result<()> {
         count.parse::<usize>().ok()
     });
     match announced.max() {
-        Some(count) if count != parts.len() => Err(Failure::new(format!(
-            "parquet parts are missing in `{}`",
-            folder.display()
-        ))
-        .detail(format!(
-            "the names announce {count} parts, {} are there",
-            parts.len()
-        ))
-        .hint("copy all parts of one version into the folder, and no others")
-        .into()),
+        Some(count) if count != parts.len() => {
+            Err(Failure::new(format!("parquet parts are missing in `{}`", folder.display()))
+                .detail(format!("the names announce {count} parts, {} are there", parts.len()))
+                .hint("copy all parts of one version into the folder, and no others")
+                .into())
+        }
         _ => Ok(()),
     }
 }
@@ -143,11 +139,7 @@ fn check_all_parts(folder: &Path, parts: &[PathBuf]) -> Result<()> {
 fn missing(what: &str, folder: &Path, names: &str, role: Role, dataset: &str) -> Failure {
     Failure::new(format!("no {what} in `{}`", folder.display()))
         .detail(format!("looked for {names}"))
-        .hint(format!(
-            "name the file: {} {dataset}:PATH{}",
-            role.flag(),
-            role.or_not_at_all()
-        ))
+        .hint(format!("name the file: {} {dataset}:PATH{}", role.flag(), role.or_not_at_all()))
 }
 
 fn ambiguous(folder: &Path, found: &[PathBuf], split: &str, role: Role, dataset: &str) -> Failure {

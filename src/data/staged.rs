@@ -28,11 +28,7 @@ impl Staged {
     pub(super) fn in_folder(folder: &Path, name: &str) -> io::Result<Self> {
         fs::create_dir_all(folder)?;
         let (file, path) = create(folder, name)?;
-        Ok(Self {
-            file,
-            path,
-            is_committed: false,
-        })
+        Ok(Self { file, path, is_committed: false })
     }
 
     pub(super) fn file(&self) -> &File {

@@ -16,21 +16,12 @@ use crate::run::{Event, Events};
 /// absent, prints a line and returns `None`.
 #[expect(clippy::print_stderr, reason = "a skipped test must say so")]
 pub(super) fn shared(name: &str) -> Option<PathBuf> {
-    let beside = || {
-        Path::new(env!("CARGO_MANIFEST_DIR"))
-            .join("..")
-            .join("shared")
-    };
-    let path = std::env::var_os("PRUNE_SHARED")
-        .map_or_else(beside, PathBuf::from)
-        .join(name);
+    let beside = || Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join("shared");
+    let path = std::env::var_os("PRUNE_SHARED").map_or_else(beside, PathBuf::from).join(name);
     if path.exists() {
         return Some(path);
     }
-    eprintln!(
-        "skipped: `{}` is not there (set PRUNE_SHARED)",
-        path.display()
-    );
+    eprintln!("skipped: `{}` is not there (set PRUNE_SHARED)", path.display());
     None
 }
 
@@ -40,10 +31,7 @@ pub(super) struct RecordedEvents(Mutex<Vec<Event>>);
 
 impl Events for RecordedEvents {
     fn emit(&self, event: Event) {
-        self.0
-            .lock()
-            .expect("no test panics while it emits")
-            .push(event);
+        self.0.lock().expect("no test panics while it emits").push(event);
     }
 }
 
@@ -75,10 +63,8 @@ impl RecordedEvents {
 
 /// Writes a parquet file of one string column in the hub's form: nullable, compressed by snappy; one row group per slice.
 pub(super) fn write_parquet(path: &Path, column: &str, groups: &[&[String]]) {
-    let groups: Vec<Vec<Option<&str>>> = groups
-        .iter()
-        .map(|rows| rows.iter().map(|row| Some(row.as_str())).collect())
-        .collect();
+    let groups: Vec<Vec<Option<&str>>> =
+        groups.iter().map(|rows| rows.iter().map(|row| Some(row.as_str())).collect()).collect();
     write_nullable_parquet(path, column, &groups);
 }
 
@@ -103,30 +89,15 @@ pub(super) fn write_packed_parquet(
     for rows in groups {
         let present: Vec<i16> = rows.iter().map(|row| i16::from(row.is_some())).collect();
         let ids: Vec<i64> = (0..rows.len() as i64).collect();
-        let values: Vec<ByteArray> = rows
-            .iter()
-            .flatten()
-            .map(|row| ByteArray::from(*row))
-            .collect();
+        let values: Vec<ByteArray> =
+            rows.iter().flatten().map(|row| ByteArray::from(*row)).collect();
         let mut group = writer.next_row_group().expect("a row group");
-        let mut column = group
-            .next_column()
-            .expect("a column")
-            .expect("the first column");
+        let mut column = group.next_column().expect("a column").expect("the first column");
         let everywhere = vec![1; rows.len()];
-        column
-            .typed::<Int64Type>()
-            .write_batch(&ids, Some(&everywhere), None)
-            .expect("write");
+        column.typed::<Int64Type>().write_batch(&ids, Some(&everywhere), None).expect("write");
         column.close().expect("close");
-        let mut column = group
-            .next_column()
-            .expect("a column")
-            .expect("the second column");
-        column
-            .typed::<ByteArrayType>()
-            .write_batch(&values, Some(&present), None)
-            .expect("write");
+        let mut column = group.next_column().expect("a column").expect("the second column");
+        column.typed::<ByteArrayType>().write_batch(&values, Some(&present), None).expect("write");
         column.close().expect("close");
         group.close().expect("close");
     }

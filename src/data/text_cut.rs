@@ -84,20 +84,16 @@ impl CutRule {
             let is_before_letter = || text[at + 1..].chars().next().is_some_and(is_letter);
             let before = || text[..at].chars().next_back();
             match bytes[at] {
-                b' ' if before().is_some_and(is_letter) && is_before_letter() => Some(TextCut {
-                    end: at,
-                    next: at + usize::from(self.is_space_put_back),
-                }),
+                b' ' if before().is_some_and(is_letter) && is_before_letter() => {
+                    Some(TextCut { end: at, next: at + usize::from(self.is_space_put_back) })
+                }
                 b'\n' if is_before_letter() => {
                     let is_safe = match self.newlines {
                         Newlines::None => false,
                         Newlines::Lone => before().is_some_and(|c| !c.is_whitespace()),
                         Newlines::All => true,
                     };
-                    is_safe.then_some(TextCut {
-                        end: at + 1,
-                        next: at + 1,
-                    })
+                    is_safe.then_some(TextCut { end: at + 1, next: at + 1 })
                 }
                 _ => None,
             }
@@ -148,10 +144,7 @@ fn spaces_replaced(
 ) -> Option<CutRule> {
     let prepend = json!({"type": "Prepend", "prepend": "▁"});
     let replace = json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});
-    let rule = |is_space_put_back| CutRule {
-        is_space_put_back,
-        newlines: Newlines::None,
-    };
+    let rule = |is_space_put_back| CutRule { is_space_put_back, newlines: Newlines::None };
     let (rule, splits) = if pre_tokenizer.is_null() {
         let both = json!({"type": "Sequence", "normalizers": [prepend, replace]});
         let alone = json!({"type": "Sequence", "normalizers": [replace]});
@@ -184,10 +177,7 @@ fn no_merge_reaches_over_a_space(model: &BPE) -> bool {
         && !is_set(&model.end_of_word_suffix)
         && !model.ignore_merges;
     // An unknown character followed by a space would become "▁▁".
-    let is_unknown_a_space = model
-        .unk_token
-        .as_deref()
-        .is_some_and(|token| token.ends_with(SPACE));
+    let is_unknown_a_space = model.unk_token.as_deref().is_some_and(|token| token.ends_with(SPACE));
     if !is_plain || is_unknown_a_space {
         return false;
     }

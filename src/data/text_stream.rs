@@ -29,11 +29,7 @@ impl<'t> TextStream<'t> {
     /// Fails when the tokenizer's decoder refuses a token.
     pub fn after(tokenizer: &'t Tokenizer, prompt: &[u32]) -> Result<Self> {
         let context = &prompt[prompt.len().saturating_sub(CONTEXT_TOKENS)..];
-        Ok(Self {
-            tokenizer,
-            stream: stream_after(tokenizer, context)?,
-            held: Vec::new(),
-        })
+        Ok(Self { tokenizer, stream: stream_after(tokenizer, context)?, held: Vec::new() })
     }
 
     /// Takes a token. Returns the text it completes, which may be empty.
@@ -74,9 +70,5 @@ fn stream_after<'t>(tokenizer: &'t Tokenizer, context: &[u32]) -> Result<DecodeS
     for &id in context.iter().filter(|&&id| tokenizer.has_text(id)) {
         has_text |= matches!(tokenizer.step(&mut stream, id)?, Ok(Some(_)));
     }
-    Ok(if has_text {
-        stream
-    } else {
-        tokenizer.decode_stream()
-    })
+    Ok(if has_text { stream } else { tokenizer.decode_stream() })
 }

@@ -106,9 +106,7 @@ impl Tokenizer {
         let sha256 = digest::of_bytes(&bytes);
         drop(bytes);
         // Some files are saved with truncation or padding. A plain call of transformers uses neither.
-        inner
-            .with_truncation(None)
-            .map_err(|error| damaged(error.to_string()))?;
+        inner.with_truncation(None).map_err(|error| damaged(error.to_string()))?;
         inner.with_padding(None);
 
         let largest_id = inner
@@ -172,10 +170,7 @@ impl Tokenizer {
     /// The same tokenizer for texts whose parts are bounded.
     #[must_use]
     pub fn with_lines(self, lines: LineMemory) -> Self {
-        Self {
-            longest_uncut: lines.longest_uncut(LONGEST_PIECE),
-            ..self
-        }
+        Self { longest_uncut: lines.longest_uncut(LONGEST_PIECE), ..self }
     }
 
     /// The longest part of a text that is encoded in one call, in bytes.
@@ -191,15 +186,9 @@ impl Tokenizer {
     /// The ids of a text in one call, with special tokens.
     pub(super) fn encode_whole(&self, text: &str) -> Result<Vec<u32>> {
         let encoding = self.encoded(text, self.special.is_none())?;
-        let SpecialTokens { bos, eos } = self.special.unwrap_or(SpecialTokens {
-            bos: None,
-            eos: None,
-        });
-        Ok(bos
-            .into_iter()
-            .chain(encoding.get_ids().iter().copied())
-            .chain(eos)
-            .collect())
+        let SpecialTokens { bos, eos } =
+            self.special.unwrap_or(SpecialTokens { bos: None, eos: None });
+        Ok(bos.into_iter().chain(encoding.get_ids().iter().copied()).chain(eos).collect())
     }
 
     /// The ids of a text that contains its special tokens, as a rendered chat template does. No special token is added.
@@ -228,14 +217,10 @@ impl Tokenizer {
 
     /// One call of the library. `encode_fast` skips the offsets, which are not needed. The encoding holds a string per token, too.
     fn encoded(&self, text: &str, has_special_tokens: bool) -> Result<Encoding> {
-        let encoding = blaming(self.damaged.clone(), || {
-            self.inner.encode_fast(text, has_special_tokens)
-        })?;
+        let encoding =
+            blaming(self.damaged.clone(), || self.inner.encode_fast(text, has_special_tokens))?;
         Ok(encoding.map_err(|error| {
-            Failure::new(format!(
-                "cannot tokenize a text of {} bytes: {error}",
-                text.len()
-            ))
+            Failure::new(format!("cannot tokenize a text of {} bytes: {error}", text.len()))
         })?)
     }
 
@@ -253,24 +238,16 @@ impl Tokenizer {
                 (bos.into_iter().collect(), eos.into_iter().collect())
             }
         };
-        Some(Cuts {
-            rule,
-            before,
-            after,
-        })
+        Some(Cuts { rule, before, after })
     }
 
     /// The ids that the post-processor puts before and after a text. The text here is one id that no token has.
     fn around(&self, has_special_tokens: bool) -> Option<(Vec<u32>, Vec<u32>)> {
         const TEXT: u32 = u32::MAX;
         let text = Encoding::from_tokens(vec![Token::new(TEXT, String::new(), (0, 0))], 0);
-        let processed = self
-            .inner
-            .post_process(text, None, has_special_tokens)
-            .ok()?;
-        let (before, after) = processed
-            .get_ids()
-            .split_at(processed.get_ids().iter().position(|id| *id == TEXT)?);
+        let processed = self.inner.post_process(text, None, has_special_tokens).ok()?;
+        let (before, after) =
+            processed.get_ids().split_at(processed.get_ids().iter().position(|id| *id == TEXT)?);
         let after = &after[1..];
         (!after.contains(&TEXT)).then(|| (before.to_vec(), after.to_vec()))
     }
@@ -282,10 +259,7 @@ impl Tokenizer {
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         let text = blaming(self.damaged.clone(), || self.inner.decode(ids, true))?;
         Ok(text.map_err(|error| {
-            Failure::new(format!(
-                "cannot turn {} token ids into text: {error}",
-                ids.len()
-            ))
+            Failure::new(format!("cannot turn {} token ids into text: {error}", ids.len()))
         })?)
     }
 
@@ -313,9 +287,7 @@ impl Tokenizer {
     /// Follows `tokenizer_config.json` where it decides, and keeps a warning for every fact about which the two files disagree.
     fn follow(&mut self, config: &TokenizerConfig, path: &Path) -> Result<()> {
         let default = config.is_llama().then_some("</s>");
-        self.eos = config
-            .token("eos_token", default)
-            .and_then(|token| self.id_of(token));
+        self.eos = config.token("eos_token", default).and_then(|token| self.id_of(token));
         let (space, warning) = config.set_prefix_space(&mut self.inner)?;
         self.sha256 += space.mark();
         self.warnings.extend(warning);
@@ -343,16 +315,10 @@ impl Tokenizer {
         };
         let add_eos = config.flag("add_eos_token").unwrap_or(false);
         // The defaults of the class, if the configuration does not name the tokens.
-        let bos = if add_bos {
-            Some(self.named_token(config, "bos_token", "<s>", path)?)
-        } else {
-            None
-        };
-        let eos = if add_eos {
-            Some(self.named_token(config, "eos_token", "</s>", path)?)
-        } else {
-            None
-        };
+        let bos =
+            if add_bos { Some(self.named_token(config, "bos_token", "<s>", path)?) } else { None };
+        let eos =
+            if add_eos { Some(self.named_token(config, "eos_token", "</s>", path)?) } else { None };
         Ok(Some(SpecialTokens { bos, eos }))
     }
 
@@ -458,7 +424,7 @@ pub(super) fn no_tokenizer(folder: &Path) -> Failure {
              use_fast=True).save_pretrained('{shown}')\""
         ));
     }
-    Failure::new(format!("no tokenizer in `{shown}`"))
-        .detail("looked for `tokenizer.json`")
-        .hint("copy `tokenizer.json` and `tokenizer_config.json` from the model's page into the folder")
+    Failure::new(format!("no tokenizer in `{shown}`")).detail("looked for `tokenizer.json`").hint(
+        "copy `tokenizer.json` and `tokenizer_config.json` from the model's page into the folder",
+    )
 }

@@ -47,9 +47,9 @@ pub(super) fn check(part: &Value, name: &str, path: &Path) -> Result<(), Failure
         }
     }
     match times > MOST_TIMES {
-        true => Err(refused(format!(
-            "may lengthen a text {times} times, the limit is {MOST_TIMES}"
-        ))),
+        true => {
+            Err(refused(format!("may lengthen a text {times} times, the limit is {MOST_TIMES}")))
+        }
         false => Ok(()),
     }
 }
@@ -70,10 +70,7 @@ mod tests {
         for part in [
             Value::Null,
             all(vec![prepend("▁"), replace(space.clone(), "▁")]),
-            all(vec![
-                json!({"type": "NFKC"}),
-                replace(json!({"Regex": " {2,}"}), "▁"),
-            ]),
+            all(vec![json!({"type": "NFKC"}), replace(json!({"Regex": " {2,}"}), "▁")]),
             all(vec![double.clone(); 6]),
         ] {
             assert!(is_read(&part), "{part}");
@@ -82,10 +79,7 @@ mod tests {
             replace(space, &"x".repeat(1000)),
             replace(json!({"Regex": ""}), &"x".repeat(64)),
             all(vec![double; 7]),
-            all(vec![all(vec![replace(
-                json!({"String": "a"}),
-                &"b".repeat(99),
-            )])]),
+            all(vec![all(vec![replace(json!({"String": "a"}), &"b".repeat(99))])]),
             prepend(&"x".repeat(2000)),
         ] {
             assert!(!is_read(&part), "{part}");

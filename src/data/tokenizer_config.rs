@@ -60,10 +60,7 @@ impl TokenizerConfig {
 
     /// The classes that build their post-processor and normalizer from this file, in transformers 4.
     pub(super) fn is_llama(&self) -> bool {
-        matches!(
-            self.0["tokenizer_class"].as_str(),
-            Some("LlamaTokenizer" | "LlamaTokenizerFast")
-        )
+        matches!(self.0["tokenizer_class"].as_str(), Some("LlamaTokenizer" | "LlamaTokenizerFast"))
     }
 
     /// A flag; `None` if it is absent or null.
@@ -88,10 +85,7 @@ impl TokenizerConfig {
             return None;
         }
         let used_here = self.flag("add_bos_token").is_some();
-        let keys = [
-            ("add_bos_token", true, "before"),
-            ("add_eos_token", false, "after"),
-        ];
+        let keys = [("add_bos_token", true, "before"), ("add_eos_token", false, "after")];
         let differing = keys
             .iter()
             .zip(of_file)
@@ -104,11 +98,7 @@ impl TokenizerConfig {
             ),
         };
         let found = if is_added { "adds" } else { "does not add" };
-        let side = if used_here {
-            "tokenizer_config.json"
-        } else {
-            "tokenizer.json"
-        };
+        let side = if used_here { "tokenizer_config.json" } else { "tokenizer.json" };
         Some(format!(
             "{asked}, and `post_processor` of tokenizer.json {found} a token {place} each text: {side} is used; other programs may \
              use the other file (transformers 4 follows tokenizer_config.json, 5 tokenizer.json), so make the two agree"
@@ -206,18 +196,15 @@ fn remove_prefix(
     let mut decoder = value_of(tokenizer.get_decoder())?;
     if pre_tokenizer["type"] == "Metaspace" {
         pre_tokenizer["prepend_scheme"] = json!("never");
-        tokenizer.with_pre_tokenizer(Some(part::<tokenizers::PreTokenizerWrapper>(
-            pre_tokenizer,
-        )?));
+        tokenizer.with_pre_tokenizer(Some(part::<tokenizers::PreTokenizerWrapper>(pre_tokenizer)?));
         if decoder["type"] == "Metaspace" {
             decoder["prepend_scheme"] = json!("never");
         }
     }
     // The decoder strips the space that the normalizer put before the text.
     let decoder = without(decoder, "decoders", "Strip");
-    let decoder = (!decoder.is_null())
-        .then(|| part::<tokenizers::DecoderWrapper>(decoder))
-        .transpose()?;
+    let decoder =
+        (!decoder.is_null()).then(|| part::<tokenizers::DecoderWrapper>(decoder)).transpose()?;
     tokenizer.with_decoder(decoder);
     Ok(())
 }

@@ -33,11 +33,8 @@ impl TrainingLine {
             let reason = error.to_string();
             // The library counts lines within the line.
             let reason = reason.split(" at line ").next().unwrap_or_default();
-            refused(format!(
-                "it is not JSON: {reason} at column {}",
-                error.column()
-            ))
-            .detail(found_in(line))
+            refused(format!("it is not JSON: {reason} at column {}", error.column()))
+                .detail(found_in(line))
         })?;
         let Value::Object(mut fields) = value else {
             return Err(refused(format!("it is {}, not an object", kind_of(&value))));
@@ -62,10 +59,7 @@ impl TrainingLine {
             ["prompt"] => Err("it has `prompt` without `completion`".to_owned()),
             ["completion"] => Err("it has `completion` without `prompt`".to_owned()),
             [] => Err("it has none of `text`, `messages`, `prompt` and `completion`".to_owned()),
-            _ => Err(format!(
-                "it mixes kinds: it has `{}`",
-                named.join("` and `")
-            )),
+            _ => Err(format!("it mixes kinds: it has `{}`", named.join("` and `"))),
         }
     }
 }
@@ -137,10 +131,7 @@ mod tests {
         );
         assert_eq!(
             parse(r#"{"completion": "b", "prompt": "a", "source": null}"#),
-            Ok(TrainingLine::Completion {
-                prompt: "a".to_owned(),
-                completion: "b".to_owned()
-            })
+            Ok(TrainingLine::Completion { prompt: "a".to_owned(), completion: "b".to_owned() })
         );
         let message = json!({"role": "user", "content": "a", "name": "x"});
         assert_eq!(
@@ -152,49 +143,25 @@ mod tests {
     #[test]
     fn a_line_of_another_form_says_what_was_found_and_what_is_expected() {
         for (line, expected) in [
-            (
-                "{\"text\": \"a\"",
-                "it is not JSON: EOF while parsing an object at column 12",
-            ),
+            ("{\"text\": \"a\"", "it is not JSON: EOF while parsing an object at column 12"),
             ("hello", "it is not JSON: expected value at column 1"),
-            (
-                "{\"text\": \"a\"} {}",
-                "it is not JSON: trailing characters at column 15",
-            ),
+            ("{\"text\": \"a\"} {}", "it is not JSON: trailing characters at column 15"),
             ("[1]", "it is a list, not an object"),
             ("null", "it is null, not an object"),
-            (
-                r#"{"content": "a"}"#,
-                "it has none of `text`, `messages`, `prompt` and `completion`",
-            ),
-            (
-                r#"{"text": "a", "messages": []}"#,
-                "it mixes kinds: it has `text` and `messages`",
-            ),
+            (r#"{"content": "a"}"#, "it has none of `text`, `messages`, `prompt` and `completion`"),
+            (r#"{"text": "a", "messages": []}"#, "it mixes kinds: it has `text` and `messages`"),
             (
                 r#"{"messages": [], "prompt": "", "completion": ""}"#,
                 "it has `messages` and `prompt` and `completion`",
             ),
             (r#"{"prompt": "a"}"#, "it has `prompt` without `completion`"),
-            (
-                r#"{"completion": "a"}"#,
-                "it has `completion` without `prompt`",
-            ),
+            (r#"{"completion": "a"}"#, "it has `completion` without `prompt`"),
             (r#"{"text": 3}"#, "`text` is a number, not a string"),
-            (
-                r#"{"prompt": [], "completion": "a"}"#,
-                "`prompt` is a list, not a string",
-            ),
-            (
-                r#"{"prompt": "a", "completion": true}"#,
-                "`completion` is a boolean, not a string",
-            ),
+            (r#"{"prompt": [], "completion": "a"}"#, "`prompt` is a list, not a string"),
+            (r#"{"prompt": "a", "completion": true}"#, "`completion` is a boolean, not a string"),
             (r#"{"messages": "a"}"#, "`messages` is a string, not a list"),
             (r#"{"messages": []}"#, "`messages` is an empty list"),
-            (
-                r#"{"messages": ["a"]}"#,
-                "message 1 is a string, not an object",
-            ),
+            (r#"{"messages": ["a"]}"#, "message 1 is a string, not an object"),
             (
                 r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]}"#,
                 "message 2 has no `content`",

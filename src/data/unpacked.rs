@@ -26,12 +26,7 @@ pub(super) struct Unpacked<'a> {
 impl<'a> Unpacked<'a> {
     /// The counter for `path`, a file of `file` bytes. `remedy` is the hint for a user who wants the text nevertheless.
     pub(super) fn new(path: &'a Path, file: u64, remedy: &'static str) -> Self {
-        Self {
-            path,
-            file,
-            bytes: 0,
-            remedy,
-        }
+        Self { path, file, bytes: 0, remedy }
     }
 
     /// Counts the next bytes. Fails when the text exceeds the limit.

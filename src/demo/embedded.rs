@@ -13,19 +13,10 @@ pub const PROMPT: &str = "One sunny morning, Mia went to the forest. Everyone kn
 
 /// Names and contents. `config.json` is last, because a folder without it is not a model.
 const FILES: [(&str, &[u8]); 5] = [
-    (
-        "model.safetensors",
-        include_bytes!("assets/model.safetensors"),
-    ),
+    ("model.safetensors", include_bytes!("assets/model.safetensors")),
     ("tokenizer.json", include_bytes!("assets/tokenizer.json")),
-    (
-        "tokenizer_config.json",
-        include_bytes!("assets/tokenizer_config.json"),
-    ),
-    (
-        "generation_config.json",
-        include_bytes!("assets/generation_config.json"),
-    ),
+    ("tokenizer_config.json", include_bytes!("assets/tokenizer_config.json")),
+    ("generation_config.json", include_bytes!("assets/generation_config.json")),
     ("config.json", include_bytes!("assets/config.json")),
 ];
 

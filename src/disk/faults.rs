@@ -58,17 +58,9 @@ struct FaultProgress {
 #[derive(Debug)]
 enum Undo {
     /// Overwritten bytes of a file, and its earlier length.
-    Bytes {
-        file: File,
-        offset: u64,
-        before: Vec<u8>,
-        length: u64,
-    },
+    Bytes { file: File, offset: u64, before: Vec<u8>, length: u64 },
     /// The earlier contents under a name, `None` for no file. The file itself may have another name now.
-    Name {
-        path: PathBuf,
-        before: Option<Vec<u8>>,
-    },
+    Name { path: PathBuf, before: Option<Vec<u8>> },
     /// A renamed file.
     Renamed { from: PathBuf, to: PathBuf },
 }
@@ -80,11 +72,7 @@ fn fault() -> Option<&'static Fault> {
             let text = std::env::var(VARIABLE).ok()?;
             let parsed = parse(&text);
             // A test with an unknown fault must not run without one.
-            Some(parsed.unwrap_or(Fault {
-                what: What::Kill,
-                at: 1,
-                progress: Mutex::default(),
-            }))
+            Some(parsed.unwrap_or(Fault { what: What::Kill, at: 1, progress: Mutex::default() }))
         })
         .as_ref()
 }
@@ -100,11 +88,7 @@ fn parse(text: &str) -> Option<Fault> {
         "room" => What::Room,
         _ => return None,
     };
-    Some(Fault {
-        what,
-        at: at.parse().ok().filter(|&at| at > 0)?,
-        progress: Mutex::default(),
-    })
+    Some(Fault { what, at: at.parse().ok().filter(|&at| at > 0)?, progress: Mutex::default() })
 }
 
 /// The free bytes that `room` reports.
@@ -121,10 +105,7 @@ fn step(
     undo: impl FnOnce(&mut Vec<Undo>) -> io::Result<()>,
 ) -> io::Result<()> {
     let Some(fault) = fault() else { return Ok(()) };
-    let mut progress = fault
-        .progress
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner);
+    let mut progress = fault.progress.lock().unwrap_or_else(PoisonError::into_inner);
     progress.operations += 1;
     let is_reached = progress.operations >= fault.at;
     let is_here = progress.operations == fault.at;
@@ -135,10 +116,7 @@ fn step(
         }
         What::Fail if is_here => {
             partly();
-            Err(io::Error::other(format!(
-                "fault {} on purpose",
-                progress.operations
-            )))
+            Err(io::Error::other(format!("fault {} on purpose", progress.operations)))
         }
         What::Full if is_reached && is_write => Err(io::ErrorKind::StorageFull.into()),
         What::Forget if is_here => {
@@ -168,19 +146,11 @@ fn end() -> ! {
 impl Undo {
     fn run(self) -> io::Result<()> {
         match self {
-            Self::Bytes {
-                file,
-                offset,
-                before,
-                length,
-            } => {
+            Self::Bytes { file, offset, before, length } => {
                 positioned::write_all_at(&file, &before, offset)?;
                 file.set_len(length)
             }
-            Self::Name {
-                path,
-                before: Some(before),
-            } => fs::write(path, before),
+            Self::Name { path, before: Some(before) } => fs::write(path, before),
             Self::Name { path, before: None } => fs::remove_file(path),
             Self::Renamed { from, to } => fs::rename(to, from),
         }
@@ -199,10 +169,7 @@ pub(super) fn before_create(path: &Path) -> io::Result<()> {
         true,
         || {},
         |undo| {
-            undo.push(Undo::Name {
-                path: path.to_path_buf(),
-                before: contents(path)?,
-            });
+            undo.push(Undo::Name { path: path.to_path_buf(), before: contents(path)? });
             Ok(())
         },
     )
@@ -218,12 +185,7 @@ pub(super) fn before_write(file: &File, bytes: &[u8], offset: u64) -> io::Result
         let there = length.saturating_sub(offset).min(bytes.len() as u64);
         let mut before = vec![0; there as usize];
         positioned::read_exact_at(file, &mut before, offset)?;
-        undo.push(Undo::Bytes {
-            file: file.try_clone()?,
-            offset,
-            before,
-            length,
-        });
+        undo.push(Undo::Bytes { file: file.try_clone()?, offset, before, length });
         Ok(())
     })
 }
@@ -249,15 +211,9 @@ pub(super) fn before_rename(from: &Path, to: &Path) -> io::Result<()> {
         || {},
         |undo| {
             if let Some(before) = contents(to)? {
-                undo.push(Undo::Name {
-                    path: to.to_path_buf(),
-                    before: Some(before),
-                });
+                undo.push(Undo::Name { path: to.to_path_buf(), before: Some(before) });
             }
-            undo.push(Undo::Renamed {
-                from: from.to_path_buf(),
-                to: to.to_path_buf(),
-            });
+            undo.push(Undo::Renamed { from: from.to_path_buf(), to: to.to_path_buf() });
             Ok(())
         },
     )
@@ -269,10 +225,7 @@ pub(super) fn before_remove(path: &Path) -> io::Result<()> {
         || {},
         |undo| {
             if let Some(before) = contents(path)? {
-                undo.push(Undo::Name {
-                    path: path.to_path_buf(),
-                    before: Some(before),
-                });
+                undo.push(Undo::Name { path: path.to_path_buf(), before: Some(before) });
             }
             Ok(())
         },
@@ -331,20 +284,9 @@ mod tests {
         fs::write(&new, "new")?;
         let file = super::super::open(&new)?;
         let undo = [
-            Undo::Bytes {
-                file,
-                offset: 1,
-                before: b"ew".to_vec(),
-                length: 3,
-            },
-            Undo::Name {
-                path: old.clone(),
-                before: Some(b"old".to_vec()),
-            },
-            Undo::Renamed {
-                from: new.clone(),
-                to: old.clone(),
-            },
+            Undo::Bytes { file, offset: 1, before: b"ew".to_vec(), length: 3 },
+            Undo::Name { path: old.clone(), before: Some(b"old".to_vec()) },
+            Undo::Renamed { from: new.clone(), to: old.clone() },
         ];
         fs::write(&new, "nothing")?;
         fs::rename(&new, &old)?;

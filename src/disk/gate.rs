@@ -17,16 +17,12 @@ pub(super) struct Gate {
 
 impl Gate {
     pub(super) const fn new() -> Self {
-        Self {
-            under_way: RwLock::new(()),
-        }
+        Self { under_way: RwLock::new(()) }
     }
 
     /// Lets an operation pass. The operation is under way until the guard is dropped.
     pub(super) fn pass(&self) -> RwLockReadGuard<'_, ()> {
-        self.under_way
-            .read()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.under_way.read().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Closes the gate once no operation is under way. Returns `false` where one was not done within `patience`.

@@ -31,12 +31,7 @@ pub fn create(path: &Path) -> io::Result<File> {
     #[cfg(feature = "faults")]
     faults::before_create(path)?;
     let _under_way = GATE.pass();
-    File::options()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .open(path)
+    File::options().read(true).write(true).create(true).truncate(true).open(path)
 }
 
 /// Opens an existing file for reading and writing.
@@ -143,11 +138,7 @@ pub fn is_at(file: &File, path: &Path) -> io::Result<bool> {
 pub fn sync_folder(folder: &Path) -> io::Result<()> {
     #[cfg(feature = "faults")]
     faults::before_sync_folder(folder)?;
-    sync_names(if folder.as_os_str().is_empty() {
-        Path::new(".")
-    } else {
-        folder
-    })
+    sync_names(if folder.as_os_str().is_empty() { Path::new(".") } else { folder })
 }
 
 #[cfg(unix)]
@@ -156,10 +147,7 @@ fn sync_names(folder: &Path) -> io::Result<()> {
     match File::open(folder)?.sync_all() {
         // Some network and FUSE file systems cannot sync a folder, so there is no more to do.
         Err(error)
-            if matches!(
-                Errno::from_io_error(&error),
-                Some(Errno::INVAL | Errno::NOTSUP)
-            ) =>
+            if matches!(Errno::from_io_error(&error), Some(Errno::INVAL | Errno::NOTSUP)) =>
         {
             Ok(())
         }
@@ -187,17 +175,13 @@ pub struct Room {
 pub fn room(path: &Path) -> Option<Room> {
     use std::os::unix::fs::MetadataExt;
     let absolute = std::path::absolute(path).ok()?;
-    let (there, metadata) = absolute
-        .ancestors()
-        .find_map(|folder| Some((folder, fs::metadata(folder).ok()?)))?;
+    let (there, metadata) =
+        absolute.ancestors().find_map(|folder| Some((folder, fs::metadata(folder).ok()?)))?;
     let system = rustix::fs::statvfs(there).ok()?;
     let free = system.f_bavail.saturating_mul(system.f_frsize);
     #[cfg(feature = "faults")]
     let free = faults::room().unwrap_or(free);
-    Some(Room {
-        device: metadata.dev(),
-        free: ByteSize(free),
-    })
+    Some(Room { device: metadata.dev(), free: ByteSize(free) })
 }
 
 /// Returns `None`: unknown on this system.
@@ -232,10 +216,7 @@ mod tests {
     fn a_folder_that_its_file_system_cannot_sync_is_no_failure() -> io::Result<()> {
         let folder = Path::new("/proc/self");
         let refused = File::open(folder)?.sync_all();
-        assert_eq!(
-            refused.expect_err("not on procfs").kind(),
-            io::ErrorKind::InvalidInput
-        );
+        assert_eq!(refused.expect_err("not on procfs").kind(), io::ErrorKind::InvalidInput);
         sync_folder(folder)
     }
 

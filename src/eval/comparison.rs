@@ -86,10 +86,7 @@ impl<'a> Against<'a> {
     /// The comparison with `model`, after all its tensors.
     pub(super) fn finish(self, model: &Checkpoint) -> DenseComparison {
         let mut found = self.found;
-        let missing = self
-            .dense
-            .tensors()
-            .filter(|entry| model.entry(&entry.name).is_none());
+        let missing = self.dense.tensors().filter(|entry| model.entry(&entry.name).is_none());
         found.missing = missing.map(|entry| entry.name.clone()).collect();
         found.is_pruned_copy = found.kept_identical
             && found.untouched_differing.is_empty()
@@ -101,8 +98,5 @@ impl<'a> Against<'a> {
 }
 
 fn stored_as(entry: &TensorEntry) -> StoredAs {
-    StoredAs {
-        dtype: entry.dtype.to_string(),
-        shape: entry.shape.clone(),
-    }
+    StoredAs { dtype: entry.dtype.to_string(), shape: entry.shape.clone() }
 }

@@ -39,11 +39,7 @@ pub struct Inspected<'a> {
 impl<'a> Inspected<'a> {
     /// A checkpoint as it is.
     pub fn whole(checkpoint: &'a Checkpoint) -> Self {
-        Self {
-            checkpoint,
-            source: checkpoint,
-            tensors: checkpoint.tensors().collect(),
-        }
+        Self { checkpoint, source: checkpoint, tensors: checkpoint.tensors().collect() }
     }
 }
 
@@ -96,11 +92,7 @@ pub fn inspect(
     }
     let patterns = patterns_of(found.values());
     let mut layers: Vec<InspectedLayer> = (0..config.num_hidden_layers)
-        .map(|layer| InspectedLayer {
-            layer,
-            sparsity: Zeros::default(),
-            matrices: Vec::new(),
-        })
+        .map(|layer| InspectedLayer { layer, sparsity: Zeros::default(), matrices: Vec::new() })
         .collect();
     for ((layer, _), matrix) in found {
         // `places` holds the layers of config.json only.
@@ -142,33 +134,20 @@ pub fn inspect(
 
 fn linears(config: &ModelConfig) -> HashMap<String, (usize, Projection)> {
     (0..config.num_hidden_layers)
-        .flat_map(|layer| {
-            config
-                .projections()
-                .map(move |projection| (layer, projection))
-        })
+        .flat_map(|layer| config.projections().map(move |projection| (layer, projection)))
         .map(|(layer, projection)| (projection.tensor_name(layer), (layer, projection)))
         .collect()
 }
 
 fn problem_of(entry: &TensorEntry, (rows, columns): (usize, usize)) -> Option<Problem> {
     let problem = if entry.shape != [rows, columns] {
-        format!(
-            "shape {:?}, [{rows}, {columns}] expected by config.json",
-            entry.shape
-        )
+        format!("shape {:?}, [{rows}, {columns}] expected by config.json", entry.shape)
     } else if !is_counted(entry.dtype) {
-        format!(
-            "stored as {}: zeros are counted in F32, F16 and BF16",
-            entry.dtype
-        )
+        format!("stored as {}: zeros are counted in F32, F16 and BF16", entry.dtype)
     } else {
         return None;
     };
-    Some(Problem {
-        tensor: entry.name.clone(),
-        problem,
-    })
+    Some(Problem { tensor: entry.name.clone(), problem })
 }
 
 fn is_counted(dtype: Dtype) -> bool {
@@ -187,11 +166,7 @@ fn matrix_of(entry: &TensorEntry, scan: &Scan) -> InspectedMatrix {
         |group: &&GroupZeros| f64::from(group.n) / group.m as f64 >= ACCOUNTS_FOR * sparsity.ratio;
     let pattern = groups.iter().find(explains);
     InspectedMatrix {
-        name: entry
-            .name
-            .strip_suffix(".weight")
-            .unwrap_or(&entry.name)
-            .to_owned(),
+        name: entry.name.strip_suffix(".weight").unwrap_or(&entry.name).to_owned(),
         shape: entry.shape.clone(),
         dtype: entry.dtype.to_string(),
         sparsity,
@@ -239,28 +214,18 @@ fn patterns_of<'a>(matrices: impl Iterator<Item = &'a InspectedMatrix>) -> Vec<P
     }
     let mut patterns: Vec<PatternCount> = counts
         .into_iter()
-        .map(|(pattern, matrices)| PatternCount {
-            pattern: pattern.map(str::to_owned),
-            matrices,
-        })
+        .map(|(pattern, matrices)| PatternCount { pattern: pattern.map(str::to_owned), matrices })
         .collect();
     patterns.sort_by_key(|count| std::cmp::Reverse(count.matrices));
     patterns
 }
 
 fn dtypes_of(model: &Checkpoint) -> Vec<DtypeShare> {
-    let names: BTreeSet<String> = model
-        .tensors()
-        .map(|entry| entry.dtype.to_string())
-        .collect();
+    let names: BTreeSet<String> = model.tensors().map(|entry| entry.dtype.to_string()).collect();
     let mut dtypes: Vec<DtypeShare> = names
         .into_iter()
         .map(|dtype| {
-            let of_it = || {
-                model
-                    .tensors()
-                    .filter(|entry| entry.dtype.to_string() == dtype)
-            };
+            let of_it = || model.tensors().filter(|entry| entry.dtype.to_string() == dtype);
             DtypeShare {
                 tensors: of_it().count(),
                 bytes: of_it().map(|entry| ByteSize(entry.bytes)).sum(),

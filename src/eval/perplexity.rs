@@ -42,16 +42,7 @@ impl<'a> Perplexity<'a> {
         clock: &'a Clock,
         events: &'a dyn Events,
     ) -> Self {
-        Self {
-            side,
-            hidden,
-            tokens,
-            seqlen,
-            num_hidden_layers,
-            clock,
-            events,
-            report: None,
-        }
+        Self { side, hidden, tokens, seqlen, num_hidden_layers, clock, events, report: None }
     }
 
     /// The result, after the sweep.
@@ -68,9 +59,7 @@ impl<'a> Perplexity<'a> {
         let (clock, events, hidden) = (self.clock, self.events, &mut self.hidden);
         clock.measure(self.side.phase(), || {
             compute.forward(self.side.phase(), layer, hidden, &|window| {
-                events.emit(Event::Progress {
-                    done: window as u64 + 1,
-                });
+                events.emit(Event::Progress { done: window as u64 + 1 });
             })
         })
     }
@@ -88,11 +77,7 @@ impl Passenger for Perplexity<'_> {
     fn finish(&mut self, head: &Head, compute: &mut Compute<'_>) -> Result<()> {
         let steps = self.hidden.samples() as u64;
         let phase = format!("head: {} perplexity", self.side.name());
-        self.events.emit(Event::PhaseStarted {
-            phase,
-            unit: "windows",
-            steps,
-        });
+        self.events.emit(Event::PhaseStarted { phase, unit: "windows", steps });
         let (clock, events, hidden, seqlen) =
             (self.clock, self.events, &mut self.hidden, self.seqlen);
         let tokens = self.tokens;
@@ -104,9 +89,7 @@ impl Passenger for Perplexity<'_> {
                 // A window has passed when it has seen every part.
                 let passed = |window: usize| {
                     let passed = part * steps as usize + window + 1;
-                    events.emit(Event::Progress {
-                        done: (passed / parts) as u64,
-                    });
+                    events.emit(Event::Progress { done: (passed / parts) as u64 });
                 };
                 if compute.has_device_for_the_head() {
                     compute.head_windows(&chunk, hidden, tokens, &mut |window, parts| {
@@ -119,9 +102,7 @@ impl Passenger for Perplexity<'_> {
                     continue;
                 }
                 let context = compute.context();
-                let windows = tokens
-                    .chunks_exact(seqlen)
-                    .zip(seen.chunks_exact_mut(seqlen));
+                let windows = tokens.chunks_exact(seqlen).zip(seen.chunks_exact_mut(seqlen));
                 for (window, (tokens, seen)) in windows.enumerate() {
                     events.check()?;
                     chunk.logits(&hidden.get(window)?, context, |first, logits| {
@@ -133,9 +114,7 @@ impl Passenger for Perplexity<'_> {
                 }
             }
             let group = SUMMED_AT_ONCE / head.vocab_size().max(1);
-            seen.chunks_exact(seqlen)
-                .map(|seen| window_loss(seen, group))
-                .collect()
+            seen.chunks_exact(seqlen).map(|seen| window_loss(seen, group)).collect()
         })?;
         self.report = Some(summarise(&losses, self.seqlen));
         // No later layer needs the windows.
@@ -160,11 +139,7 @@ struct NextToken {
 
 impl Default for NextToken {
     fn default() -> Self {
-        Self {
-            largest: f32::NEG_INFINITY,
-            logit: None,
-            sum: 0.0,
-        }
+        Self { largest: f32::NEG_INFINITY, logit: None, sum: 0.0 }
     }
 }
 
@@ -218,10 +193,7 @@ fn window_loss(seen: &[NextToken], group: usize) -> Result<f64> {
         let losses = group.iter().map(NextToken::loss);
         // Ids were checked against the embedding, which has as many rows as there are logits.
         let losses: Option<Vec<f64>> = losses.collect();
-        sum += losses
-            .context("a token is beyond the head's vocabulary")?
-            .iter()
-            .sum::<f64>();
+        sum += losses.context("a token is beyond the head's vocabulary")?.iter().sum::<f64>();
     }
     Ok(sum / predicting.len() as f64)
 }
@@ -273,9 +245,8 @@ mod tests {
     #[test]
     fn a_vocabulary_in_parts_gives_the_losses_of_the_whole() {
         let (vocabulary, next) = (1000, [3, 999, 500, 0]);
-        let logits: Vec<f32> = (0..5 * vocabulary)
-            .map(|i| 30.0 * (i as f32 * 0.37).sin())
-            .collect();
+        let logits: Vec<f32> =
+            (0..5 * vocabulary).map(|i| 30.0 * (i as f32 * 0.37).sin()).collect();
         let whole = losses(&logits, vocabulary, &next, vocabulary);
         for (row, (loss, &next)) in whole.iter().zip(&next).enumerate() {
             let logits = &logits[row * vocabulary..][..vocabulary];
@@ -304,10 +275,7 @@ mod tests {
     #[test]
     fn perplexity_is_the_exponential_of_the_mean_of_window_means() {
         let report = summarise(&[1.0, 3.0], 8);
-        assert_eq!(
-            (report.perplexity, report.mean_loss, report.windows),
-            (2f64.exp(), 2.0, 2)
-        );
+        assert_eq!((report.perplexity, report.mean_loss, report.windows), (2f64.exp(), 2.0, 2));
         // Variance of (1, 3) is 2, of their mean 1.
         assert_eq!(report.standard_error, 1.0);
         assert_eq!(summarise(&[1.0], 8).standard_error, 0.0);

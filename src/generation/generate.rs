@@ -127,12 +127,7 @@ fn generate_here(
         }
         next = sampler.pick(generator.read(&mut sequence, &[next])?)?;
     };
-    Ok(Generated {
-        ids,
-        finish,
-        prompt_seconds,
-        seconds: began.elapsed().as_secs_f64(),
-    })
+    Ok(Generated { ids, finish, prompt_seconds, seconds: began.elapsed().as_secs_f64() })
 }
 
 impl Generated {
@@ -156,11 +151,7 @@ mod tests {
     use super::*;
 
     fn request(prompt: &[u32], max_tokens: usize) -> GenerationRequest<'_> {
-        GenerationRequest {
-            prompt,
-            max_tokens,
-            stop_ids: &[],
-        }
+        GenerationRequest { prompt, max_tokens, stop_ids: &[] }
     }
 
     #[test]

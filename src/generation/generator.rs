@@ -45,12 +45,7 @@ impl Generator {
         Embedding::open(&*source, &config)?;
         let head = Head::load(&*source, &config).context("in the head")?;
         let layers = LayerStore::load(Arc::clone(&source), Arc::clone(&config), residency, events)?;
-        Ok(Self {
-            source,
-            config,
-            layers,
-            head,
-        })
+        Ok(Self { source, config, layers, head })
     }
 
     /// [`Generator::load`] with all layers in memory.
@@ -129,12 +124,7 @@ impl Generator {
             tokens.len()
         );
         let embedding = Embedding::open(&*self.source, &self.config)?;
-        let Sequence {
-            cache,
-            context,
-            logits,
-            ..
-        } = sequence;
+        let Sequence { cache, context, logits, .. } = sequence;
         let blocks = tokens.len().div_ceil(PROMPT_BLOCK);
         for (number, block) in tokens.chunks(PROMPT_BLOCK).enumerate() {
             let mut hidden = embedding.rows(block)?;

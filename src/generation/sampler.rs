@@ -28,12 +28,7 @@ pub struct Sampling {
 
 impl Sampling {
     /// The most likely token each time.
-    pub const GREEDY: Self = Self {
-        temperature: 0.0,
-        top_p: None,
-        top_k: None,
-        seed: 0,
-    };
+    pub const GREEDY: Self = Self { temperature: 0.0, top_p: None, top_k: None, seed: 0 };
 
     /// Below this temperature, divided logits could overflow f32, and only the most likely token would be drawn anyway.
     const LOWEST_TEMPERATURE: f64 = 1e-7;
@@ -52,10 +47,7 @@ pub struct Sampler {
 impl Sampler {
     /// A sampler at the beginning of its random numbers.
     pub fn new(sampling: &Sampling) -> Self {
-        Self {
-            sampling: *sampling,
-            random: StdRng::seed_from_u64(sampling.seed),
-        }
+        Self { sampling: *sampling, random: StdRng::seed_from_u64(sampling.seed) }
     }
 
     /// Picks a token by its logits `[vocab_size]`.
@@ -133,18 +125,12 @@ mod tests {
         (0..count).map(|_| sampler.pick(logits).unwrap()).collect()
     }
 
-    const HOT: Sampling = Sampling {
-        temperature: 1.0,
-        ..Sampling::GREEDY
-    };
+    const HOT: Sampling = Sampling { temperature: 1.0, ..Sampling::GREEDY };
 
     #[test]
     fn the_likeliest_token_is_the_first_of_the_largest() {
         assert_eq!(picks(Sampling::GREEDY, &[-3.0, 2.0, 2.0, -1.0], 2), [1, 1]);
-        let cold = Sampling {
-            temperature: 1e-9,
-            ..HOT
-        };
+        let cold = Sampling { temperature: 1e-9, ..HOT };
         assert_eq!(picks(cold, &[-3.0, 2.0, 2.0, 1.999], 1), [1]);
     }
 
@@ -190,21 +176,8 @@ mod tests {
         assert_eq!(drawn(Sampling { top_k, ..HOT }), [0, 1]);
         assert_eq!(drawn(Sampling { top_p, ..HOT }), [0, 1]);
         let top_p = Some(0.4);
-        assert_eq!(
-            drawn(Sampling {
-                top_k,
-                top_p,
-                ..HOT
-            }),
-            [0]
-        );
-        assert_eq!(
-            drawn(Sampling {
-                top_p: Some(1.0),
-                ..HOT
-            }),
-            [0, 1, 2, 3]
-        );
+        assert_eq!(drawn(Sampling { top_k, top_p, ..HOT }), [0]);
+        assert_eq!(drawn(Sampling { top_p: Some(1.0), ..HOT }), [0, 1, 2, 3]);
     }
 
     #[test]
@@ -216,13 +189,7 @@ mod tests {
         let (temperature, seed) = (0.8, 7);
         for (top_p, rule) in [
             (None, Rule::All { temperature }),
-            (
-                Some(0.7),
-                Rule::TopP {
-                    p: 0.7,
-                    temperature,
-                },
-            ),
+            (Some(0.7), Rule::TopP { p: 0.7, temperature }),
             (None, Rule::ArgMax),
         ] {
             let greedy = rule == Rule::ArgMax;

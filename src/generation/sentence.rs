@@ -15,20 +15,11 @@ pub fn sentence(
     max_tokens: usize,
 ) -> Result<String> {
     let prompt = tokenizer.encode(prompt)?;
-    let request = GenerationRequest {
-        prompt: &prompt,
-        max_tokens,
-        stop_ids: &[],
-    };
+    let request = GenerationRequest { prompt: &prompt, max_tokens, stop_ids: &[] };
     let mut new = Vec::new();
-    generate(
-        generator,
-        &request,
-        &mut Sampler::new(&Sampling::GREEDY),
-        |id| {
-            new.push(id);
-            Ok(!tokenizer.decode(&new)?.contains(['.', '!', '?', '\n']))
-        },
-    )?;
+    generate(generator, &request, &mut Sampler::new(&Sampling::GREEDY), |id| {
+        new.push(id);
+        Ok(!tokenizer.decode(&new)?.contains(['.', '!', '?', '\n']))
+    })?;
     Ok(tokenizer.decode(&new)?.trim().to_owned())
 }

@@ -83,10 +83,7 @@ mod tests {
         write("generation_config.json", json!({"eos_token_id": [3, 5]}));
         assert_eq!(stops().unwrap(), [3, 5]);
         let warning = stop_warning(folder.path()).unwrap();
-        assert!(
-            warning.contains("[3, 5]") && warning.contains("[7]"),
-            "{warning}"
-        );
+        assert!(warning.contains("[3, 5]") && warning.contains("[7]"), "{warning}");
         write("config.json", json!({"eos_token_id": 5}));
         assert_eq!(stop_warning(folder.path()), None, "one of several");
         write("config.json", json!({"eos_token_id": 7}));

@@ -76,9 +76,7 @@ impl RepoCache {
         let pointer = self.snapshot(commit).join(file);
         let is_normal = |part| matches!(part, Component::Normal(_));
         if file.is_empty() || !Path::new(file).components().all(is_normal) {
-            return Err(cannot_write(&pointer)(
-                io::ErrorKind::InvalidFilename.into(),
-            ));
+            return Err(cannot_write(&pointer)(io::ErrorKind::InvalidFilename.into()));
         }
         if pointer.is_file() {
             return Ok(());
@@ -125,13 +123,10 @@ pub(super) fn cannot_write(path: &Path) -> impl Fn(io::Error) -> Failure {
     let elsewhere = "choose another cache with --cache-dir or HF_HUB_CACHE";
     move |error| match error.kind() {
         StorageFull | QuotaExceeded | FileTooLarge => {
-            Failure::new(format!("the disk is full: {cannot}")).hint(format!(
-                "free space there, or {elsewhere}; the downloaded part is kept"
-            ))
+            Failure::new(format!("the disk is full: {cannot}"))
+                .hint(format!("free space there, or {elsewhere}; the downloaded part is kept"))
         }
-        _ => Failure::new(&cannot)
-            .detail(error.to_string())
-            .hint(elsewhere),
+        _ => Failure::new(&cannot).detail(error.to_string()).hint(elsewhere),
     }
 }
 
@@ -152,10 +147,7 @@ mod tests {
         fs::write(cache.blob("e1"), "x").expect("write");
         cache.link("c0", "en/x.gz", "e1").expect("linked");
         let pointer = folder.path().join("models--a--b/snapshots/c0/en/x.gz");
-        assert_eq!(
-            fs::read_link(&pointer).expect("a link"),
-            Path::new("../../../blobs/e1")
-        );
+        assert_eq!(fs::read_link(&pointer).expect("a link"), Path::new("../../../blobs/e1"));
         assert!(cache.has("c0", "en/x.gz"));
         fs::rename(cache.blob("e1"), cache.blob("e2")).expect("renamed");
         assert!(!cache.has("c0", "en/x.gz"));
@@ -181,10 +173,7 @@ mod tests {
         fs::write(cache.reference(), "../../..").expect("write");
         assert_eq!(cache.commit(), None);
         let hash = "0123456789abcdef0123456789abcdef01234567";
-        let repo = HubRepo::model("a/b")
-            .expect("an id")
-            .at(hash)
-            .expect("a commit");
+        let repo = HubRepo::model("a/b").expect("an id").at(hash).expect("a commit");
         let cache = RepoCache::new(folder.path(), &repo);
         assert_eq!(cache.commit().as_deref(), Some(hash));
         cache.write_reference(hash).expect("nothing to do");

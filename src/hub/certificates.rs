@@ -21,12 +21,7 @@ use crate::failure::Failure;
 use crate::input::{self, Expected};
 
 /// Variables that name certificates; the first one that is set counts. Each names a file, or a folder of files.
-const VARIABLES: [&str; 4] = [
-    "SSL_CERT_FILE",
-    FOLDERS,
-    "REQUESTS_CA_BUNDLE",
-    "CURL_CA_BUNDLE",
-];
+const VARIABLES: [&str; 4] = ["SSL_CERT_FILE", FOLDERS, "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"];
 /// The variable that may name several folders.
 const FOLDERS: &str = "SSL_CERT_DIR";
 /// The largest file of certificates that is read; those of the authorities of the world have a quarter of a MiB.
@@ -106,10 +101,7 @@ impl Trusted {
 
     #[cfg(any(windows, target_vendor = "apple"))]
     fn of_system() -> Self {
-        Self {
-            roots: RootCerts::PlatformVerifier,
-            place: "the system's certificates".to_string(),
-        }
+        Self { roots: RootCerts::PlatformVerifier, place: "the system's certificates".to_string() }
     }
 
     fn these(mut certificates: Vec<Certificate<'static>>, place: &str) -> Self {
@@ -120,10 +112,7 @@ impl Trusted {
             1 => format!("the one certificate {place}"),
             count => format!("the {count} certificates {place}"),
         };
-        Self {
-            roots: RootCerts::Specific(Arc::new(certificates)),
-            place,
-        }
+        Self { roots: RootCerts::Specific(Arc::new(certificates)), place }
     }
 }
 
@@ -163,10 +152,7 @@ mod tests {
     #[test]
     fn a_system_without_certificates_trusts_the_list_of_the_program() {
         let folder = tempfile::tempdir().expect("a temporary folder");
-        let store = [
-            folder.path().join("bundle.pem"),
-            folder.path().to_path_buf(),
-        ];
+        let store = [folder.path().join("bundle.pem"), folder.path().to_path_buf()];
         assert!(matches!(Trusted::at(&[]).roots, RootCerts::WebPki));
         assert!(matches!(Trusted::at(&store).roots, RootCerts::WebPki));
         fs::write(&store[0], SECTION).expect("written");

@@ -43,12 +43,8 @@ impl Hub {
         events: &dyn Events,
     ) -> Result<ModelHeaders> {
         let transfer = Transfer::new(self, repo, events);
-        let cached = || {
-            transfer.cached_model().map(|snapshot| ModelHeaders {
-                snapshot,
-                shards: None,
-            })
-        };
+        let cached =
+            || transfer.cached_model().map(|snapshot| ModelHeaders { snapshot, shards: None });
         if self.settings.offline_for(repo).is_some() {
             return Ok(cached()?);
         }
@@ -66,10 +62,7 @@ impl Hub {
             let announced = list.files.get(&name).copied().flatten();
             shards.push(transfer.shard_header(&list.commit, name, announced)?);
         }
-        Ok(ModelHeaders {
-            snapshot: transfer.snapshot(list.commit),
-            shards: Some(shards),
-        })
+        Ok(ModelHeaders { snapshot: transfer.snapshot(list.commit), shards: Some(shards) })
     }
 }
 
@@ -91,9 +84,8 @@ impl Transfer<'_> {
             self.hub.with_retries(self.events, part)
         };
         let (mut json, whole) = read(0, FIRST_BYTES)?;
-        let file_bytes = announced
-            .or(whole)
-            .ok_or_else(|| unlike("its length is unknown".to_string()))?;
+        let file_bytes =
+            announced.or(whole).ok_or_else(|| unlike("its length is unknown".to_string()))?;
         let length = json
             .first_chunk::<8>()
             .map(|length| u64::from_le_bytes(*length))

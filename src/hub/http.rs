@@ -106,10 +106,7 @@ pub(super) struct Unanswered {
 
 impl From<Failure> for Unanswered {
     fn from(failure: Failure) -> Self {
-        Self {
-            failure,
-            is_unreachable: false,
-        }
+        Self { failure, is_unreachable: false }
     }
 }
 
@@ -172,9 +169,7 @@ impl Hub {
                 _ => self.delay(failed),
             };
             if wait > MAX_WAIT {
-                return Err(failure
-                    .detail(format!("it asks to wait {} s", wait.as_secs()))
-                    .into());
+                return Err(failure.detail(format!("it asks to wait {} s", wait.as_secs())).into());
             }
             if failed > retries {
                 let times = if failed == 1 { "time" } else { "times" };
@@ -210,11 +205,8 @@ impl Hub {
         let (mut is_home, mut commit) = (true, None);
         for _ in 0..=MAX_REDIRECTS {
             is_home &= origin == settings.origin;
-            let mut call = if request.is_head {
-                self.agent.head(&uri)
-            } else {
-                self.agent.get(&uri)
-            };
+            let mut call =
+                if request.is_head { self.agent.head(&uri) } else { self.agent.get(&uri) };
             for (name, value) in &request.headers {
                 call = call.header(*name, value);
             }
@@ -232,11 +224,7 @@ impl Hub {
                 continue;
             }
             let is_usable = status.is_success() || status == 416 || is_redirect;
-            let answer = Answer {
-                response,
-                origin,
-                commit,
-            };
+            let answer = Answer { response, origin, commit };
             return if is_usable {
                 Ok(answer)
             } else {
@@ -258,11 +246,9 @@ impl Hub {
         let body = answer.response.into_body().into_reader();
         match body.take(most).read_to_end(&mut bytes) {
             Ok(_) => Ok(bytes),
-            Err(error) => Err(unanswered(
-                &self.settings,
-                &answer.origin,
-                &ureq::Error::from(error),
-            )),
+            Err(error) => {
+                Err(unanswered(&self.settings, &answer.origin, &ureq::Error::from(error)))
+            }
         }
     }
 }
@@ -281,9 +267,7 @@ fn next(uri: &Uri, origin: &Origin, headers: &HeaderMap) -> Result<(Uri, Origin)
     let target =
         Origin::of(&next).ok_or_else(|| wrong("to something that is neither http nor https"))?;
     if origin.is_https && !target.is_https {
-        return Err(wrong(&format!(
-            "from https to plain http (`{target}`), which is refused"
-        )));
+        return Err(wrong(&format!("from https to plain http (`{target}`), which is refused")));
     }
     Ok((next, target))
 }
@@ -330,9 +314,7 @@ mod tests {
 
     #[test]
     fn a_redirect_from_https_to_http_is_refused_and_its_signature_is_not_shown() {
-        let uri: Uri = "https://hub/a?signature=secret"
-            .parse()
-            .expect("an address");
+        let uri: Uri = "https://hub/a?signature=secret".parse().expect("an address");
         let origin = Origin::of(&uri).expect("an origin");
         let message = |location: &str| {
             let mut headers = HeaderMap::new();
@@ -341,10 +323,7 @@ mod tests {
             refused.expect_err(location).to_string()
         };
         let error = message("http://hub/a?signature=secret");
-        assert!(
-            error.contains("from https to plain http (`hub`)"),
-            "{error}"
-        );
+        assert!(error.contains("from https to plain http (`hub`)"), "{error}");
         assert!(!error.contains("secret"), "{error}");
         assert!(message("ftp://hub/a").contains("neither http nor https"));
     }
@@ -353,13 +332,7 @@ mod tests {
     fn a_content_range_has_a_start_and_perhaps_a_total() {
         assert_eq!(content_range("bytes 3-9/10"), Some((3, Some(10))));
         assert_eq!(content_range("bytes 0-0/*"), Some((0, None)));
-        for wrong in [
-            "bytes */10",
-            "3-9/10",
-            "bytes 3-9",
-            "bytes x-9/10",
-            "bytes 3-9/x",
-        ] {
+        for wrong in ["bytes */10", "3-9/10", "bytes 3-9", "bytes x-9/10", "bytes 3-9/x"] {
             assert_eq!(content_range(wrong), None, "{wrong}");
         }
     }

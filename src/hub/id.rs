@@ -18,19 +18,12 @@ pub struct HubRepo {
 impl HubRepo {
     /// A model's repository; `None` if `id` has another form, such as a path.
     pub fn model(id: &str) -> Option<Self> {
-        is_id(id).then(|| Self {
-            is_model: true,
-            ..Self::dataset(id)
-        })
+        is_id(id).then(|| Self { is_model: true, ..Self::dataset(id) })
     }
 
     /// A dataset's repository.
     pub(super) fn dataset(id: &str) -> Self {
-        Self {
-            is_model: false,
-            id: id.to_string(),
-            revision: "main".to_string(),
-        }
+        Self { is_model: false, id: id.to_string(), revision: "main".to_string() }
     }
 
     /// The repository at another revision than `main`.
@@ -78,11 +71,7 @@ impl HubRepo {
 
     /// The type of the `hf-hub` library, which builds folder names and addresses.
     pub(super) fn repo(&self) -> Repo {
-        let kind = if self.is_model {
-            RepoType::Model
-        } else {
-            RepoType::Dataset
-        };
+        let kind = if self.is_model { RepoType::Model } else { RepoType::Dataset };
         Repo::with_revision(self.id.clone(), kind, self.revision.clone())
     }
 
@@ -106,8 +95,7 @@ fn is_id(text: &str) -> bool {
             && !name.ends_with(".git")
     };
     // A second slash would be in the name, which refuses it.
-    text.split_once('/')
-        .is_some_and(|(owner, name)| is_name(owner) && is_name(name))
+    text.split_once('/').is_some_and(|(owner, name)| is_name(owner) && is_name(name))
 }
 
 /// Writes a file's path for an address: characters other than letters, digits, `-._~` and `/` become %XX.

@@ -18,11 +18,7 @@ pub(super) fn acquire(path: &Path, file: &str, events: &dyn Events) -> io::Resul
         std::fs::create_dir_all(folder)?;
     }
     let mut options = File::options();
-    let lock = options
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .open(path)?;
+    let lock = options.write(true).create(true).truncate(false).open(path)?;
     let shown = path.display();
     let locked = match lock.try_lock() {
         Err(TryLockError::WouldBlock) => {

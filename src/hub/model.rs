@@ -202,10 +202,7 @@ impl Transfer<'_> {
 
     /// The files of a commit.
     pub(super) fn snapshot(&self, commit: String) -> Snapshot {
-        Snapshot {
-            folder: self.cache.snapshot(&commit),
-            commit,
-        }
+        Snapshot { folder: self.cache.snapshot(&commit), commit }
     }
 
     /// The failure for a file that is not in the cache while offline.
@@ -269,10 +266,8 @@ fn refuse_other_repositories(repo: &HubRepo, list: &Listing) -> Result<(), Failu
         Failure::new(format!("`{id}` is an adapter, not a whole model"))
             .hint("merge it into its base model first, and prune that")
     } else if has_weights {
-        Failure::new(format!(
-            "`{id}` has no config.json at revision `{revision}`"
-        ))
-        .hint("use the repository of the transformers format; its name often ends in -hf")
+        Failure::new(format!("`{id}` has no config.json at revision `{revision}`"))
+            .hint("use the repository of the transformers format; its name often ends in -hf")
     } else if let Some(found) = find(&[".bin", ".pth", ".pt", ".ckpt"]) {
         Failure::new(format!(
             "`{id}` holds pickled weights only, and loading a pickle can run code"

@@ -34,12 +34,7 @@ impl Partial {
             .map_or(Ok(()), fs::create_dir_all)
             .and_then(|()| options.open(&path))
             .map_err(cannot_write(&path))?;
-        Ok(Self {
-            file,
-            path,
-            hash: Sha256::new(),
-            length: 0,
-        })
+        Ok(Self { file, path, hash: Sha256::new(), length: 0 })
     }
 
     /// Returns the bytes in the file.

@@ -149,12 +149,8 @@ fn denied(settings: &HubSettings, request: &HttpRequest<'_>, status: u16, code: 
                     "check the spelling; for a private or gated one accept the licence at {page} and set HF_TOKEN to your token"
                 ))
             } else {
-                Failure::new(format!(
-                    "there is no {} `{}` on `{origin}`",
-                    repo.noun(),
-                    repo.id()
-                ))
-                .hint("check the spelling; a private one needs HF_TOKEN")
+                Failure::new(format!("there is no {} `{}` on `{origin}`", repo.noun(), repo.id()))
+                    .hint("check the spelling; a private one needs HF_TOKEN")
             };
             return match repo.noun() {
                 "model" => failure.detail("there is no local folder of that name either"),
@@ -229,16 +225,11 @@ pub(super) fn unanswered(settings: &HubSettings, origin: &Origin, error: &Error)
             "check HTTPS_PROXY, ALL_PROXY and HF_ENDPOINT",
             Retry::Never,
         ),
-        Error::Io(error) if broke_off(error) => (
-            format!("the connection to `{origin}` broke off"),
-            LATER,
-            Retry::Later,
-        ),
+        Error::Io(error) if broke_off(error) => {
+            (format!("the connection to `{origin}` broke off"), LATER, Retry::Later)
+        }
         Error::Timeout(timeout) if !matches!(timeout, Timeout::Resolve | Timeout::Connect) => (
-            format!(
-                "`{origin}` is silent for {} s",
-                settings.silence.as_secs_f64()
-            ),
+            format!("`{origin}` is silent for {} s", settings.silence.as_secs_f64()),
             "try again later, the downloaded part is kept; or allow longer with HF_HUB_DOWNLOAD_TIMEOUT=120",
             Retry::Later,
         ),
@@ -246,16 +237,10 @@ pub(super) fn unanswered(settings: &HubSettings, origin: &Origin, error: &Error)
         | Error::HostNotFound
         | Error::ConnectionFailed
         | Error::Timeout(_)
-        | Error::ConnectProxyFailed(_) => (
-            format!("cannot reach `{origin}`"),
-            offline.as_str(),
-            Retry::Unreachable,
-        ),
-        _ => (
-            format!("the answer of `{origin}` cannot be read"),
-            CHECK_ENDPOINT,
-            Retry::Later,
-        ),
+        | Error::ConnectProxyFailed(_) => {
+            (format!("cannot reach `{origin}`"), offline.as_str(), Retry::Unreachable)
+        }
+        _ => (format!("the answer of `{origin}` cannot be read"), CHECK_ENDPOINT, Retry::Later),
     };
     let failure = Failure::new(message).detail(cause).hint(hint);
     RequestError { failure, retry }
@@ -286,10 +271,7 @@ mod tests {
         assert_eq!(waits("retry-after", "7"), Some(Duration::from_secs(7)));
         assert_eq!(waits("retry-after", "Fri, 31 Dec 1999 23:59:59 GMT"), None);
         assert_eq!(waits("retry-after", "-1"), None);
-        assert_eq!(
-            waits("ratelimit", "\"api\";r=0;t=55"),
-            Some(Duration::from_secs(55))
-        );
+        assert_eq!(waits("ratelimit", "\"api\";r=0;t=55"), Some(Duration::from_secs(55)));
         assert_eq!(wait(&HeaderMap::new()), None);
     }
 }

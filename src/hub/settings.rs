@@ -145,8 +145,7 @@ impl HubSettings {
     /// The variable that forbids requests for a repository; `None` if none does.
     pub(super) fn offline_for(&self, repo: &HubRepo) -> Option<&'static str> {
         let is_dataset = repo.noun() == "dataset";
-        self.offline
-            .or(self.offline_for_datasets.filter(|_| is_dataset))
+        self.offline.or(self.offline_for_datasets.filter(|_| is_dataset))
     }
 
     /// The warning for a token that would travel unencrypted.
@@ -171,10 +170,8 @@ fn number(lookup: Lookup<'_>, name: &str, default: f64, most: f64) -> Result<f64
     };
     match value.parse() {
         Ok(number) if (0.0..=most).contains(&number) => Ok(number),
-        _ => Err(Failure::usage(format!(
-            "{name} is `{value}`, not a number from 0 to {most}"
-        ))
-        .hint(format!("unset it, or use {name}={default}"))),
+        _ => Err(Failure::usage(format!("{name} is `{value}`, not a number from 0 to {most}"))
+            .hint(format!("unset it, or use {name}={default}"))),
     }
 }
 
@@ -183,9 +180,8 @@ fn endpoint(lookup: Lookup<'_>) -> Result<(String, Origin), Failure> {
     let endpoint = given.trim_end_matches('/').to_string();
     let wrong = |why: &str| {
         // The address is not printed: it may hold a password.
-        Failure::usage(format!("HF_ENDPOINT {why}")).hint(format!(
-            "unset it, or use an address like HF_ENDPOINT={HUB}"
-        ))
+        Failure::usage(format!("HF_ENDPOINT {why}"))
+            .hint(format!("unset it, or use an address like HF_ENDPOINT={HUB}"))
     };
     let uri: Uri = endpoint.parse().map_err(|_| wrong("is not an address"))?;
     let why = match Origin::of(&uri) {
@@ -288,10 +284,7 @@ mod tests {
         assert_eq!(cache(None, 2), Path::new("/xdg/huggingface/hub"));
         assert_eq!(cache(None, 3), Path::new("/home/me/.cache/huggingface/hub"));
         let tilde = [("HF_HOME", "~/hf"), ("HOME", "/home/me")];
-        assert_eq!(
-            settings(None, &tilde).expect("valid").cache,
-            Path::new("/home/me/hf/hub")
-        );
+        assert_eq!(settings(None, &tilde).expect("valid").cache, Path::new("/home/me/hf/hub"));
         let error = settings(None, &[]).expect_err("no home").to_string();
         assert!(error.contains("--cache-dir"), "{error}");
     }
@@ -312,40 +305,21 @@ mod tests {
         assert_eq!(token(0), Some(Token("hf_variable".into())));
         assert_eq!(token(1), Some(Token("hf_named".into())));
         assert_eq!(token(2), Some(Token("hf_home".into())));
-        assert_eq!(
-            settings(None, &[("HF_HOME", "/none")])
-                .expect("valid")
-                .token,
-            None
-        );
+        assert_eq!(settings(None, &[("HF_HOME", "/none")]).expect("valid").token, None);
     }
 
     #[test]
     fn a_token_is_never_shown() {
         let with_token = settings(None, &[("HF_TOKEN", "hf_secret"), ("HF_HOME", "/hf")]);
         let shown = format!("{:?}", with_token.expect("valid"));
-        assert!(
-            shown.contains("Token(hidden)") && !shown.contains("hf_secret"),
-            "{shown}"
-        );
+        assert!(shown.contains("Token(hidden)") && !shown.contains("hf_secret"), "{shown}");
         let spaced = settings(None, &[("HF_TOKEN", "hf_secret x"), ("HF_HOME", "/hf")]);
         let error = spaced.expect_err("two words").to_string();
-        assert!(
-            error.starts_with("HF_TOKEN") && !error.contains("secret"),
-            "{error}"
-        );
-        let inside = settings(
-            None,
-            &[
-                ("HF_ENDPOINT", "https://me:secret@host"),
-                ("HF_HOME", "/hf"),
-            ],
-        );
+        assert!(error.starts_with("HF_TOKEN") && !error.contains("secret"), "{error}");
+        let inside =
+            settings(None, &[("HF_ENDPOINT", "https://me:secret@host"), ("HF_HOME", "/hf")]);
         let error = inside.expect_err("a password").to_string();
-        assert!(
-            error.contains("HF_TOKEN") && !error.contains("secret"),
-            "{error}"
-        );
+        assert!(error.contains("HF_TOKEN") && !error.contains("secret"), "{error}");
     }
 
     #[test]
@@ -377,43 +351,19 @@ mod tests {
     #[test]
     fn endpoints_are_addresses_and_an_unencrypted_one_gives_a_warning() {
         let at = |endpoint: &str| {
-            settings(
-                None,
-                &[
-                    ("HF_ENDPOINT", endpoint),
-                    ("HF_HOME", "/hf"),
-                    ("HF_TOKEN", "hf_x"),
-                ],
-            )
+            settings(None, &[("HF_ENDPOINT", endpoint), ("HF_HOME", "/hf"), ("HF_TOKEN", "hf_x")])
         };
         let mirror = at("https://Mirror.example/hub/").expect("valid");
         assert_eq!(mirror.endpoint, "https://Mirror.example/hub");
         assert_eq!(mirror.origin.to_string(), "mirror.example");
         assert!(mirror.unencrypted_token().is_none());
-        assert!(
-            at("http://127.0.0.1:1")
-                .expect("valid")
-                .unencrypted_token()
-                .is_none()
-        );
-        assert!(
-            at("http://mirror.example")
-                .expect("valid")
-                .unencrypted_token()
-                .is_some()
-        );
-        for endpoint in [
-            "mirror.example",
-            "ftp://mirror.example",
-            "https://",
-            "https://a?b",
-            "::",
-        ] {
+        assert!(at("http://127.0.0.1:1").expect("valid").unencrypted_token().is_none());
+        assert!(at("http://mirror.example").expect("valid").unencrypted_token().is_some());
+        for endpoint in ["mirror.example", "ftp://mirror.example", "https://", "https://a?b", "::"]
+        {
             let failure = at(endpoint).expect_err(endpoint);
             assert!(
-                failure
-                    .downcast_ref::<Failure>()
-                    .is_some_and(|failure| failure.is_usage),
+                failure.downcast_ref::<Failure>().is_some_and(|failure| failure.is_usage),
                 "{endpoint}: {failure}"
             );
         }

@@ -56,12 +56,7 @@ impl<'a> Transfer<'a> {
         if let Some(warning) = warning.filter(|_| hub.settings.offline_for(repo).is_none()) {
             events.warn(warning);
         }
-        Self {
-            hub,
-            repo,
-            cache: RepoCache::new(&hub.settings.cache, repo),
-            events,
-        }
+        Self { hub, repo, cache: RepoCache::new(&hub.settings.cache, repo), events }
     }
 
     /// Puts a file into the snapshot of a commit, unless it is there.
@@ -84,10 +79,7 @@ impl<'a> Transfer<'a> {
         file: &'f str,
     ) -> Result<Remote<'f>, Unanswered> {
         let revision = commit.unwrap_or(self.repo.revision());
-        let request = HttpRequest {
-            is_head: true,
-            ..HttpRequest::file(self.repo, revision, file)
-        };
+        let request = HttpRequest { is_head: true, ..HttpRequest::file(self.repo, revision, file) };
         let hub = self.hub;
         let answer = hub.with_retries(self.events, || hub.send(&request))?;
         let etag = answer.header("x-linked-etag").or(answer.header("etag"));
@@ -102,10 +94,7 @@ impl<'a> Transfer<'a> {
         if !is_short || etag.starts_with('.') || !etag.chars().all(is_letter) {
             return Err(unlike("no usable ETag").into());
         }
-        let told = answer
-            .commit
-            .as_deref()
-            .filter(|told| is_plain_commit(told));
+        let told = answer.commit.as_deref().filter(|told| is_plain_commit(told));
         let commit = commit.or(told);
         let commit = commit.ok_or_else(|| unlike("no X-Repo-Commit"))?;
         let bytes = match answer.header("x-linked-size") {
@@ -283,11 +272,7 @@ impl<'a> Transfer<'a> {
         ))
         .hint("start again: the downloaded part is kept, and the rest is requested");
         failure.details.extend(cause.map(|cause| cause.message));
-        let retry = if have >= started + PROGRESS {
-            Retry::Progressed
-        } else {
-            Retry::Later
-        };
+        let retry = if have >= started + PROGRESS { Retry::Progressed } else { Retry::Later };
         RequestError { failure, retry }
     }
 }

@@ -41,10 +41,8 @@ pub(super) const LOOKED_AT: usize = 512;
 /// The longest header of safetensors; files with a longer one are refused by its reader.
 const LONGEST_HEADER: u64 = 100_000_000;
 /// Beginnings of a git-lfs pointer: today's, and the one of its first versions.
-const POINTERS: [&[u8]; 2] = [
-    b"version https://git-lfs.github.com/spec/",
-    b"version https://hawser.github.com/spec/",
-];
+const POINTERS: [&[u8]; 2] =
+    [b"version https://git-lfs.github.com/spec/", b"version https://hawser.github.com/spec/"];
 
 impl ContentKind {
     /// The kind of a file that begins with these bytes.

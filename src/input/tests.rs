@@ -6,14 +6,8 @@ const LFS: &[u8] = b"version https://git-lfs.github.com/spec/v1\noid sha256:aa\n
 const HTML: &[u8] = b"\n <!DOCTYPE html>\n<html><body>404</body></html>";
 
 fn contents() -> Vec<(&'static str, Vec<u8>, ContentKind)> {
-    let utf16: Vec<u8> = "{\"text\": \"abc\"}"
-        .encode_utf16()
-        .flat_map(u16::to_le_bytes)
-        .collect();
-    let swapped: Vec<u8> = "once upon a time"
-        .encode_utf16()
-        .flat_map(u16::to_be_bytes)
-        .collect();
+    let utf16: Vec<u8> = "{\"text\": \"abc\"}".encode_utf16().flat_map(u16::to_le_bytes).collect();
+    let swapped: Vec<u8> = "once upon a time".encode_utf16().flat_map(u16::to_be_bytes).collect();
     let marked = [&b"\xff\xfe"[..], &utf16].concat();
     let mut tar = vec![b'a'; 257];
     tar.extend_from_slice(b"ustar");
@@ -22,50 +16,22 @@ fn contents() -> Vec<(&'static str, Vec<u8>, ContentKind)> {
     vec![
         ("lfs", LFS.to_vec(), ContentKind::LfsPointer),
         ("page", HTML.to_vec(), ContentKind::Page),
-        (
-            "answer",
-            b"<?xml version=\"1.0\"?><Error>".to_vec(),
-            ContentKind::Page,
-        ),
+        ("answer", b"<?xml version=\"1.0\"?><Error>".to_vec(), ContentKind::Page),
         ("zip", b"PK\x03\x04\0\0".to_vec(), ContentKind::Zip),
-        (
-            "pickle",
-            b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.".to_vec(),
-            ContentKind::Pickle,
-        ),
-        (
-            "pickle 4",
-            b"\x80\x04\x95\x23\0\0\0\0\0\0\0}".to_vec(),
-            ContentKind::Pickle,
-        ),
+        ("pickle", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.".to_vec(), ContentKind::Pickle),
+        ("pickle 4", b"\x80\x04\x95\x23\0\0\0\0\0\0\0}".to_vec(), ContentKind::Pickle),
         ("gguf", b"GGUF\x03\0\0\0".to_vec(), ContentKind::Gguf),
-        (
-            "arrow",
-            b"ARROW1\0\0\xff\xff\xff\xff".to_vec(),
-            ContentKind::ArrowFile,
-        ),
-        (
-            "stream",
-            b"\xff\xff\xff\xff\x78\0\0\0".to_vec(),
-            ContentKind::ArrowStream,
-        ),
+        ("arrow", b"ARROW1\0\0\xff\xff\xff\xff".to_vec(), ContentKind::ArrowFile),
+        ("stream", b"\xff\xff\xff\xff\x78\0\0\0".to_vec(), ContentKind::ArrowStream),
         ("utf-16", marked, ContentKind::WideText("utf-16")),
         ("utf-16le", utf16, ContentKind::WideText("utf-16le")),
         ("utf-16be", swapped, ContentKind::WideText("utf-16be")),
         ("gzip", b"\x1f\x8b\x08\0".to_vec(), ContentKind::Gzip),
         ("parquet", b"PAR1\x15\x04".to_vec(), ContentKind::Parquet),
-        (
-            "zstd",
-            b"\x28\xb5\x2f\xfd\0".to_vec(),
-            ContentKind::Packed("a zstd file", "zstd -dc"),
-        ),
+        ("zstd", b"\x28\xb5\x2f\xfd\0".to_vec(), ContentKind::Packed("a zstd file", "zstd -dc")),
         ("tar", tar, ContentKind::Packed("a tar archive", "tar -xOf")),
         ("safetensors", tensors, ContentKind::Safetensors),
-        (
-            "text",
-            b"<unk> of <html-like> words".to_vec(),
-            ContentKind::Other,
-        ),
+        ("text", b"<unk> of <html-like> words".to_vec(), ContentKind::Other),
         ("markup", b"<htmlx> is no page".to_vec(), ContentKind::Other),
         ("empty", Vec::new(), ContentKind::Other),
         ("zeros", vec![0; 64], ContentKind::Other),
@@ -127,55 +93,17 @@ fn remedies_name_the_tool_and_the_file() {
             "Dataset.from_file('a/test.arrow').to_parquet('a/test.parquet')",
         ),
         ("arrow", Expected::Documents, "t.arrow", "pyarrow"),
-        (
-            "utf-16",
-            Expected::Text,
-            "u.txt",
-            "iconv -f utf-16 -t utf-8 'u.txt' > 'utf8-u.txt'",
-        ),
-        (
-            "utf-16le",
-            Expected::Json,
-            "config.json",
-            "iconv -f utf-16le",
-        ),
-        (
-            "gzip",
-            Expected::Text,
-            "a.txt",
-            "gzip -dc 'a.txt' > 'unpacked-a.txt'",
-        ),
-        (
-            "zstd",
-            Expected::Documents,
-            "a.jsonl.zst",
-            "zstd -dc 'a.jsonl.zst' > 'unpacked-a.jsonl'",
-        ),
-        (
-            "pickle",
-            Expected::Weights,
-            "model.safetensors",
-            "weights_only=True",
-        ),
-        (
-            "gguf",
-            Expected::Weights,
-            "model.safetensors",
-            "converted from",
-        ),
+        ("utf-16", Expected::Text, "u.txt", "iconv -f utf-16 -t utf-8 'u.txt' > 'utf8-u.txt'"),
+        ("utf-16le", Expected::Json, "config.json", "iconv -f utf-16le"),
+        ("gzip", Expected::Text, "a.txt", "gzip -dc 'a.txt' > 'unpacked-a.txt'"),
+        ("zstd", Expected::Documents, "a.jsonl.zst", "zstd -dc 'a.jsonl.zst' > 'unpacked-a.jsonl'"),
+        ("pickle", Expected::Weights, "model.safetensors", "weights_only=True"),
+        ("gguf", Expected::Weights, "model.safetensors", "converted from"),
         ("parquet", Expected::Text, "a.txt", "mv 'a.txt' 'a.parquet'"),
-        (
-            "text",
-            Expected::Parquet,
-            "a.parquet",
-            "mv 'a.parquet' 'a.jsonl'",
-        ),
+        ("text", Expected::Parquet, "a.parquet", "mv 'a.parquet' 'a.jsonl'"),
         ("page", Expected::Text, "a.txt", "mv 'a.txt' 'a.html'"),
     ] {
-        let (_, bytes, _) = contents()
-            .into_iter()
-            .find(|(other, ..)| *other == name)
-            .unwrap();
+        let (_, bytes, _) = contents().into_iter().find(|(other, ..)| *other == name).unwrap();
         let error = check(&bytes, expected, Path::new(file)).unwrap_err();
         let hint = cannot_read(Path::new(file), &error).hint.unwrap();
         assert!(hint.contains(part), "{name}: {hint}");

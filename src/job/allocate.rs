@@ -39,18 +39,14 @@ pub(super) fn check(sparsity: &SparsitySettings) -> Result<(), Failure> {
     if allocate == Allocation::Uniform {
         return match sparsity.ratio_band {
             None => Ok(()),
-            Some(_) => Err(
-                Failure::usage("--ratio-band belongs to --allocate owl or error")
-                    .hint("add --allocate error, or leave --ratio-band out"),
-            ),
+            Some(_) => Err(Failure::usage("--ratio-band belongs to --allocate owl or error")
+                .hint("add --allocate error, or leave --ratio-band out")),
         };
     }
     if selection.layer_ratios.is_some() {
-        return Err(
-            Failure::usage(format!("--allocate {name} contradicts --layer-ratios"))
-                .detail("both say the ratio of every layer")
-                .hint("leave one of them out"),
-        );
+        return Err(Failure::usage(format!("--allocate {name} contradicts --layer-ratios"))
+            .detail("both say the ratio of every layer")
+            .hint("leave one of them out"));
     }
     if selection.sparsity_type != Pattern::Unstructured {
         let pattern = selection.sparsity_type;
@@ -121,10 +117,7 @@ fn ratios(
     let calibration = calibration.context("layers are measured with samples")?;
     let kept = kept_bytes(sparsity.allocate, &model, calibration.nsamples as usize);
     let given = Given {
-        observes: Some(Observed {
-            kind: Some(&ColumnSquaresKind),
-            kept,
-        }),
+        observes: Some(Observed { kind: Some(&ColumnSquaresKind), kept }),
         ..Given::default()
     };
     let settled = Job::settle_opened(measuring, model, given, events)?;
@@ -132,10 +125,7 @@ fn ratios(
         return Err(anyhow::anyhow!("a measuring pass has no record"));
     };
     let allocation = sparsity.allocate;
-    events.note(format!(
-        "measuring the dense layers for --allocate {}",
-        allocation.name()
-    ));
+    events.note(format!("measuring the dense layers for --allocate {}", allocation.name()));
     let mut streams = Streams::embed(&job, &Outputs::default(), events)?;
     let samples = streams.calibration.take();
     let samples = samples.context("layers are measured with samples")?;
@@ -152,11 +142,7 @@ fn ratios(
         events,
     );
     streams.sweep(&job, None, Some(&mut meter), events)?;
-    let MeasuredLayers {
-        curves,
-        outliers,
-        embedded,
-    } = meter.into_measured()?;
+    let MeasuredLayers { curves, outliers, embedded } = meter.into_measured()?;
     let by_outliers = |band| owl_ratios(&outliers, ratio, band);
     let uniform = || vec![ratio; outliers.len()];
     let (ratios, tried) = match allocation {
@@ -176,13 +162,8 @@ fn ratios(
         Allocation::Error => (points, curves),
         _ => (Vec::new(), outliers.iter().map(|&one| vec![one]).collect()),
     };
-    let report = AllocationReport {
-        rule: allocation.name().to_string(),
-        points,
-        measured,
-        tried,
-        ratios,
-    };
+    let report =
+        AllocationReport { rule: allocation.name().to_string(), points, measured, tried, ratios };
     drop(streams);
     let Job { model, .. } = *job;
     Ok((model, report))
@@ -224,20 +205,13 @@ fn try_out(
     let samples = job.samples().context("samples to try")?;
     let tokens = (&samples.tokens[..], model.seqlen);
     let losses = trial.losses(&model.source, &model.config, tokens)?;
-    let tried = candidates
-        .iter()
-        .zip(&losses)
-        .map(|((rule, _), loss)| TriedRatios {
-            rule: rule.name().to_string(),
-            loss: loss.is_finite().then_some(*loss),
-        });
+    let tried = candidates.iter().zip(&losses).map(|((rule, _), loss)| TriedRatios {
+        rule: rule.name().to_string(),
+        loss: loss.is_finite().then_some(*loss),
+    });
     let tried = tried.collect();
     let rank = |loss: f64| {
-        if loss.is_finite() {
-            loss
-        } else {
-            f64::INFINITY
-        }
+        if loss.is_finite() { loss } else { f64::INFINITY }
     };
     let best = candidates.into_iter().zip(losses);
     let best = best.min_by(|(_, one), (_, other)| rank(*one).total_cmp(&rank(*other)));

@@ -66,17 +66,11 @@ impl DemoRun {
         match self {
             Self::Prune(method, ratio, FREE) => {
                 let percent = 100.0 * ratio;
-                [
-                    format!("{method} {percent:.0} %"),
-                    format!("{method}-{percent:.0}"),
-                ]
+                [format!("{method} {percent:.0} %"), format!("{method}-{percent:.0}")]
             }
             Self::Prune(method, _, pattern) => {
                 let pattern = pattern.to_string();
-                [
-                    format!("{method} {pattern}"),
-                    format!("{method}-{}", pattern.replace(':', "of")),
-                ]
+                [format!("{method} {pattern}"), format!("{method}-{}", pattern.replace(':', "of"))]
             }
             Self::Recover(pruned) => [
                 format!("{} %, recovered", pruned.replace('-', " ")),
@@ -163,11 +157,7 @@ fn prune_all(settings: &DemoSettings, root: &Path, events: &dyn Events) -> Resul
     }
     // The cache is of no use after the runs; a leftover does no harm.
     let _ = std::fs::remove_dir_all(root.join(TEXT_CACHE));
-    Ok(DemoTable {
-        parameters,
-        prompt: embedded::PROMPT.to_owned(),
-        rows,
-    })
+    Ok(DemoTable { parameters, prompt: embedded::PROMPT.to_owned(), rows })
 }
 
 /// The main job on the embedded model, or its recovery.
@@ -264,10 +254,7 @@ impl TemporaryFolder {
         let made = (0..1000).map(make).find(|made| !is_taken(made));
         let made = made.unwrap_or_else(|| Err(io::ErrorKind::AlreadyExists.into()));
         let path = made.map_err(|error| {
-            Failure::new(format!(
-                "cannot make a folder in `{}`: {error}",
-                parent.display()
-            ))
+            Failure::new(format!("cannot make a folder in `{}`: {error}", parent.display()))
         })?;
         Ok(Self { path })
     }

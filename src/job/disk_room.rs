@@ -16,23 +16,16 @@ pub(super) type Need<'a> = (&'a Path, ByteSize, &'a str);
 /// # Errors
 /// Fails with the needed and the free bytes of the first disk that is too small.
 pub(super) fn check(needs: &[Need<'_>]) -> Result<()> {
-    let rooms: Vec<(Room, &Need<'_>)> = needs
-        .iter()
-        .filter_map(|need| Some((disk::room(need.0)?, need)))
-        .collect();
+    let rooms: Vec<(Room, &Need<'_>)> =
+        needs.iter().filter_map(|need| Some((disk::room(need.0)?, need))).collect();
     for (room, (folder, ..)) in &rooms {
-        let here = || {
-            rooms
-                .iter()
-                .filter(|(other, _)| other.device == room.device)
-        };
+        let here = || rooms.iter().filter(|(other, _)| other.device == room.device);
         let needed: ByteSize = here().map(|(_, (_, bytes, _))| *bytes).sum();
         if needed <= room.free {
             continue;
         }
-        let parts: Vec<String> = here()
-            .map(|(_, (_, bytes, what))| format!("{what} {bytes}"))
-            .collect();
+        let parts: Vec<String> =
+            here().map(|(_, (_, bytes, what))| format!("{what} {bytes}")).collect();
         return Err(Failure::new(format!(
             "the disk of `{}` has too little room: {needed} are needed, {} are free",
             folder.display(),

@@ -19,9 +19,7 @@ use crate::settings::Settings;
 pub fn eval(settings: Settings, events: &dyn Events) -> Result<Manifest> {
     let recorder = Recorder::new(events);
     let Settled::Job(job) = Job::settle(settings, Given::default(), &recorder)? else {
-        return Err(anyhow::anyhow!(
-            "only a run that prunes can have finished before"
-        ));
+        return Err(anyhow::anyhow!("only a run that prunes can have finished before"));
     };
     job.announce(&recorder);
     let peak = profile::measure_peak(&job);

@@ -41,9 +41,8 @@ pub fn generate(
     check(settings, &recorder)?;
     // All models are checked before the first one works.
     let models = settings.models.iter();
-    let writers = models
-        .map(|model| Writer::open(settings, model, &recorder))
-        .collect::<Result<Vec<_>>>()?;
+    let writers =
+        models.map(|model| Writer::open(settings, model, &recorder)).collect::<Result<Vec<_>>>()?;
     let are_labelled = writers.len() > 1;
     let mut reports = Vec::new();
     for writer in writers {
@@ -77,11 +76,9 @@ fn check(settings: &GenerateSettings, events: &dyn Events) -> Result<()> {
             ComputeDtype::Bf16 => "bf16",
             ComputeDtype::F16 => "f16",
         };
-        return Err(
-            Failure::usage(format!("--dtype {name}: prune generate computes in f32"))
-                .hint("leave --dtype out")
-                .into(),
-        );
+        return Err(Failure::usage(format!("--dtype {name}: prune generate computes in f32"))
+            .hint("leave --dtype out")
+            .into());
     }
     let sampling = &settings.sampling;
     if sampling.temperature == 0.0 && (sampling.top_p.is_some() || sampling.top_k.is_some()) {
@@ -136,33 +133,16 @@ impl Writer {
             )
         };
         model.check_ids(&prompt_ids, &tokenizer, "prompt")?;
-        let stop_ids = if settings.ignore_eos {
-            Vec::new()
-        } else {
-            of_model
-        };
+        let stop_ids = if settings.ignore_eos { Vec::new() } else { of_model };
         let max_tokens = settings.max_tokens;
-        let request = GenerationRequest {
-            prompt: &prompt_ids,
-            max_tokens,
-            stop_ids: &stop_ids,
-        };
+        let request = GenerationRequest { prompt: &prompt_ids, max_tokens, stop_ids: &stop_ids };
         let capacity = request.capacity(model.config.context_length())?;
         memory::release_freed();
         let held = memory::resident().map_or(ByteSize::ZERO, |resident| resident.anonymous);
         let sizes = Generator::sizes(&model.config, model.dtypes(), capacity, model.threads, held);
         let budget = budget(&settings.device, held);
         let residency = Residency::settle(&sizes, budget.unwrap_or(ByteSize(u64::MAX)))?;
-        Ok(Self {
-            model,
-            tokenizer,
-            prompt,
-            prompt_ids,
-            stop_ids,
-            max_tokens,
-            budget,
-            residency,
-        })
+        Ok(Self { model, tokenizer, prompt, prompt_ids, stop_ids, max_tokens, budget, residency })
     }
 
     /// The model, as it is labelled.
@@ -200,19 +180,13 @@ impl Writer {
         let mut stream = TextStream::after(&self.tokenizer, &self.prompt_ids)?;
         let written = clock.measure(Phase::Generate, || {
             let mut sampler = Sampler::new(sampling);
-            write(&mut generator, &request, &mut sampler, |id| {
-                Ok(show(&stream.push(id)?))
-            })
+            write(&mut generator, &request, &mut sampler, |id| Ok(show(&stream.push(id)?)))
         })?;
         show(&stream.finish()?);
         if let Some(sink) = sink {
             sink("\n");
         }
-        let peak = clock
-            .report()
-            .iter()
-            .filter_map(|phase| phase.peak_anonymous)
-            .max();
+        let peak = clock.report().iter().filter_map(|phase| phase.peak_anonymous).max();
         recorder.note(self.statistics(&written, peak));
         let planned = (self.budget, self.residency.predicted());
         if let Some(warning) = peak.and_then(|peak| exceeded("memory", peak, planned)) {

@@ -26,15 +26,10 @@ pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Re
     let model = open(folder)?;
     let (config, is_quantized) = load_config(folder)?;
     if let (true, Some(dense)) = (is_quantized, against) {
-        return Err(
-            Failure::new(format!("`{}` is quantised to 4 bits", folder.display()))
-                .detail(format!(
-                    "--against `{}` compares weights bit for bit",
-                    dense.display()
-                ))
-                .hint("leave --against out, or compare the checkpoint that was quantised")
-                .into(),
-        );
+        return Err(Failure::new(format!("`{}` is quantised to 4 bits", folder.display()))
+            .detail(format!("--against `{}` compares weights bit for bit", dense.display()))
+            .hint("leave --against out, or compare the checkpoint that was quantised")
+            .into());
     }
     let model = Arc::new(model);
     let quantized = match is_quantized {
@@ -58,12 +53,8 @@ pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Re
         (Some(dense), Some((kept, _))) => Some(dense.view(&|name| kept.rename(name))?),
         _ => None,
     };
-    let mut inspection = eval::inspect(
-        &inspected,
-        &config,
-        part.as_ref().or(dense.as_ref()),
-        events,
-    )?;
+    let mut inspection =
+        eval::inspect(&inspected, &config, part.as_ref().or(dense.as_ref()), events)?;
     if let Some((comparison, dense)) = inspection.against.as_mut().zip(dense.as_ref()) {
         comparison.dense_parameters = parameters(dense);
         comparison.dense_bytes = dense.total_bytes();
@@ -176,11 +167,7 @@ fn merge(model: &Path, events: &dyn Events) -> Option<String> {
             return None;
         }
     };
-    let models: Vec<&str> = report
-        .models
-        .iter()
-        .map(|model| model.name.as_str())
-        .collect();
+    let models: Vec<&str> = report.models.iter().map(|model| model.name.as_str()).collect();
     Some(format!("{} of {}", report.method, models.join(", ")))
 }
 
@@ -194,11 +181,9 @@ fn open(folder: &Path) -> Result<Checkpoint> {
 
 fn load_config(folder: &Path) -> Result<(ModelConfig, bool)> {
     if !folder.join("config.json").is_file() {
-        return Err(
-            Failure::new(format!("there is no config.json in `{}`", folder.display()))
-                .hint("copy it from the checkpoint these weights belong to")
-                .into(),
-        );
+        return Err(Failure::new(format!("there is no config.json in `{}`", folder.display()))
+            .hint("copy it from the checkpoint these weights belong to")
+            .into());
     }
     located::config(folder)
 }

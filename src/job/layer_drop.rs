@@ -54,10 +54,8 @@ pub(super) fn fewest_layers(settings: &Settings, config: &ModelConfig) -> Result
         return Ok(config.clone());
     };
     let layers = config.num_hidden_layers;
-    let ratios = settings
-        .sparsity
-        .as_ref()
-        .and_then(|sparsity| sparsity.selection.layer_ratios.as_ref());
+    let ratios =
+        settings.sparsity.as_ref().and_then(|sparsity| sparsity.selection.layer_ratios.as_ref());
     let beyond = drop.layers_dropped.iter().find(|&&layer| layer >= layers);
     if let Some(layer) = beyond {
         return Err(Failure::usage(format!(
@@ -135,10 +133,7 @@ pub(super) fn smaller(
             .hint("start over with --force")
             .into());
         }
-        events.note(format!(
-            "dropping     {}, as chosen before",
-            report.in_words()
-        ));
+        events.note(format!("dropping     {}, as chosen before", report.in_words()));
         return part_of(model, report, None);
     }
     let scored = score(settings, drop, model, folder, events)?;
@@ -208,17 +203,12 @@ fn score(
     let run_folder = folder.run.clone();
     scoring.device.offload_folder = scoring.device.offload_folder.or(run_folder);
     let calibration = scoring.calibration.as_ref();
-    let nsamples = calibration
-        .context("layers are scored with samples")?
-        .nsamples as usize;
+    let nsamples = calibration.context("layers are scored with samples")?.nsamples as usize;
     let observes = Observed {
         kind: None,
         kept: layer_scores::bytes(&model.config, nsamples, model.seqlen, longest),
     };
-    let given = Given {
-        observes: Some(observes),
-        ..Given::default()
-    };
+    let given = Given { observes: Some(observes), ..Given::default() };
     let settled = Job::settle_opened(scoring, model, given, events)?;
     let Settled::Job(job) = settled else {
         return Err(anyhow::anyhow!("a scoring pass has no record"));
@@ -235,12 +225,7 @@ fn score(
     let dense = streams.perplexities(&job).dense;
     drop(streams);
     let Job { model, plan, .. } = *job;
-    Ok(Scored {
-        model,
-        scores,
-        dense,
-        pass: ScoringPass { plan, swept },
-    })
+    Ok(Scored { model, scores, dense, pass: ScoringPass { plan, swept } })
 }
 
 /// Tells scores and choice.

@@ -26,10 +26,7 @@ pub(super) fn threads(asked: Option<u16>) -> usize {
         threads.filter(|threads| MOST_THREADS.contains(threads))
     };
     let affinity = || std::thread::available_parallelism().map_or(1, usize::from);
-    asked
-        .map(usize::from)
-        .or_else(slurm)
-        .unwrap_or_else(affinity)
+    asked.map(usize::from).or_else(slurm).unwrap_or_else(affinity)
 }
 
 /// Seconds since 1970 (UTC).
@@ -46,12 +43,12 @@ pub(super) fn start_workers(asked: Option<u16>) -> Result<usize> {
         .thread_name(|index| format!("worker-{index}"))
         .build_global();
     match built.as_ref().map_err(|error| error.source()) {
-        Err(Some(error)) => Err(Failure::new(format!(
-            "the system refuses {threads} worker threads"
-        ))
-        .detail(error.to_string())
-        .hint("use fewer with --threads, or raise the limit of processes (`ulimit -u`)")
-        .into()),
+        Err(Some(error)) => {
+            Err(Failure::new(format!("the system refuses {threads} worker threads"))
+                .detail(error.to_string())
+                .hint("use fewer with --threads, or raise the limit of processes (`ulimit -u`)")
+                .into())
+        }
         // A pool exists already: in tests several runs share a process and its first pool.
         Ok(()) | Err(None) => Ok(rayon::current_num_threads()),
     }
@@ -77,10 +74,7 @@ pub(super) fn inventory(device: &DeviceSettings, threads: usize) -> Result<Inven
     let mut inventory = Inventory::here(threads);
     if let Some(simulation) = &device.simulate {
         for size in &simulation.gpus {
-            inventory.gpus.push(Gpu {
-                name: "simulated".to_string(),
-                memory: size.parse()?,
-            });
+            inventory.gpus.push(Gpu { name: "simulated".to_string(), memory: size.parse()? });
         }
     } else if !device.names_the_cpu() {
         inventory.gpus = gpus();
@@ -93,9 +87,7 @@ pub(super) fn gpus_have_bf16(device: &DeviceSettings) -> bool {
     #[cfg(feature = "cuda")]
     if !device.names_the_cpu() && device.simulate.is_none() {
         let gpus = crate::runtime::engine::cuda::gpus();
-        return gpus
-            .iter()
-            .all(|gpu| gpu.has_bf16 || gpu.free == ByteSize::ZERO);
+        return gpus.iter().all(|gpu| gpu.has_bf16 || gpu.free == ByteSize::ZERO);
     }
     let _ = device;
     true
@@ -152,32 +144,19 @@ pub(super) fn products(dtype: ComputeDtype, stored: StoredDtype) -> Result<Produ
 
 fn other_checkpoint(dtype: StoredDtype, stored: StoredDtype) -> Failure {
     let (dtype, stored) = (dtype.name(), stored.name());
-    Failure::usage(format!(
-        "--dtype {dtype} is for {dtype} checkpoints, and this one is {stored}"
-    ))
-    .hint("use --dtype f32, or leave --dtype out")
+    Failure::usage(format!("--dtype {dtype} is for {dtype} checkpoints, and this one is {stored}"))
+        .hint("use --dtype f32, or leave --dtype out")
 }
 
 /// The devices of this build, the products and the vector features of this CPU, as three lines for `--version`.
 pub fn describe() -> String {
     let split = Kernel::has_split().then_some(Kernel::Split(1));
     let kernels = [Some(Kernel::Fused), split, Kernel::best_bf16()];
-    let kernels: Vec<&str> = kernels
-        .iter()
-        .flatten()
-        .map(|kernel| kernel.name())
-        .collect();
-    let devices = if cfg!(feature = "cuda") {
-        "cpu, cuda"
-    } else {
-        "cpu (built without CUDA)"
-    };
+    let kernels: Vec<&str> = kernels.iter().flatten().map(|kernel| kernel.name()).collect();
+    let devices = if cfg!(feature = "cuda") { "cpu, cuda" } else { "cpu (built without CUDA)" };
     let features = match kernel::cpu_features() {
         features if features.is_empty() => "no vector features".to_string(),
         features => features.join(" "),
     };
-    format!(
-        "devices: {devices}\nproducts: {}\ncpu: {features}\n",
-        kernels.join("; ")
-    )
+    format!("devices: {devices}\nproducts: {}\ncpu: {features}\n", kernels.join("; "))
 }

@@ -162,9 +162,7 @@ impl OpenedModel {
 
     /// Loads the tokenizer, as part of the tokenize phase, and warns where its two files disagree.
     pub(super) fn tokenizer(&self, events: &dyn Events) -> Result<Tokenizer> {
-        let loaded = self
-            .clock
-            .measure(Phase::Tokenize, || Tokenizer::load(&self.folder))?;
+        let loaded = self.clock.measure(Phase::Tokenize, || Tokenizer::load(&self.folder))?;
         for warning in loaded.warnings() {
             events.warn(warning.clone());
         }
@@ -258,18 +256,14 @@ fn gpu_dtype(
 /// Says which tensors of the decoder the configuration knows nothing of: they are copied as they are and computed with by nobody.
 fn warn_of_unused(checkpoint: &Checkpoint, config: &ModelConfig, events: &dyn Events) {
     let is_unused = |name: &&str| {
-        let Some((layer, rest)) = name
-            .strip_prefix("model.layers.")
-            .and_then(|rest| rest.split_once('.'))
+        let Some((layer, rest)) =
+            name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'))
         else {
             return false;
         };
-        let is_beyond = layer
-            .parse::<usize>()
-            .is_ok_and(|layer| layer >= config.num_hidden_layers);
-        let mut without_bias = config
-            .projections()
-            .filter(|&projection| !config.has_bias(projection));
+        let is_beyond = layer.parse::<usize>().is_ok_and(|layer| layer >= config.num_hidden_layers);
+        let mut without_bias =
+            config.projections().filter(|&projection| !config.has_bias(projection));
         is_beyond || without_bias.any(|projection| rest == format!("{}.bias", projection.name()))
     };
     let names = checkpoint.tensors().map(|entry| entry.name.as_str());

@@ -53,12 +53,7 @@ impl<'a> Outputs<'a> {
         let (clock, started) = (&job.model.clock, job.model.started_unix_seconds);
         let state = job.folder.state();
         let state = state.map(|folder| StateFile::begin(folder, saved, clock, recorder, started));
-        Ok(Self {
-            writer,
-            masks,
-            state: state.transpose()?,
-            layers_before,
-        })
+        Ok(Self { writer, masks, state: state.transpose()?, layers_before })
     }
 
     /// Number of layers that an earlier process finished.
@@ -77,10 +72,7 @@ impl<'a> Outputs<'a> {
         let Some(writer) = self.writer.as_ref().filter(|_| layers > 0) else {
             return Ok(None);
         };
-        Ok(Some(Finished {
-            layers,
-            written: Arc::new(writer.written()?),
-        }))
+        Ok(Some(Finished { layers, written: Arc::new(writer.written()?) }))
     }
 
     /// The receivers of pruned layers.
@@ -110,9 +102,7 @@ impl<'a> Outputs<'a> {
         let verification = self.writer.take().map(|mut writer| {
             clock.mark(Moment::BeforeSaving, events);
             writer.will_publish(own);
-            clock.measure(Phase::SaveAndVerify, || {
-                writer.finish(expected, level, events)
-            })
+            clock.measure(Phase::SaveAndVerify, || writer.finish(expected, level, events))
         });
         let verification = verification.transpose()?;
         if let Some(masks) = self.masks.take() {
@@ -122,10 +112,7 @@ impl<'a> Outputs<'a> {
             return Ok(None);
         };
         clock.mark(Moment::AfterSaving, events);
-        Ok(Some(OutputReport {
-            model: model.display().to_string(),
-            verification,
-        }))
+        Ok(Some(OutputReport { model: model.display().to_string(), verification }))
     }
 }
 
@@ -149,18 +136,9 @@ fn create(job: &Job, events: &dyn Events) -> Result<OpenedFiles> {
     };
     let state = RunState {
         settings: job.deciding.clone(),
-        allocation: job
-            .pruning
-            .as_ref()
-            .and_then(|pruning| pruning.allocation.clone()),
-        layer_drop: model
-            .part_of
-            .as_ref()
-            .and_then(|whole| whole.layer_drop.clone()),
-        width_drop: model
-            .part_of
-            .as_ref()
-            .and_then(|whole| whole.width_drop.clone()),
+        allocation: job.pruning.as_ref().and_then(|pruning| pruning.allocation.clone()),
+        layer_drop: model.part_of.as_ref().and_then(|whole| whole.layer_drop.clone()),
+        width_drop: model.part_of.as_ref().and_then(|whole| whole.width_drop.clone()),
         ..begun
     };
     if let Some(folder) = job.folder.state() {
@@ -173,15 +151,12 @@ fn create(job: &Job, events: &dyn Events) -> Result<OpenedFiles> {
         })
     });
     let writer = writer.transpose()?;
-    let masks = job
-        .masks()
-        .zip(job.pruning.as_ref())
-        .map(|(path, pruning)| {
-            let settings = job.settings.deciding()?;
-            model.clock.measure(Phase::Allocate, || {
-                SaveMasks::create(path, settings, &pruning.targets, &model.config, events)
-            })
-        });
+    let masks = job.masks().zip(job.pruning.as_ref()).map(|(path, pruning)| {
+        let settings = job.settings.deciding()?;
+        model.clock.measure(Phase::Allocate, || {
+            SaveMasks::create(path, settings, &pruning.targets, &model.config, events)
+        })
+    });
     Ok((writer, masks.transpose()?, state))
 }
 
@@ -206,19 +181,13 @@ fn reopen(job: &Job, events: &dyn Events) -> Result<Option<OpenedFiles>> {
     let reopened = source.clock.measure(Phase::Check, || {
         CheckpointWriter::reopen(&source.checkpoint, model, tensors, events)
     })?;
-    let Some(Reopened {
-        mut writer,
-        damaged,
-    }) = reopened
-    else {
+    let Some(Reopened { mut writer, damaged }) = reopened else {
         job.folder.refuse_files(false)?;
         gone("the model files");
         return Ok(None);
     };
-    let mut damaged: BTreeSet<String> = damaged
-        .iter()
-        .map(|tensor| expected::matrix_of(tensor).to_string())
-        .collect();
+    let mut damaged: BTreeSet<String> =
+        damaged.iter().map(|tensor| expected::matrix_of(tensor).to_string()).collect();
     let mut saved = None;
     if let Some((path, pruning)) = job.masks().zip(job.pruning.as_ref()) {
         let settings = job.settings.deciding()?;

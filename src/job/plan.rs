@@ -153,11 +153,7 @@ impl Subject {
         }
         let is_evaluated = !settings.run.evaluation.eval.sides().is_empty();
         let (config, dtypes) = located::headers(&settings.run.model, is_evaluated, events)?;
-        Ok(Self {
-            name: settings.run.model.model.display().to_string(),
-            config,
-            dtypes,
-        })
+        Ok(Self { name: settings.run.model.model.display().to_string(), config, dtypes })
     }
 
     pub(super) fn of(shape: &Shape) -> Result<Self> {
@@ -174,9 +170,7 @@ fn first_devices(plan: &Plan) -> Vec<Device> {
     let mut devices = Vec::new();
     for layers in &plan.layers {
         let name = layers.devices.first().map_or("cpu", String::as_str);
-        let index = name
-            .strip_prefix("cuda:")
-            .and_then(|index| index.parse().ok());
+        let index = name.strip_prefix("cuda:").and_then(|index| index.parse().ok());
         let device = index.map_or(Device::Cpu, Device::Cuda);
         devices.extend(std::iter::repeat_n(device, layers.last + 1 - layers.first));
     }

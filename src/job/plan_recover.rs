@@ -23,11 +23,7 @@ const TRAININGS: [(RecoveryWay, &str, Option<FourBitFormat>); 7] = [
     (RecoveryWay::Blocks, "adamw", None),
     (RecoveryWay::Lora, "adamw", None),
     (RecoveryWay::Lora, "adamw8bit", None),
-    (
-        RecoveryWay::Lora,
-        "paged-adamw8bit",
-        Some(FourBitFormat::Nf4Double),
-    ),
+    (RecoveryWay::Lora, "paged-adamw8bit", Some(FourBitFormat::Nf4Double)),
     (RecoveryWay::Full, "adamw", None),
     (RecoveryWay::Full, "paged-adamw32bit", None),
     (RecoveryWay::Full, "paged-adamw8bit", None),
@@ -86,11 +82,7 @@ fn training_run<'a>(
     threads: usize,
 ) -> Result<RunShape<'a>> {
     let shape = run_shape(settings, subject, threads)?;
-    let samples = if recovery.is_whole() {
-        0
-    } else {
-        NSAMPLES as usize
-    };
+    let samples = if recovery.is_whole() { 0 } else { NSAMPLES as usize };
     let model = TrainedModel {
         config: &subject.config,
         dtype: subject.dtypes.layers,
@@ -103,12 +95,5 @@ fn training_run<'a>(
         let trained = of.steps.unwrap_or(1) as usize * of.per_step();
         trains.known_examples(trained + held_out, held_out);
     }
-    Ok(RunShape {
-        samples,
-        windows: 0,
-        sides: &[],
-        technique: None,
-        trains: Some(trains),
-        ..shape
-    })
+    Ok(RunShape { samples, windows: 0, sides: &[], technique: None, trains: Some(trains), ..shape })
 }

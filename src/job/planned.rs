@@ -26,11 +26,7 @@ pub(super) struct Planning<'a> {
 impl<'a> Planning<'a> {
     /// Reads the device map, where there is one.
     pub(super) fn new(device: &'a DeviceSettings, threads: usize) -> Result<Self> {
-        Ok(Self {
-            device,
-            policy: machine::policy(device)?,
-            threads,
-        })
+        Ok(Self { device, policy: machine::policy(device)?, threads })
     }
 
     /// Plans a run with the memory that is free now.
@@ -102,24 +98,15 @@ fn refusal(
         failure = failure.detail(describe(shortage));
     }
     let advice = advice(shortages, shape, inventory, policy);
-    if advice.is_empty() {
-        failure
-    } else {
-        failure.hint(format!("use {}", advice.join(", or ")))
-    }
+    if advice.is_empty() { failure } else { failure.hint(format!("use {}", advice.join(", or "))) }
 }
 
 fn describe(shortage: &Shortage) -> String {
-    let mut parts: Vec<_> = shortage
-        .parts
-        .iter()
-        .filter(|part| part.bytes > ByteSize::ZERO)
-        .collect();
+    let mut parts: Vec<_> =
+        shortage.parts.iter().filter(|part| part.bytes > ByteSize::ZERO).collect();
     parts.sort_by_key(|part| std::cmp::Reverse(part.bytes));
-    let parts: Vec<String> = parts
-        .iter()
-        .map(|part| format!("{} {}", part.kind, part.bytes))
-        .collect();
+    let parts: Vec<String> =
+        parts.iter().map(|part| format!("{} {}", part.kind, part.bytes)).collect();
     format!(
         "{}: \"{}\" needs at least {} ({}), {} allowed, {} ({} bytes) short",
         shortage.device,

@@ -53,11 +53,7 @@ pub(super) fn report(
         ("statistics", spent(Part::Statistics), None),
         ("score and select", phase(Phase::Score), None),
         ("output error", spent(Part::OutputError), None),
-        (
-            "write",
-            phase(Phase::Allocate) + phase(Phase::Write) + phase(Phase::SaveAndVerify),
-            None,
-        ),
+        ("write", phase(Phase::Allocate) + phase(Phase::Write) + phase(Phase::SaveAndVerify), None),
         ("head", spent(Part::Head), Some(Part::Head)),
     ];
     let took_time = parts.into_iter().filter(|(_, seconds, _)| *seconds > 0.0);
@@ -100,16 +96,9 @@ mod tests {
         let mut run = crate::report::made_up::manifest("wanda", 0.5);
         run.seconds = 5.0;
         run.phases = [(Phase::Read, 1.0), (Phase::Score, 0.5)]
-            .map(|(phase, seconds)| PhaseReport {
-                phase,
-                seconds,
-                peak_anonymous: None,
-            })
+            .map(|(phase, seconds)| PhaseReport { phase, seconds, peak_anonymous: None })
             .to_vec();
-        let peak = PeakReport {
-            f32: 10.0,
-            bf16: None,
-        };
+        let peak = PeakReport { f32: 10.0, bf16: None };
         let report = report(Some(peak), (Products::F32, StoredDtype::F16), &watch, &run);
         let names: Vec<&str> = report.parts.iter().map(|part| part.part.as_str()).collect();
         assert_eq!(names, ["read", "mlp", "score and select", "other"]);

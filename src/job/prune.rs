@@ -92,11 +92,7 @@ pub(super) fn finish(
         None => job.published(&pruned.results)?,
     };
     let output = outputs.finish(job, own, &pruned.expected, recorder)?;
-    let results = RunResults {
-        output,
-        peak,
-        ..pruned.results
-    };
+    let results = RunResults { output, peak, ..pruned.results };
     let manifest = job.record(outputs, results, recorder)?;
     if job.settings.width_drop.is_some() {
         width_drop::tidy(&job.folder)?;

@@ -96,13 +96,7 @@ impl Job {
         results: &RunResults,
         before: Option<&PruningRecord>,
     ) -> Result<PruningRecord> {
-        let Self {
-            settings,
-            model,
-            texts,
-            plan,
-            ..
-        } = self;
+        let Self { settings, model, texts, plan, .. } = self;
         let source = model.report()?;
         let arithmetic = record::arithmetic(model, &settings.device, plan);
         let mut pruning = self.pruning_report().context("this run prunes")?;
@@ -120,9 +114,7 @@ impl Job {
             source: PrunedSource {
                 name: source.name(),
                 // Another program may have written the record, and cards link to this name.
-                made_from: made_from
-                    .filter(|id| HubRepo::model(id).is_some())
-                    .map(String::from),
+                made_from: made_from.filter(|id| HubRepo::model(id).is_some()).map(String::from),
                 id: source.id,
                 commit: source.commit,
                 identity: source.identity,
@@ -130,27 +122,15 @@ impl Job {
                 bytes: source.bytes,
             },
             dtype: model.dtype().name().to_string(),
-            arithmetic: ForwardArithmetic {
-                dtype: arithmetic.dtype,
-                kernel: arithmetic.kernel,
-            },
-            layer_drop: model
-                .part_of
-                .as_ref()
-                .and_then(|whole| whole.layer_drop.clone()),
-            width_drop: model
-                .part_of
-                .as_ref()
-                .and_then(|whole| whole.width_drop.clone()),
+            arithmetic: ForwardArithmetic { dtype: arithmetic.dtype, kernel: arithmetic.kernel },
+            layer_drop: model.part_of.as_ref().and_then(|whole| whole.layer_drop.clone()),
+            width_drop: model.part_of.as_ref().and_then(|whole| whole.width_drop.clone()),
             pruning,
             calibration: calibration.map(|protocol| protocol.published()),
             sparsity: record::sparsity(layers),
             perplexity: results.perplexity.clone(),
             evaluation: evaluation.map(|protocol| protocol.published()),
-            matrices: layers
-                .iter()
-                .flat_map(|layer| layer.matrices.iter().cloned())
-                .collect(),
+            matrices: layers.iter().flat_map(|layer| layer.matrices.iter().cloned()).collect(),
         })
     }
 
@@ -171,17 +151,11 @@ impl Job {
             flag("dataset", calibration.dataset.without_folders());
         }
         if self.texts.windows.is_some() {
-            flag(
-                "eval_dataset",
-                settings.evaluation.eval_dataset.without_folders(),
-            );
+            flag("eval_dataset", settings.evaluation.eval_dataset.without_folders());
         }
         let targets = self.pruning.as_ref().map(|pruning| &pruning.targets);
         let has_ratio = targets.is_some_and(|targets| targets.pattern == Pattern::Unstructured);
-        let selection = settings
-            .sparsity
-            .as_ref()
-            .map(|sparsity| &sparsity.selection);
+        let selection = settings.sparsity.as_ref().map(|sparsity| &sparsity.selection);
         if selection.is_some_and(|selection| selection.layer_ratios.is_some()) {
             flag("layer_ratios", "layer_ratios.json".to_string());
         }
@@ -251,9 +225,7 @@ pub(super) fn beginning(card: &Path) -> Vec<u8> {
         && let Ok(file) = File::open(card)
     {
         // What was read before an error is as good as a shorter card.
-        let _ = file
-            .take(front_matter::LONGEST as u64)
-            .read_to_end(&mut bytes);
+        let _ = file.take(front_matter::LONGEST as u64).read_to_end(&mut bytes);
     }
     bytes
 }

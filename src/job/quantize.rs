@@ -89,9 +89,7 @@ pub fn quantize(settings: &QuantizeSettings, events: &dyn Events) -> Result<Quan
     };
     let totals = clock.measure(Phase::Quantize, || pass.run(&writer, &mut state, &recorder))?;
     let published = published(&job, settings.to)?;
-    clock.measure(Phase::SaveAndVerify, || {
-        writer.finish(published, &[], &recorder)
-    })?;
+    clock.measure(Phase::SaveAndVerify, || writer.finish(published, &[], &recorder))?;
     state.remove()?;
     recorder.emit(Event::IfInterrupted(None));
     let phases = clock.report();
@@ -268,15 +266,11 @@ fn planned(
     }
     let peak = of_pass(piece).max(read_back);
     if let Some(budget) = budget.filter(|budget| peak > *budget) {
-        let least = settings
-            .max_memory
-            .with_cpu(of_pass(LEAST_PIECE).max(read_back));
-        return Err(
-            Failure::new(format!("this quantisation does not fit into {budget}"))
-                .detail(format!("at least {peak} are needed"))
-                .hint(format!("use --max-memory {least}"))
-                .into(),
-        );
+        let least = settings.max_memory.with_cpu(of_pass(LEAST_PIECE).max(read_back));
+        return Err(Failure::new(format!("this quantisation does not fit into {budget}"))
+            .detail(format!("at least {peak} are needed"))
+            .hint(format!("use --max-memory {least}"))
+            .into());
     }
     let phase = |phase, bytes: ByteSize| {
         let part = |kind, bytes| MemoryPart { kind, bytes };
@@ -322,12 +316,7 @@ fn planned(
             phase(Phase::Quantize, of_pass(piece)),
             phase(Phase::SaveAndVerify, read_back),
         ],
-        time: TimeEstimate {
-            seconds: compute.max(disk),
-            compute,
-            disk,
-            transfers: 0.0,
-        },
+        time: TimeEstimate { seconds: compute.max(disk), compute, disk, transfers: 0.0 },
         notes: vec![format!("pieces of {piece} weights")],
     };
     Ok((piece, plan))

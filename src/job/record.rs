@@ -59,13 +59,7 @@ impl Job {
     }
 
     fn manifest(&self, results: RunResults) -> Result<Manifest> {
-        let Self {
-            settings,
-            model,
-            texts,
-            plan,
-            ..
-        } = self;
+        let Self { settings, model, texts, plan, .. } = self;
         let phases = model.clock.report();
         let whole = model.part_of.as_ref();
         let passes = whole.map_or(&[][..], |whole| &whole.passes);
@@ -102,10 +96,7 @@ impl Job {
             pruning: self.pruning_report(),
             merge: None,
             recovery: results.recovery,
-            calibration: texts
-                .calibration
-                .as_ref()
-                .map(|samples| samples.protocol.clone()),
+            calibration: texts.calibration.as_ref().map(|samples| samples.protocol.clone()),
             sparsity: layers.map(sparsity),
             layers: results.layers.unwrap_or_default(),
             perplexity: results.perplexity,
@@ -127,12 +118,8 @@ impl Job {
             masks: self.masks().map(|path| path.display().to_string()),
             warnings: Vec::new(),
         };
-        manifest.profile = Some(profile::report(
-            results.peak,
-            (model.products, model.dtype()),
-            &watch,
-            &manifest,
-        ));
+        manifest.profile =
+            Some(profile::report(results.peak, (model.products, model.dtype()), &watch, &manifest));
         Ok(manifest)
     }
 
@@ -174,10 +161,7 @@ impl OpenedModel {
             config: serde_json::to_value(&**config)?,
             quantization: self.quantized.as_ref().map(|_| "nf4".to_string()),
             parameters: match &self.quantized {
-                Some(quantized) => quantized
-                    .tensors()
-                    .map(|entry| entry.elements() as u64)
-                    .sum(),
+                Some(quantized) => quantized.tensors().map(|entry| entry.elements() as u64).sum(),
                 None => parameters(checkpoint),
             },
             bytes: checkpoint.total_bytes(),
@@ -207,17 +191,10 @@ pub(super) fn arithmetic(model: &OpenedModel, device: &DeviceSettings, plan: &Pl
         Products::Bf16(kernel) => ("bf16", kernel.name().to_string()),
     };
     Arithmetic {
-        device: if gpus.is_empty() {
-            "cpu".to_string()
-        } else {
-            gpus.join("+")
-        },
+        device: if gpus.is_empty() { "cpu".to_string() } else { gpus.join("+") },
         dtype: dtype.to_string(),
         kernel,
-        cpu_features: kernel::cpu_features()
-            .into_iter()
-            .map(str::to_string)
-            .collect(),
+        cpu_features: kernel::cpu_features().into_iter().map(str::to_string).collect(),
         threads: model.threads,
     }
 }
@@ -226,9 +203,7 @@ pub(super) fn arithmetic(model: &OpenedModel, device: &DeviceSettings, plan: &Pl
 pub(super) fn sparsity(layers: &[LayerReport]) -> SparsityReport {
     let matrices = || layers.iter().flat_map(|layer| &layer.matrices);
     let zeros = matrices().map(|matrix| matrix.zeros).sum();
-    let weights = matrices()
-        .map(|matrix| (matrix.shape[0] * matrix.shape[1]) as u64)
-        .sum();
+    let weights = matrices().map(|matrix| (matrix.shape[0] * matrix.shape[1]) as u64).sum();
     SparsityReport {
         zeros,
         zeros_before: matrices().map(|matrix| matrix.zeros_before).sum(),
@@ -239,10 +214,9 @@ pub(super) fn sparsity(layers: &[LayerReport]) -> SparsityReport {
 
 /// Warns of a perplexity that is not finite.
 fn warn_of_infinite(manifest: &Manifest, events: &dyn Events) {
-    for (side, report) in [
-        ("dense", manifest.perplexity.dense),
-        ("pruned", manifest.perplexity.pruned),
-    ] {
+    for (side, report) in
+        [("dense", manifest.perplexity.dense), ("pruned", manifest.perplexity.pruned)]
+    {
         if report.is_some_and(|report| !report.perplexity.is_finite()) {
             events.warn(format!(
                 "the {side} perplexity is not finite: the model's outputs overflow or are NaN"

@@ -24,10 +24,7 @@ struct Kept {
 impl<'a> Recorder<'a> {
     /// Forwards to `events`.
     pub(super) fn new(events: &'a dyn Events) -> Self {
-        Self {
-            events,
-            kept: Mutex::default(),
-        }
+        Self { events, kept: Mutex::default() }
     }
 
     /// Every warning so far.

@@ -80,25 +80,15 @@ pub(super) fn late(
         ("training tokens", trained.unwrap_or_else(none)),
         ("held-out tokens", held.unwrap_or_else(none)),
         ("evaluation tokens", tokens(windows)),
-        (
-            ARITHMETIC,
-            format!("{} by {}", arithmetic.dtype, arithmetic.kernel),
-        ),
+        (ARITHMETIC, format!("{} by {}", arithmetic.dtype, arithmetic.kernel)),
     ];
     let mut late = BTreeMap::from(late.map(|(name, value)| (name.to_string(), value)));
     if arithmetic.device != "cpu" {
         // GPUs round otherwise than the CPU, and than other GPUs may.
         let layers = plan.layers.iter().map(|run| {
-            format!(
-                "layers {} to {} on {}",
-                run.first,
-                run.last,
-                run.devices.join(" and ")
-            )
+            format!("layers {} to {} on {}", run.first, run.last, run.devices.join(" and "))
         });
-        let devices = layers
-            .chain(model.gpu_names.iter().cloned())
-            .collect::<Vec<_>>();
+        let devices = layers.chain(model.gpu_names.iter().cloned()).collect::<Vec<_>>();
         late.insert("devices".to_string(), devices.join(", "));
     }
     late
@@ -209,10 +199,7 @@ fn flag_for(arithmetic: &str) -> Option<&'static str> {
     let is_it = |(_, dtype, kernel): &(_, &str, Kernel)| {
         arithmetic == format!("{dtype} by {}", kernel.name())
     };
-    here.into_iter()
-        .flatten()
-        .find(is_it)
-        .map(|(flag, ..)| flag)
+    here.into_iter().flatten().find(is_it).map(|(flag, ..)| flag)
 }
 
 #[cfg(test)]

@@ -124,10 +124,7 @@ impl Job {
         if settings.layer_drop.is_some() || settings.width_drop.is_some() {
             if settings.layer_drop.is_some() {
                 let shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
-                let mut shape = RunShape {
-                    config: &fewest_layers,
-                    ..shape
-                };
+                let mut shape = RunShape { config: &fewest_layers, ..shape };
                 plan_early(&planning, &mut shape, &model)?;
             }
             model = smaller(&settings, model, unfinished.as_ref(), &folder, events)?;
@@ -196,9 +193,7 @@ impl Job {
     /// Passes of a calibration sample through layers, of which an earlier process finished some.
     pub(super) fn passes_of_a_sample(&self, finished: usize) -> usize {
         let layers = self.model.config.num_hidden_layers;
-        let only_passes = self
-            .observes
-            .is_some_and(|observes| observes.kind.is_none());
+        let only_passes = self.observes.is_some_and(|observes| observes.kind.is_none());
         match layers - finished.min(layers) {
             0 => 0,
             left if only_passes => finished + left,
@@ -209,11 +204,7 @@ impl Job {
 
     /// The models whose perplexity this run measures itself.
     pub(super) fn measured_sides(&self) -> &'static [Side] {
-        sides_left(
-            self.settings.evaluation.eval,
-            &self.model,
-            self.dense.is_some(),
-        )
+        sides_left(self.settings.evaluation.eval, &self.model, self.dense.is_some())
     }
 
     /// The file of `--save-masks`.
@@ -249,12 +240,7 @@ impl Job {
 
     /// Tells the settings and the plan.
     pub(super) fn announce(&self, events: &dyn Events) {
-        let Self {
-            settings,
-            model,
-            texts,
-            ..
-        } = self;
+        let Self { settings, model, texts, .. } = self;
         let config = &model.config;
         events.note(format!(
             "model        {}: {} layers of {}, {}, {}",
@@ -266,9 +252,8 @@ impl Job {
         ));
         let drops_only =
             |pruning: &&Pruning| self.model.part_of.is_some() && prunes_nothing(&pruning.targets);
-        if let Some(Pruning {
-            technique, targets, ..
-        }) = self.pruning.as_ref().filter(|of| !drops_only(of))
+        if let Some(Pruning { technique, targets, .. }) =
+            self.pruning.as_ref().filter(|of| !drops_only(of))
         {
             let permuted = match technique.permutes {
                 Some(_) => ", channels permuted",
@@ -287,11 +272,7 @@ impl Job {
         if let Some(recovery) = &self.recovery {
             recovery.announce(self, events);
         }
-        if let Some((samples, of)) = texts
-            .calibration
-            .as_ref()
-            .zip(settings.calibration.as_ref())
-        {
+        if let Some((samples, of)) = texts.calibration.as_ref().zip(settings.calibration.as_ref()) {
             events.note(format!(
                 "calibration  {}: {} samples of {} tokens, seed {}",
                 of.dataset, samples.nsamples, samples.seqlen, of.seed
@@ -321,9 +302,7 @@ impl Job {
             } else {
                 "this build has no CUDA"
             };
-            events.note(format!(
-                "device       cpu; {why} (--use-cpu hides this line)"
-            ));
+            events.note(format!("device       cpu; {why} (--use-cpu hides this line)"));
         }
         if self.pruning.is_none() && self.recovery.is_none() {
             return;
@@ -370,10 +349,7 @@ fn continued(
         begun.settings.extend(deciding.clone());
         return Ok(Continued::Unfinished(Some(Box::new(begun))));
     }
-    if unfinished
-        .as_ref()
-        .is_some_and(|state| state.replaces_model)
-    {
+    if unfinished.as_ref().is_some_and(|state| state.replaces_model) {
         folder.replace_model();
     }
     let max_perplexity = settings.evaluation.max_perplexity;
@@ -483,11 +459,10 @@ fn check_gate(settings: &Settings) -> Result<()> {
 
 pub(super) fn nothing_to_resume(folder: &RunFolder) -> Failure {
     match folder.state() {
-        Some(folder) => Failure::new(format!(
-            "--resume: there is no unfinished run in `{}`",
-            folder.display()
-        ))
-        .hint("leave --resume out to begin one"),
+        Some(folder) => {
+            Failure::new(format!("--resume: there is no unfinished run in `{}`", folder.display()))
+                .hint("leave --resume out to begin one")
+        }
         None => Failure::usage("--resume needs the folder of the model that is unfinished")
             .hint("add --save DIR, and leave --no-save-model out"),
     }

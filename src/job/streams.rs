@@ -45,11 +45,7 @@ impl<'a> Streams<'a> {
             false => None,
         };
         let perplexities = job.embedded_windows(&devices, outputs, events)?;
-        Ok(Self {
-            devices,
-            calibration,
-            perplexities,
-        })
+        Ok(Self { devices, calibration, perplexities })
     }
 
     /// Passes all streams through the model. `finished` layers come from an earlier process; `editor` prunes the others.
@@ -67,16 +63,9 @@ impl<'a> Streams<'a> {
         let layers = finished.as_ref().map_or(0, |finished| finished.layers);
         let passes = passes(job, layers, self.perplexities.len());
         let passengers = self.perplexities.iter_mut();
-        let mut passengers: Vec<&mut dyn Passenger> = passengers
-            .map(|passenger| passenger as &mut dyn Passenger)
-            .collect();
-        job.sweep(
-            &self.devices,
-            (finished, editor),
-            &mut passengers,
-            passes,
-            events,
-        )
+        let mut passengers: Vec<&mut dyn Passenger> =
+            passengers.map(|passenger| passenger as &mut dyn Passenger).collect();
+        job.sweep(&self.devices, (finished, editor), &mut passengers, passes, events)
     }
 
     /// The devices of the sweep.
@@ -204,10 +193,8 @@ impl Job {
     /// The perplexities, after the sweep that these streams have passed.
     pub(super) fn perplexities(&self, streams: &[Perplexity<'_>]) -> Perplexities {
         let whole = self.model.part_of.as_ref();
-        let mut measured = Perplexities {
-            dense: whole.and_then(WholeModel::dense).or(self.dense),
-            pruned: None,
-        };
+        let mut measured =
+            Perplexities { dense: whole.and_then(WholeModel::dense).or(self.dense), pruned: None };
         for (side, passenger) in self.measured_sides().iter().zip(streams) {
             match side {
                 Side::Dense => measured.dense = passenger.report(),
@@ -244,11 +231,7 @@ impl Job {
             steps: samples as u64,
         });
         let embedding = Embedding::open(source, &model.config)?;
-        let dtype = if devices.is_empty() {
-            StoredDtype::F32
-        } else {
-            model.gpu_dtype
-        };
+        let dtype = if devices.is_empty() { StoredDtype::F32 } else { model.gpu_dtype };
         let mut hidden = HiddenStates::new(
             self.spill_folder.as_deref(),
             stream,
@@ -259,9 +242,7 @@ impl Job {
         )?;
         model
             .clock
-            .measure(Phase::Embed, || {
-                embed(&mut hidden, &embedding, tokens, model.seqlen)
-            })
+            .measure(Phase::Embed, || embed(&mut hidden, &embedding, tokens, model.seqlen))
             .context("embedding the samples")?;
         Ok(hidden)
     }

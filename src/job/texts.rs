@@ -62,12 +62,7 @@ impl TextSources {
             find(&calibration.dataset, Role::Calibration)
         });
         let calibration = calibration.transpose()?;
-        let EvaluationSettings {
-            eval,
-            eval_dataset,
-            text_cache,
-            ..
-        } = &settings.evaluation;
+        let EvaluationSettings { eval, eval_dataset, text_cache, .. } = &settings.evaluation;
         let mut evaluation = None;
         if *eval != EvalSides::None {
             model.check_ends(events)?;
@@ -177,11 +172,7 @@ impl TextSources {
         } else if let Some((dataset, settings)) =
             self.calibration.as_ref().zip(settings.calibration.as_ref())
         {
-            let draw = Draw {
-                nsamples: settings.nsamples as usize,
-                seqlen,
-                seed: settings.seed,
-            };
+            let draw = Draw { nsamples: settings.nsamples as usize, seqlen, seed: settings.seed };
             let samples = model.clock.measure(Phase::Tokenize, || {
                 data::calibration(dataset, tokenizer, draw, cache, events)
             })?;
@@ -243,10 +234,7 @@ impl TextSources {
 
 /// The bound of a text's lines under `--max-memory`. A tokenizer that cannot be read is an error later.
 fn lines(settings: &Settings, model: &OpenedModel) -> LineMemory {
-    match (
-        settings.device.max_memory.cpu(),
-        TokenizerSize::of(&model.folder),
-    ) {
+    match (settings.device.max_memory.cpu(), TokenizerSize::of(&model.folder)) {
         (Some(budget), Ok(size)) => LineMemory::within(budget, size, model.threads),
         _ => LineMemory::UNBOUNDED,
     }

@@ -74,11 +74,9 @@ pub(super) fn width(
     folder: &RunFolder,
 ) -> Result<Width> {
     if folder.run.is_none() {
-        return Err(
-            Failure::usage("--drop-width needs a run folder for the narrower matrices")
-                .hint("add --save DIR; with --no-save-model no model is written")
-                .into(),
-        );
+        return Err(Failure::usage("--drop-width needs a run folder for the narrower matrices")
+            .hint("add --save DIR; with --no-save-model no model is written")
+            .into());
     }
     let (share, of) = (asked.drop_width.0, asked.width_of);
     let (channels, heads) = (config.intermediate_size, config.num_key_value_heads);
@@ -99,10 +97,7 @@ pub(super) fn width(
     }
     let (unit, units) = match of {
         WidthOf::Heads => (format!("{heads} key/value heads"), heads),
-        _ => (
-            format!("{channels} MLP channels, {multiple} at a time"),
-            channels / multiple,
-        ),
+        _ => (format!("{channels} MLP channels, {multiple} at a time"), channels / multiple),
     };
     let failure = Failure::usage(format!(
         "--drop-width {share} --width-of {} would drop nothing: a layer has {unit}",
@@ -175,14 +170,7 @@ pub(super) fn narrower(
         fingerprint: matrices.fingerprint()?,
     };
     events.note(format!("narrower     {}", report.in_words()));
-    with_matrices(
-        passed.model,
-        config,
-        width,
-        &matrices,
-        report,
-        Some(passed.scoring),
-    )
+    with_matrices(passed.model, config, width, &matrices, report, Some(passed.scoring))
 }
 
 /// A model whose narrower matrices are written.
@@ -251,12 +239,7 @@ fn pass(
     drop(streams);
     writer.finish(Published::default(), &[], events)?;
     let Job { model, plan, .. } = *job;
-    Ok(Passed {
-        model,
-        narrowed,
-        dense,
-        scoring: ScoringPass { plan, swept },
-    })
+    Ok(Passed { model, narrowed, dense, scoring: ScoringPass { plan, swept } })
 }
 
 /// Checks that disks have room for the narrower matrices, which stay until the run ends, for the narrower model, and for the hidden
@@ -303,9 +286,7 @@ fn layout(model: &OpenedModel, to: &ModelConfig) -> Result<(Layout, ByteSize)> {
         }
     }
     let shards = model.checkpoint.shards().iter();
-    let largest = shards
-        .map(|shard| shard.file_bytes - shard.data_start)
-        .max();
+    let largest = shards.map(|shard| shard.file_bytes - shard.data_start).max();
     let layout = Layout::new(planned, largest.unwrap_or_default())?;
     Ok((layout, ByteSize(replaced)))
 }
@@ -351,12 +332,7 @@ fn with_matrices(
         source: checkpoint.clone(),
         checkpoint,
         config,
-        part_of: Some(WholeModel {
-            width_drop: Some(report),
-            config_json,
-            passes,
-            ..whole
-        }),
+        part_of: Some(WholeModel { width_drop: Some(report), config_json, passes, ..whole }),
         ..model
     })
 }

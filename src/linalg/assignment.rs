@@ -174,16 +174,13 @@ mod tests {
     fn no_other_assignment_gains_more() {
         let mut state = 1u64;
         let mut random = || {
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1);
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             state >> 33
         };
         for n in 1..=7 {
             for distinct in [2, 5, 1_000_000] {
-                let gains: Vec<f64> = (0..n * n)
-                    .map(|_| (random() % distinct) as f64 - 3.0)
-                    .collect();
+                let gains: Vec<f64> =
+                    (0..n * n).map(|_| (random() % distinct) as f64 - 3.0).collect();
                 let columns = assign(&gains, n);
                 assert!(is_permutation(&columns), "{columns:?}");
                 let best = best_of_all(&gains, &mut (0..n).collect(), 0);

@@ -45,16 +45,14 @@ fn square(value: f64) -> f64 {
 
 fn add(x: &[f32], sums: &mut [f64], of: impl Fn(f64) -> f64 + Copy + Sync) {
     let columns = sums.len();
-    sums.par_chunks_mut(COLUMNS_AT_ONCE)
-        .enumerate()
-        .for_each(|(block, sums)| {
-            Arch::new().dispatch(Add {
-                x: &x[x.len().min(block * COLUMNS_AT_ONCE)..],
-                columns,
-                sums,
-                of,
-            });
+    sums.par_chunks_mut(COLUMNS_AT_ONCE).enumerate().for_each(|(block, sums)| {
+        Arch::new().dispatch(Add {
+            x: &x[x.len().min(block * COLUMNS_AT_ONCE)..],
+            columns,
+            sums,
+            of,
         });
+    });
 }
 
 /// The sums of some columns, compiled for the CPU's registers.
@@ -87,9 +85,7 @@ mod tests {
     #[test]
     fn squares_add_up_the_same_in_one_call_or_many() {
         let (tokens, columns) = (37, 1100);
-        let x: Vec<f32> = (0..tokens * columns)
-            .map(|i| (i as f32 * 0.37).sin())
-            .collect();
+        let x: Vec<f32> = (0..tokens * columns).map(|i| (i as f32 * 0.37).sin()).collect();
         let mut whole = vec![0.0; columns];
         add_squares(&x, &mut whole);
         let mut parts = vec![0.0; columns];
@@ -97,15 +93,11 @@ mod tests {
             add_squares(rows, &mut parts);
         }
         assert_eq!(whole, parts);
-        let exact: f64 = (0..tokens)
-            .map(|t| f64::from(x[t * columns + 1023]).powi(2))
-            .sum();
+        let exact: f64 = (0..tokens).map(|t| f64::from(x[t * columns + 1023]).powi(2)).sum();
         assert_eq!(whole[1023], exact);
         let mut magnitudes = vec![0.0; columns];
         add_magnitudes(&x, &mut magnitudes);
-        let exact: f64 = (0..tokens)
-            .map(|t| f64::from(x[t * columns + 1023]).abs())
-            .sum();
+        let exact: f64 = (0..tokens).map(|t| f64::from(x[t * columns + 1023]).abs()).sum();
         assert_eq!(magnitudes[1023], exact);
     }
 }

@@ -16,11 +16,7 @@ const BLOCK: usize = 256;
 /// # Panics
 /// Panics where the lengths differ.
 pub fn widen(dtype: StoredDtype, bytes: &[u8], values: &mut [f32]) {
-    assert_eq!(
-        bytes.len(),
-        values.len() * dtype.bytes(),
-        "as many elements"
-    );
+    assert_eq!(bytes.len(), values.len() * dtype.bytes(), "as many elements");
     match dtype {
         StoredDtype::F32 => Arch::new().dispatch(WidenF32(bytes, values)),
         StoredDtype::Bf16 => Arch::new().dispatch(WidenBf16(bytes, values)),

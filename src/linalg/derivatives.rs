@@ -71,25 +71,17 @@ pub fn rms_norm_backward(
         return;
     };
     assert_eq!(dw.len(), weight.len(), "dw must be [hidden_size]");
-    dw.par_chunks_mut(COLUMNS)
-        .enumerate()
-        .for_each(|(task, dw)| {
-            let mut sums = [0.0f64; COLUMNS];
-            let first = task * COLUMNS;
-            for ((x, dy), r) in x
-                .chunks_exact(width)
-                .zip(dy.chunks_exact(width))
-                .zip(&factors)
-            {
-                let columns = x[first..].iter().zip(&dy[first..]);
-                for (sum, (x, dy)) in sums.iter_mut().zip(columns) {
-                    *sum += f64::from(*dy) * f64::from(*x) * r;
-                }
+    dw.par_chunks_mut(COLUMNS).enumerate().for_each(|(task, dw)| {
+        let mut sums = [0.0f64; COLUMNS];
+        let first = task * COLUMNS;
+        for ((x, dy), r) in x.chunks_exact(width).zip(dy.chunks_exact(width)).zip(&factors) {
+            let columns = x[first..].iter().zip(&dy[first..]);
+            for (sum, (x, dy)) in sums.iter_mut().zip(columns) {
+                *sum += f64::from(*dy) * f64::from(*x) * r;
             }
-            dw.iter_mut()
-                .zip(sums)
-                .for_each(|(dw, sum)| *dw += sum as f32);
-        });
+        }
+        dw.iter_mut().zip(sums).for_each(|(dw, sum)| *dw += sum as f32);
+    });
 }
 
 /// Replaces gate, up and the gradient of y = silu(gate) ∘ up, in place: `gate` by its gradient, `up` by its gradient, and `dy` by y, which
@@ -153,11 +145,7 @@ pub fn cross_entropy_backward(
             f64::from(largest) + sum.ln()
         }
     }
-    assert_eq!(
-        logits.len(),
-        targets.len() * vocab_size,
-        "logits must be [tokens, vocab_size]"
-    );
+    assert_eq!(logits.len(), targets.len() * vocab_size, "logits must be [tokens, vocab_size]");
     let losses: Vec<f64> = logits
         .par_chunks_mut(vocab_size.max(1))
         .zip(targets)
@@ -233,10 +221,7 @@ mod tests {
         for (got, exact) in got.iter().zip(exact) {
             // Differences of f64 are exact to 1e-9; what is left is f32.
             let allowed = 2e-6 * (1.0 + exact.abs());
-            assert!(
-                (f64::from(*got) - exact).abs() < allowed,
-                "{what}: {got} {exact}"
-            );
+            assert!((f64::from(*got) - exact).abs() < allowed, "{what}: {got} {exact}");
         }
     }
 
@@ -251,9 +236,7 @@ mod tests {
                 let mean = x.iter().map(|x| x * x).sum::<f64>() / width as f64;
                 let root = (mean + f64::from(epsilon)).sqrt();
                 let terms = x.iter().zip(weight).zip(dy);
-                terms
-                    .map(|((x, w), dy)| x / root * w * f64::from(*dy))
-                    .sum::<f64>()
+                terms.map(|((x, w), dy)| x / root * w * f64::from(*dy)).sum::<f64>()
             })
             .sum()
         };

@@ -51,12 +51,8 @@ pub fn distillation_backward(
             };
             let target = *target as usize;
             let chosen = f64::from(logits[target]);
-            let [apart, log_sum] = Arch::new().dispatch(DistilledRow {
-                logits,
-                teacher,
-                weight,
-                scale,
-            });
+            let [apart, log_sum] =
+                Arch::new().dispatch(DistilledRow { logits, teacher, weight, scale });
             logits[target] -= (1.0 - weight) * scale;
             let weight = f64::from(weight);
             (1.0 - weight) * (log_sum - chosen) + weight * (apart + log_sum)
@@ -79,12 +75,7 @@ impl WithSimd for DistilledRow<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) -> [f64; 2] {
-        let Self {
-            logits,
-            teacher,
-            weight,
-            scale,
-        } = self;
+        let Self { logits, teacher, weight, scale } = self;
         let highest = exp::largest_of(simd, teacher);
         let (mut sum, mut apart) = (0.0f64, 0.0f64);
         for (teacher, logits) in teacher.chunks_mut(PIECE).zip(logits.chunks(PIECE)) {
@@ -110,17 +101,12 @@ impl WithSimd for DistilledRow<'_> {
         }
         let largest = exp::largest_of(simd, logits);
         let student = exp::exp_minus(simd, logits, 1.0, largest);
-        let (of_student, of_teacher) = (
-            (f64::from(scale) / student) as f32,
-            (f64::from(scale * weight) / sum) as f32,
-        );
+        let (of_student, of_teacher) =
+            ((f64::from(scale) / student) as f32, (f64::from(scale * weight) / sum) as f32);
         for (logit, power) in logits.iter_mut().zip(teacher) {
             *logit = *logit * of_student - *power * of_teacher;
         }
-        [
-            apart / sum - f64::from(highest) - sum.ln(),
-            f64::from(largest) + student.ln(),
-        ]
+        [apart / sum - f64::from(highest) - sum.ln(), f64::from(largest) + student.ln()]
     }
 }
 

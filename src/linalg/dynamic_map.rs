@@ -94,11 +94,7 @@ impl DynamicMap {
                 middles.partition_point(|&middle| middle < smallest) as u8
             })
         });
-        Self {
-            values: map,
-            middles,
-            first_codes: first_codes.collect(),
-        }
+        Self { values: map, middles, first_codes: first_codes.collect() }
     }
 }
 
@@ -146,10 +142,8 @@ mod tests {
 
     #[test]
     fn both_maps_are_those_of_the_reference_bit_for_bit() {
-        for (name, map) in [
-            ("signed", DynamicMap::signed()),
-            ("unsigned", DynamicMap::unsigned()),
-        ] {
+        for (name, map) in [("signed", DynamicMap::signed()), ("unsigned", DynamicMap::unsigned())]
+        {
             let Some(expected) = golden_f32("bnb.dynamic-maps.safetensors", name) else {
                 return;
             };

@@ -26,16 +26,9 @@ pub fn rms_norm(x: &[f32], weight: &[f32], epsilon: f32, out: &mut [f32]) {
     assert_eq!(x.len(), out.len(), "a norm keeps the shape");
     let width = weight.len().max(1);
     let rows = (CHUNK / width).max(1);
-    out.par_chunks_mut(rows * width)
-        .zip(x.par_chunks(rows * width))
-        .for_each(|(out, x)| {
-            Arch::new().dispatch(RmsNorm {
-                x,
-                weight,
-                epsilon,
-                out,
-            });
-        });
+    out.par_chunks_mut(rows * width).zip(x.par_chunks(rows * width)).for_each(|(out, x)| {
+        Arch::new().dispatch(RmsNorm { x, weight, epsilon, out });
+    });
 }
 
 struct RmsNorm<'a> {
@@ -88,15 +81,9 @@ pub fn silu_times(gate: &mut [f32], up: &[f32]) {
 
 /// values ← values + addend: a residual connection.
 pub fn add(values: &mut [f32], addend: &[f32]) {
-    values
-        .par_chunks_mut(CHUNK)
-        .zip(addend.par_chunks(CHUNK))
-        .for_each(|(values, addend)| {
-            values
-                .iter_mut()
-                .zip(addend)
-                .for_each(|(value, addend)| *value += addend);
-        });
+    values.par_chunks_mut(CHUNK).zip(addend.par_chunks(CHUNK)).for_each(|(values, addend)| {
+        values.iter_mut().zip(addend).for_each(|(value, addend)| *value += addend);
+    });
 }
 
 #[cfg(test)]
@@ -117,9 +104,7 @@ mod tests {
     #[test]
     fn rms_norm_is_candles_but_for_the_order_of_a_sum() {
         let (tokens, width) = (67, 300);
-        let x: Vec<f32> = (0..tokens * width)
-            .map(|i| (i as f32 * 0.37).sin())
-            .collect();
+        let x: Vec<f32> = (0..tokens * width).map(|i| (i as f32 * 0.37).sin()).collect();
         let weight: Vec<f32> = (0..width).map(|i| 1.0 + (i as f32 * 0.1).cos()).collect();
         let mut out = vec![f32::NAN; x.len()];
         rms_norm(&x, &weight, 1e-5, &mut out);
@@ -131,10 +116,7 @@ mod tests {
         let candles = candles.flatten_all().unwrap().to_vec1::<f32>().unwrap();
         for (out, candles) in out.iter().zip(candles) {
             // A sum of 300 squares: a few units in the last place.
-            assert!(
-                (out - candles).abs() <= 1e-6 * candles.abs(),
-                "{out} {candles}"
-            );
+            assert!((out - candles).abs() <= 1e-6 * candles.abs(), "{out} {candles}");
         }
     }
 

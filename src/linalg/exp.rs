@@ -19,14 +19,8 @@ const ROUNDER: f32 = 12_582_912.0;
 /// ln 2 in two parts, the first of few bits.
 const LN_2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
 /// (p(r) − 1 − r) / r², from the highest power down.
-const POLYNOMIAL: [f32; 6] = [
-    1.987_569_1e-4,
-    1.398_199_9e-3,
-    8.333_452e-3,
-    4.166_579_6e-2,
-    0.166_666_65,
-    0.5,
-];
+const POLYNOMIAL: [f32; 6] =
+    [1.987_569_1e-4, 1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_65, 0.5];
 
 /// e^x for −87 ≤ x ≤ 88, e^−87 below and e^88 above; NaN stays NaN. Callers must be compiled for the CPU's registers: otherwise every
 /// multiply-add is a call of the C library.
@@ -254,14 +248,7 @@ pub(super) fn exp_minus<S: Simd>(simd: S, values: &mut [f32], scale: f32, offset
             total
         }
     }
-    in_lanes(
-        simd,
-        Exponentials {
-            values,
-            scale,
-            offset,
-        },
-    )
+    in_lanes(simd, Exponentials { values, scale, offset })
 }
 
 /// Values that a lane adds in f32; longer sums continue in f64.
@@ -368,29 +355,16 @@ mod tests {
     #[test]
     fn sums_and_the_largest_cover_any_length() {
         for length in [0, 1, 15, 16, 17, 1023, 1024, 1025, 5000] {
-            let values: Vec<f32> = (0..length)
-                .map(|i| ((i * 37) % 101) as f32 / 10.0 - 5.0)
-                .collect();
-            let exact: f64 = values
-                .iter()
-                .map(|&value| f64::from(value - 2.0).exp())
-                .sum();
-            assert!(
-                (sum_exp_minus(&values, 2.0) - exact).abs() <= 1e-6 * exact,
-                "{length}"
-            );
+            let values: Vec<f32> =
+                (0..length).map(|i| ((i * 37) % 101) as f32 / 10.0 - 5.0).collect();
+            let exact: f64 = values.iter().map(|&value| f64::from(value - 2.0).exp()).sum();
+            assert!((sum_exp_minus(&values, 2.0) - exact).abs() <= 1e-6 * exact, "{length}");
             let mut changed = values.clone();
-            assert!(
-                (sum_of(&mut changed) - exact).abs() <= 1e-6 * exact,
-                "{length}"
-            );
+            assert!((sum_of(&mut changed) - exact).abs() <= 1e-6 * exact, "{length}");
             for (changed, value) in changed.iter().zip(&values) {
                 assert_eq!(changed.to_bits(), exp(value - 2.0).to_bits(), "{value}");
             }
-            assert_eq!(
-                largest(&values),
-                values.iter().copied().fold(f32::NEG_INFINITY, f32::max)
-            );
+            assert_eq!(largest(&values), values.iter().copied().fold(f32::NEG_INFINITY, f32::max));
         }
     }
 }

@@ -133,13 +133,12 @@ fn pack(
     pack: &(dyn Fn(Strided<'_>, usize, &mut [Line]) + Sync),
 ) {
     let all = lines * columns.len().div_ceil(ROWS * depth);
-    resize(packed, all)
-        .par_chunks_mut(lines)
-        .zip(columns.par_chunks(ROWS * depth))
-        .for_each(|(lines, columns)| {
+    resize(packed, all).par_chunks_mut(lines).zip(columns.par_chunks(ROWS * depth)).for_each(
+        |(lines, columns)| {
             let strided = Strided::rows(Values::F32(columns), depth);
             pack(strided, columns.len() / depth, lines);
-        });
+        },
+    );
 }
 
 impl Real for f64 {
@@ -179,9 +178,7 @@ impl Real for f64 {
 /// Fails where H is not positive definite. The content of `h` is lost then.
 pub fn inverse_factor(h: &mut [f32], n: usize) -> Result<(), NotPositive> {
     eliminate(h, n, false)?;
-    h.par_chunks_exact_mut(n)
-        .enumerate()
-        .for_each(|(row, values)| values[..row].fill(0.0));
+    h.par_chunks_exact_mut(n).enumerate().for_each(|(row, values)| values[..row].fill(0.0));
     Ok(())
 }
 
@@ -207,26 +204,19 @@ fn eliminate<T: Real>(h: &mut [T], n: usize, squared: bool) -> Result<(), NotPos
         let r = MatRef::from_column_major_slice(&r, depth, depth);
         let q = &mut q[..n * depth];
         read_block(h, n, start, depth, q);
-        for_columns(q, depth, |q| {
-            solve_upper_triangular_in_place(r, q, Par::Seq)
-        });
+        for_columns(q, depth, |q| solve_upper_triangular_in_place(r, q, Par::Seq));
         // The block itself takes no part in the product.
         let own = q[start * depth..end * depth].to_vec();
         q[start * depth..end * depth].fill(T::ZERO);
         T::pack_right(q, depth, &mut right);
-        q[..start * depth]
-            .par_iter_mut()
-            .for_each(|value| *value = -*value);
+        q[..start * depth].par_iter_mut().for_each(|value| *value = -*value);
         // Without the square, only rows before the block change.
         let rows = if squared { n } else { start };
         T::pack_left(&q[..rows * depth], depth, &mut left);
-        h[..rows * n]
-            .par_chunks_mut(ROWS * n)
-            .enumerate()
-            .for_each(|(task, rows)| {
-                let row = task * ROWS;
-                T::add_product(rows, n, (row, row), (&left, &right), depth);
-            });
+        h[..rows * n].par_chunks_mut(ROWS * n).enumerate().for_each(|(task, rows)| {
+            let row = task * ROWS;
+            T::add_product(rows, n, (row, row), (&left, &right), depth);
+        });
         q[start * depth..end * depth].copy_from_slice(&own);
         let solved = if squared { n } else { start };
         for_columns(&mut q[..solved * depth], depth, |q| {
@@ -264,13 +254,8 @@ fn factor_of_block<T: Real>(
     let scratch = llt::cholesky_in_place_scratch::<T>(depth, Par::Seq, Default::default());
     let mut buffer = MemBuffer::new(scratch);
     let stack = MemStack::new(&mut buffer);
-    let factored = llt::cholesky_in_place(
-        matrix,
-        Default::default(),
-        Par::Seq,
-        stack,
-        Default::default(),
-    );
+    let factored =
+        llt::cholesky_in_place(matrix, Default::default(), Par::Seq, stack, Default::default());
     factored.map_err(|_| NotPositive)?;
     r.reverse();
     Ok(r)
@@ -290,18 +275,15 @@ fn read_block<T: Real>(h: &[T], n: usize, start: usize, depth: usize, q: &mut [T
         .for_each(|(row, q)| q.copy_from_slice(&h[row * n + start..][..depth]));
     own.fill(T::ZERO);
     own.iter_mut().step_by(depth + 1).for_each(|q| *q = T::ONE);
-    behind
-        .par_chunks_mut(LINE * depth)
-        .enumerate()
-        .for_each(|(task, q)| {
-            let count = q.len() / depth;
-            for at in 0..depth {
-                let row = &h[(start + at) * n + end + task * LINE..][..count];
-                for (q, value) in q.iter_mut().skip(at).step_by(depth).zip(row) {
-                    *q = *value;
-                }
+    behind.par_chunks_mut(LINE * depth).enumerate().for_each(|(task, q)| {
+        let count = q.len() / depth;
+        for at in 0..depth {
+            let row = &h[(start + at) * n + end + task * LINE..][..count];
+            for (q, value) in q.iter_mut().skip(at).step_by(depth).zip(row) {
+                *q = *value;
             }
-        });
+        }
+    });
 }
 
 /// Copies Q `[n, depth]` back to where [`read_block`] found it, and the upper triangle of the block.
@@ -311,18 +293,15 @@ fn write_block<T: Real>(h: &mut [T], n: usize, start: usize, depth: usize, q: &[
         .par_chunks_exact_mut(n)
         .zip(q.par_chunks_exact(depth))
         .for_each(|(row, q)| row[start..start + depth].copy_from_slice(q));
-    rest[..depth * n]
-        .par_chunks_mut(LINE * n)
-        .enumerate()
-        .for_each(|(task, rows)| {
-            let first = task * LINE;
-            let lines = q[start * depth..].chunks_exact(depth);
-            for (column, q) in (start..n).zip(lines) {
-                for (row, value) in rows.chunks_exact_mut(n).zip(&q[first..]) {
-                    row[column] = *value;
-                }
+    rest[..depth * n].par_chunks_mut(LINE * n).enumerate().for_each(|(task, rows)| {
+        let first = task * LINE;
+        let lines = q[start * depth..].chunks_exact(depth);
+        for (column, q) in (start..n).zip(lines) {
+            for (row, value) in rows.chunks_exact_mut(n).zip(&q[first..]) {
+                row[column] = *value;
             }
-        });
+        }
+    });
 }
 
 /// Copies the triangle above the diagonal to below it, row by row.
@@ -335,15 +314,13 @@ fn mirror<T: Real>(h: &mut [T], n: usize) {
                 own[(column - first) * n + row] = own[(row - first) * n + column];
             }
         }
-        own.par_chunks_mut(LINE * n)
-            .enumerate()
-            .for_each(|(task, own)| {
-                for (column, source) in head.chunks_exact(n).enumerate() {
-                    for (row, own) in own.chunks_exact_mut(n).enumerate() {
-                        own[column] = source[first + task * LINE + row];
-                    }
+        own.par_chunks_mut(LINE * n).enumerate().for_each(|(task, own)| {
+            for (column, source) in head.chunks_exact(n).enumerate() {
+                for (row, own) in own.chunks_exact_mut(n).enumerate() {
+                    own[column] = source[first + task * LINE + row];
                 }
-            });
+            }
+        });
     }
 }
 
@@ -353,9 +330,8 @@ mod tests {
 
     /// A matrix with a condition of some hundreds.
     fn positive(n: usize) -> Vec<f32> {
-        let x: Vec<f32> = (0..n * n)
-            .map(|at| ((at * 7919 % 1013) as f32 - 500.0) / 500.0)
-            .collect();
+        let x: Vec<f32> =
+            (0..n * n).map(|at| ((at * 7919 % 1013) as f32 - 500.0) / 500.0).collect();
         let mut h = vec![0.0; n * n];
         for i in 0..n {
             for j in 0..n {
@@ -371,9 +347,8 @@ mod tests {
         let mut worst = 0.0f64;
         for i in 0..n {
             for j in 0..n {
-                let sum: f64 = (0..n)
-                    .map(|k| f64::from(a[i * n + k]) * f64::from(b[k * n + j]))
-                    .sum();
+                let sum: f64 =
+                    (0..n).map(|k| f64::from(a[i * n + k]) * f64::from(b[k * n + j])).sum();
                 worst = worst.max((sum - f64::from(u8::from(i == j))).abs());
             }
         }

@@ -7,16 +7,11 @@ use safetensors::SafeTensors;
 /// The folder of the files, or `None` and a printed line where it is absent.
 #[expect(clippy::print_stderr, reason = "a skipped test must say so")]
 pub(crate) fn golden_folder() -> Option<PathBuf> {
-    let shared = std::env::var_os("PRUNE_SHARED").map_or_else(
-        || Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared"),
-        PathBuf::from,
-    );
+    let shared = std::env::var_os("PRUNE_SHARED")
+        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared"), PathBuf::from);
     let folder = shared.join("goldens/recovery");
     if !folder.is_dir() {
-        eprintln!(
-            "skipped: `{}` is not there (set PRUNE_SHARED)",
-            folder.display()
-        );
+        eprintln!("skipped: `{}` is not there (set PRUNE_SHARED)", folder.display());
         return None;
     }
     Some(folder)
@@ -27,9 +22,7 @@ pub(crate) fn golden_tensor(file: &str, name: &str) -> Option<(Vec<usize>, Vec<u
     let path = golden_folder()?.join(file);
     let bytes = std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     let tensors = SafeTensors::deserialize(&bytes).unwrap();
-    let tensor = tensors
-        .tensor(name)
-        .unwrap_or_else(|_| panic!("no tensor `{name}` in {file}"));
+    let tensor = tensors.tensor(name).unwrap_or_else(|_| panic!("no tensor `{name}` in {file}"));
     Some((tensor.shape().to_vec(), tensor.data().to_vec()))
 }
 

@@ -99,11 +99,7 @@ impl Linear {
             dy.len() == tokens * rows && x.len() == tokens * columns,
             "dy must be [tokens, out_features], and x [tokens, in_features]"
         );
-        assert_eq!(
-            gradient.len(),
-            rows * columns,
-            "dW must be [out_features, in_features]"
-        );
+        assert_eq!(gradient.len(), rows * columns, "dW must be [out_features, in_features]");
         if tokens == 0 {
             return;
         }
@@ -157,10 +153,7 @@ mod tests {
                 matrix.widen_rows(0, &mut wide);
                 let linear = Linear::new(matrix, Some(vec![1.0; rows]));
                 for (products, rounding) in arithmetics() {
-                    let mut context = ProductContext {
-                        products,
-                        ..ProductContext::new()
-                    };
+                    let mut context = ProductContext { products, ..ProductContext::new() };
                     let (mut dx, mut dw) = (vec![1.0; x.len()], vec![1.0; weight.len()]);
                     linear.backward(&dy, &mut dx, true, &mut context).unwrap();
                     linear.add_weight_gradient(&dy, &x, &mut dw, &mut context);
@@ -170,10 +163,7 @@ mod tests {
                         // Two factors are rounded, and the sum.
                         let allowed = (2.0 * rounding + 2e-6) * size;
                         let apart = (f64::from(got) - exact).abs();
-                        assert!(
-                            apart <= allowed,
-                            "{what} {products:?} {dtype:?}: {got} {exact}"
-                        );
+                        assert!(apart <= allowed, "{what} {products:?} {dtype:?}: {got} {exact}");
                     };
                     for (at, &got) in dx.iter().enumerate() {
                         let (token, column) = (at / columns, at % columns);
@@ -210,19 +200,11 @@ mod tests {
     fn a_weight_at_rest_gives_what_one_in_memory_gives() {
         // 64 rows at once, so that several parts add their sums.
         let (tokens, rows, columns) = (9, 200, 1 << 16);
-        let matrix = StoredMatrix::from_f32(
-            StoredDtype::Bf16,
-            rows,
-            columns,
-            &wave(rows * columns, 0.53),
-        );
+        let matrix =
+            StoredMatrix::from_f32(StoredDtype::Bf16, rows, columns, &wave(rows * columns, 0.53));
         let dy = wave(tokens * rows, 0.71);
-        let rest = MatrixAtRest::new(
-            Arc::new(InMemory(matrix.clone())),
-            matrix.dtype(),
-            rows,
-            columns,
-        );
+        let rest =
+            MatrixAtRest::new(Arc::new(InMemory(matrix.clone())), matrix.dtype(), rows, columns);
         let run = |linear: Linear| {
             let mut dx = vec![f32::NAN; tokens * columns];
             let mut context = ProductContext::new();

@@ -56,9 +56,7 @@ fn panels(width: usize) -> impl Iterator<Item = Range<usize>> {
 
 /// Elements of the panels of a matrix.
 fn panel_elements(width: usize) -> usize {
-    panels(width)
-        .map(|rows| rows.len() * (width - rows.start))
-        .sum()
+    panels(width).map(|rows| rows.len() * (width - rows.start)).sum()
 }
 
 impl GramMatrix {
@@ -169,28 +167,25 @@ impl GramMatrix {
             starts.push(panel);
             sums = rest;
         }
-        square
-            .par_chunks_mut(PANEL * width)
-            .enumerate()
-            .for_each(|(below, out)| {
-                let own = &panels[below];
-                for (at, out) in out.chunks_exact_mut(width).enumerate() {
-                    // Columns left of the diagonal come from the panels above, by their columns.
-                    for (rows, sums) in panels.iter().zip(&starts).take(below) {
-                        let column = own.start + at - rows.start;
-                        let column = sums.iter().skip(column).step_by(width - rows.start);
-                        for (out, sum) in out[rows.clone()].iter_mut().zip(column) {
-                            *out = *sum;
-                        }
-                    }
-                    let columns = width - own.start;
-                    out[own.start..].copy_from_slice(&starts[below][at * columns..][..columns]);
-                    // The kernel need not give (i, j) and (j, i) the same bits: the upper one counts.
-                    for left in 0..at {
-                        out[own.start + left] = starts[below][left * columns + at];
+        square.par_chunks_mut(PANEL * width).enumerate().for_each(|(below, out)| {
+            let own = &panels[below];
+            for (at, out) in out.chunks_exact_mut(width).enumerate() {
+                // Columns left of the diagonal come from the panels above, by their columns.
+                for (rows, sums) in panels.iter().zip(&starts).take(below) {
+                    let column = own.start + at - rows.start;
+                    let column = sums.iter().skip(column).step_by(width - rows.start);
+                    for (out, sum) in out[rows.clone()].iter_mut().zip(column) {
+                        *out = *sum;
                     }
                 }
-            });
+                let columns = width - own.start;
+                out[own.start..].copy_from_slice(&starts[below][at * columns..][..columns]);
+                // The kernel need not give (i, j) and (j, i) the same bits: the upper one counts.
+                for left in 0..at {
+                    out[own.start + left] = starts[below][left * columns + at];
+                }
+            }
+        });
         square
     }
 
@@ -240,24 +235,21 @@ impl GramMatrix {
             sums = rest;
             tasks.push((panel, rows, own));
         }
-        tasks
-            .into_par_iter()
-            .with_max_len(1)
-            .for_each(|(panel, rows, sums)| {
-                let stride = width - rows.start;
-                // Squares, whose factors stay in the second-level cache.
-                for (at, columns) in panels(width).enumerate().skip(panel) {
-                    let factors = Factors {
-                        x: &x[panel * row_lines..],
-                        w: &w[at * column_lines..],
-                        rows: rows.len(),
-                        columns: columns.len(),
-                        inner: tokens,
-                    };
-                    let sums = &mut sums[columns.start - rows.start..];
-                    kernel.multiply(factors, sums, stride, true);
-                }
-            });
+        tasks.into_par_iter().with_max_len(1).for_each(|(panel, rows, sums)| {
+            let stride = width - rows.start;
+            // Squares, whose factors stay in the second-level cache.
+            for (at, columns) in panels(width).enumerate().skip(panel) {
+                let factors = Factors {
+                    x: &x[panel * row_lines..],
+                    w: &w[at * column_lines..],
+                    rows: rows.len(),
+                    columns: columns.len(),
+                    inner: tokens,
+                };
+                let sums = &mut sums[columns.start - rows.start..];
+                kernel.multiply(factors, sums, stride, true);
+            }
+        });
     }
 }
 
@@ -275,20 +267,12 @@ struct PackedRows {
 impl PackedRows {
     /// Memory for this many rows `[tokens, width]`.
     fn new(kernel: Kernel, width: usize, tokens: usize) -> Self {
-        let lines = [
-            kernel.row_lines(PANEL, tokens),
-            kernel.column_lines(PANEL, tokens),
-        ];
+        let lines = [kernel.row_lines(PANEL, tokens), kernel.column_lines(PANEL, tokens)];
         let [x, w] = lines.map(|lines| {
             let all = lines * width.div_ceil(PANEL);
             bytemuck::allocation::zeroed_vec(all)
         });
-        Self {
-            tokens,
-            x,
-            w,
-            lines,
-        }
+        Self { tokens, x, w, lines }
     }
 
     /// Packs rows `[tokens, width]`.
@@ -320,10 +304,7 @@ type Pack<'p> = &'p (dyn Fn(Strided<'_>, usize, &mut [Line]) + Sync);
 /// Lines of both packed forms of [`TOKENS`] rows.
 fn packed_lines(kernel: Kernel, width: usize) -> (usize, usize) {
     let padded = width.next_multiple_of(PANEL);
-    (
-        kernel.row_lines(padded, TOKENS),
-        kernel.column_lines(padded, TOKENS),
-    )
+    (kernel.row_lines(padded, TOKENS), kernel.column_lines(padded, TOKENS))
 }
 
 #[cfg(test)]
@@ -331,15 +312,12 @@ mod tests {
     use super::*;
 
     fn rows(count: usize, width: usize) -> Vec<f32> {
-        (0..count * width)
-            .map(|at| ((at * 7919 % 1013) as f32 - 500.0) / 300.0)
-            .collect()
+        (0..count * width).map(|at| ((at * 7919 % 1013) as f32 - 500.0) / 300.0).collect()
     }
 
     fn gram(rows: &[f32], width: usize, part: usize, products: Products) -> GramMatrix {
         let mut gram = GramMatrix::new(width, products);
-        rows.chunks(part * width)
-            .for_each(|part| gram.add_rows(part));
+        rows.chunks(part * width).for_each(|part| gram.add_rows(part));
         gram.finish();
         gram
     }
@@ -391,10 +369,7 @@ mod tests {
             return;
         };
         let x = rows(700, 250);
-        let rounded: Vec<f32> = x
-            .iter()
-            .map(|&x| half::bf16::from_f32(x).to_f32())
-            .collect();
+        let rounded: Vec<f32> = x.iter().map(|&x| half::bf16::from_f32(x).to_f32()).collect();
         let (own, exact) = (
             gram(&x, 250, 91, Products::Bf16(kernel)).square(),
             gram(&rounded, 250, 91, Products::F32).square(),
@@ -432,9 +407,7 @@ mod tests {
         let x = rows(1300, 250);
         let one = gram(&x, 250, 1300, Products::F32).square();
         let pool = rayon::ThreadPoolBuilder::new().num_threads(5).build();
-        let parts = pool
-            .unwrap()
-            .install(|| gram(&x, 250, 7, Products::F32).square());
+        let parts = pool.unwrap().install(|| gram(&x, 250, 7, Products::F32).square());
         assert!(one == parts);
     }
 }

@@ -9,11 +9,7 @@ pub fn cpu_features() -> Vec<&'static str> {
             ("avx2", std::is_x86_feature_detected!("avx2")),
             ("fma", std::is_x86_feature_detected!("fma")),
         ];
-        candidates
-            .into_iter()
-            .filter(|(_, is_there)| *is_there)
-            .map(|(name, _)| name)
-            .collect()
+        candidates.into_iter().filter(|(_, is_there)| *is_there).map(|(name, _)| name).collect()
     }
     #[cfg(target_arch = "aarch64")]
     {

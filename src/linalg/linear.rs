@@ -54,12 +54,7 @@ pub enum SingleToken {
 impl Linear {
     /// Creates a linear layer with a bias that is widened to f32.
     pub fn new(weight: impl Into<Weight>, bias: Option<Vec<f32>>) -> Self {
-        Self {
-            weight: weight.into(),
-            bias,
-            packed: OnceLock::new(),
-            is_reused: false,
-        }
+        Self { weight: weight.into(), bias, packed: OnceLock::new(), is_reused: false }
     }
 
     /// The same linear for many products: a product may keep the packed weight for the next one ([`ProductContext::keeps_packed`]).
@@ -150,22 +145,15 @@ impl Linear {
         single: SingleToken,
         context: &mut ProductContext,
     ) -> Result<()> {
-        let mut outputs = [LinearOutput {
-            linear: self,
-            features: 0..self.out_features(),
-            out,
-        }];
+        let mut outputs = [LinearOutput { linear: self, features: 0..self.out_features(), out }];
         forward_all(&mut outputs, x, single, context)
     }
 
     /// Returns X·Wᵀ without the bias, `[tokens, out_features]`.
     pub fn multiply(&self, x: &[f32], context: &mut ProductContext) -> Result<Vec<f32>> {
         let mut out = vec![0.0; x.len() / self.in_features().max(1) * self.out_features()];
-        let mut outputs = [LinearOutput {
-            linear: self,
-            features: 0..self.out_features(),
-            out: &mut out,
-        }];
+        let mut outputs =
+            [LinearOutput { linear: self, features: 0..self.out_features(), out: &mut out }];
         multiply(&mut outputs, x, context)?;
         Ok(out)
     }
@@ -226,9 +214,7 @@ pub fn forward_all(
     single: SingleToken,
     context: &mut ProductContext,
 ) -> Result<()> {
-    let is_one_token = outputs
-        .first()
-        .is_some_and(|one| one.linear.in_features() == x.len());
+    let is_one_token = outputs.first().is_some_and(|one| one.linear.in_features() == x.len());
     if is_one_token && single == SingleToken::MatrixVector {
         for one in &mut *outputs {
             let is_whole = one.features == (0..one.linear.out_features());
@@ -240,12 +226,7 @@ pub fn forward_all(
     } else {
         multiply(outputs, x, context)?;
     }
-    for LinearOutput {
-        linear,
-        features,
-        out,
-    } in outputs
-    {
+    for LinearOutput { linear, features, out } in outputs {
         linear.add_bias(features, out);
     }
     Ok(())
@@ -272,22 +253,10 @@ fn multiply(
     assert_eq!(x.len(), tokens * inner, "x must be [tokens, in_features]");
     let kernel = context.kernel(dtype);
     let (mut jobs, mut at_rest) = (Vec::with_capacity(outputs.len()), Vec::new());
-    for LinearOutput {
-        linear,
-        features,
-        out,
-    } in outputs
-    {
-        assert!(
-            linear.in_features() == inner,
-            "linears that share x must have the same width"
-        );
+    for LinearOutput { linear, features, out } in outputs {
+        assert!(linear.in_features() == inner, "linears that share x must have the same width");
         let columns = features.len();
-        assert_eq!(
-            out.len(),
-            tokens * columns,
-            "out must be [tokens, out_features]"
-        );
+        assert_eq!(out.len(), tokens * columns, "out must be [tokens, out_features]");
         context.watch.count(2 * tokens * inner * columns);
         match &linear.weight {
             Weight::Held(weight) => jobs.push(ProductJob {
@@ -320,9 +289,7 @@ fn multiply(
             product::products(kernel, x, inner, &mut job, packed);
         }
     }
-    context
-        .watch
-        .move_to(Part::Pack, context.packed.take_time());
+    context.watch.move_to(Part::Pack, context.packed.take_time());
     Ok(())
 }
 
@@ -349,12 +316,8 @@ mod tests {
     fn product_is_the_same_for_a_weight_in_any_dtype_and_adds_the_bias() {
         // Small integers are exact in all three dtypes, and so are their products and sums.
         let (tokens, inner, columns) = (5, 70, 130);
-        let weight: Vec<f32> = (0..inner * columns)
-            .map(|i| ((i * 7) % 11) as f32 - 5.0)
-            .collect();
-        let x: Vec<f32> = (0..tokens * inner)
-            .map(|i| ((i * 3) % 5) as f32 - 2.0)
-            .collect();
+        let weight: Vec<f32> = (0..inner * columns).map(|i| ((i * 7) % 11) as f32 - 5.0).collect();
+        let x: Vec<f32> = (0..tokens * inner).map(|i| ((i * 3) % 5) as f32 - 2.0).collect();
         let bias: Vec<f32> = (0..columns).map(|i| i as f32).collect();
         for dtype in [StoredDtype::F32, StoredDtype::F16, StoredDtype::Bf16] {
             let linear = Linear::new(
@@ -364,14 +327,9 @@ mod tests {
             let y = forward(&linear, &x);
             for token in 0..tokens {
                 for column in 0..columns {
-                    let exact: f32 = (0..inner)
-                        .map(|k| x[token * inner + k] * weight[column * inner + k])
-                        .sum();
-                    assert_eq!(
-                        y[token * columns + column],
-                        exact + bias[column],
-                        "{dtype:?}"
-                    );
+                    let exact: f32 =
+                        (0..inner).map(|k| x[token * inner + k] * weight[column * inner + k]).sum();
+                    assert_eq!(y[token * columns + column], exact + bias[column], "{dtype:?}");
                 }
             }
         }
@@ -380,14 +338,11 @@ mod tests {
     #[test]
     fn weights_of_different_dtypes_share_x_as_each_alone() {
         let (tokens, inner, columns) = (9, 70, [40, 33, 64]);
-        let x: Vec<f32> = (0..tokens * inner)
-            .map(|i| (i as f32 * 0.29).cos())
-            .collect();
+        let x: Vec<f32> = (0..tokens * inner).map(|i| (i as f32 * 0.29).cos()).collect();
         let dtypes = [StoredDtype::Bf16, StoredDtype::F32, StoredDtype::F16];
         let linears = [0, 1, 2].map(|at| {
-            let weight: Vec<f32> = (0..inner * columns[at])
-                .map(|i| (i as f32 * 0.13).sin())
-                .collect();
+            let weight: Vec<f32> =
+                (0..inner * columns[at]).map(|i| (i as f32 * 0.13).sin()).collect();
             let matrix = StoredMatrix::from_f32(dtypes[at], columns[at], inner, &weight);
             Linear::new(matrix, Some(vec![at as f32; columns[at]]))
         });
@@ -395,11 +350,7 @@ mod tests {
         let mut jobs: Vec<_> = linears
             .iter()
             .zip(together.iter_mut())
-            .map(|(linear, out)| LinearOutput {
-                linear,
-                features: 0..linear.out_features(),
-                out,
-            })
+            .map(|(linear, out)| LinearOutput { linear, features: 0..linear.out_features(), out })
             .collect();
         let single = SingleToken::AsMany;
         forward_all(&mut jobs, &x, single, &mut ProductContext::new()).unwrap();
@@ -411,9 +362,7 @@ mod tests {
     #[test]
     fn a_matrix_vector_product_gives_what_the_kernels_for_many_tokens_give() {
         let (inner, columns) = (300, 70);
-        let weight: Vec<f32> = (0..inner * columns)
-            .map(|i| (i as f32 * 0.13).sin())
-            .collect();
+        let weight: Vec<f32> = (0..inner * columns).map(|i| (i as f32 * 0.13).sin()).collect();
         let x: Vec<f32> = (0..2 * inner).map(|i| (i as f32 * 0.29).cos()).collect();
         for dtype in [StoredDtype::F32, StoredDtype::F16, StoredDtype::Bf16] {
             let linear = Linear::new(
@@ -431,9 +380,7 @@ mod tests {
                 }
             }
             let mut several = vec![0.0; 2 * columns];
-            linear
-                .forward(&x, &mut several, single, &mut context)
-                .unwrap();
+            linear.forward(&x, &mut several, single, &mut context).unwrap();
             assert_eq!(several, two, "several tokens have the bits of many");
         }
     }
@@ -441,13 +388,10 @@ mod tests {
     #[test]
     fn a_weight_of_any_size_is_multiplied_slab_by_slab() {
         let (inner, columns) = (1 << 16, 300);
-        let weight: Vec<f32> = (0..inner * columns)
-            .map(|i| if i % inner == i / inner { 3.0 } else { 0.0 })
-            .collect();
-        let linear = Linear::new(
-            StoredMatrix::from_f32(StoredDtype::Bf16, columns, inner, &weight),
-            None,
-        );
+        let weight: Vec<f32> =
+            (0..inner * columns).map(|i| if i % inner == i / inner { 3.0 } else { 0.0 }).collect();
+        let linear =
+            Linear::new(StoredMatrix::from_f32(StoredDtype::Bf16, columns, inner, &weight), None);
         let x: Vec<f32> = (0..inner).map(|i| i as f32).collect();
         let y = forward(&linear, &x);
         assert_eq!(y, (0..columns).map(|i| 3.0 * i as f32).collect::<Vec<_>>());

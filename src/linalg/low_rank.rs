@@ -109,11 +109,8 @@ impl MaskedLowRank {
         let rows_at_once = (CHUNK / columns).max(1);
         let row_bytes = columns * dtype.bytes();
         let scratch = BufferPool::<(Vec<f32>, Vec<f32>, Vec<u8>)>::new();
-        changed
-            .as_bytes_mut()
-            .par_chunks_mut(rows_at_once * row_bytes)
-            .enumerate()
-            .for_each(|(task, bytes)| {
+        changed.as_bytes_mut().par_chunks_mut(rows_at_once * row_bytes).enumerate().for_each(
+            |(task, bytes)| {
                 let (first, rows) = (task * rows_at_once, bytes.len() / row_bytes);
                 scratch.lend(Default::default, |(change, wide, narrow)| {
                     let (change, wide) = (grow(change, rows * columns), grow(wide, rows * columns));
@@ -121,13 +118,12 @@ impl MaskedLowRank {
                     let a = View::strided(&self.a, rank, columns, columns);
                     matmul(change, columns, self.scale, b, a, Threads::One);
                     weight.widen_rows(first, wide);
-                    wide.iter_mut()
-                        .zip(change)
-                        .for_each(|(wide, change)| *wide += *change);
+                    wide.iter_mut().zip(change).for_each(|(wide, change)| *wide += *change);
                     convert::narrow(dtype, wide, narrow);
                     bytes.copy_from_slice(narrow);
                 });
-            });
+            },
+        );
         changed.zero_bits(&self.pruned);
         changed
     }
@@ -152,14 +148,7 @@ impl MaskedLowRank {
             (out_features * in_features).div_ceil(8),
             "a mask has a bit for every weight"
         );
-        Self {
-            out_features,
-            in_features,
-            scale,
-            pruned,
-            a,
-            b,
-        }
+        Self { out_features, in_features, scale, pruned, a, b }
     }
 
     /// Masks a rectangle of G in place, and returns its part of the gradients of the factors.
@@ -176,21 +165,13 @@ impl MaskedLowRank {
     ) -> FactorPart {
         let (high, wide, rank) = (rows.len(), columns.len(), self.rank());
         for (row, gradient) in rows.clone().zip(gradient.chunks_exact_mut(wide)) {
-            zero_bits_from(
-                gradient,
-                &self.pruned,
-                row * self.in_features + columns.start,
-            );
+            zero_bits_from(gradient, &self.pruned, row * self.in_features + columns.start);
         }
         let g = View::strided(gradient, high, wide, wide);
         let a = View::strided(&self.a[columns.start..], rank, wide, self.in_features);
         let b = View::strided(&self.b[rows.start * rank..], high, rank, rank);
-        let mut part = FactorPart {
-            a: vec![0.0; rank * wide],
-            b: vec![0.0; high * rank],
-            rows,
-            columns,
-        };
+        let mut part =
+            FactorPart { a: vec![0.0; rank * wide], b: vec![0.0; high * rank], rows, columns };
         let (s, one) = (self.scale, Threads::One);
         matmul(&mut part.b, rank, s, g, a.transposed(), one);
         matmul(&mut part.a, wide, s, b.transposed(), g, one);
@@ -266,14 +247,9 @@ impl Linear {
         // In the order of the parts, whichever was first.
         for part in parts {
             let plus = |sums: &mut [f32], more: &[f32]| {
-                sums.iter_mut()
-                    .zip(more)
-                    .for_each(|(sum, more)| *sum += more);
+                sums.iter_mut().zip(more).for_each(|(sum, more)| *sum += more);
             };
-            plus(
-                &mut db[part.rows.start * rank..part.rows.end * rank],
-                &part.b,
-            );
+            plus(&mut db[part.rows.start * rank..part.rows.end * rank], &part.b);
             let lines = part.a.chunks_exact(part.columns.len());
             for (da, more) in da.chunks_exact_mut(columns).zip(lines) {
                 plus(&mut da[part.columns.clone()], more);
@@ -318,15 +294,8 @@ mod tests {
                     continue;
                 }
                 let exact = before[at] + change(at);
-                let rounding = if dtype == StoredDtype::F32 {
-                    1e-6
-                } else {
-                    4e-3
-                };
-                assert!(
-                    (after - exact).abs() <= rounding * (1.0 + exact.abs()),
-                    "{after} {exact}"
-                );
+                let rounding = if dtype == StoredDtype::F32 { 1e-6 } else { 4e-3 };
+                assert!((after - exact).abs() <= rounding * (1.0 + exact.abs()), "{after} {exact}");
             }
         }
     }

@@ -25,13 +25,7 @@ pub struct View<'a> {
 impl<'a> View<'a> {
     /// A row-major matrix whose rows begin `row_stride` elements apart.
     pub fn strided(values: &'a [f32], rows: usize, columns: usize, row_stride: usize) -> Self {
-        Self {
-            values,
-            rows,
-            columns,
-            row_stride,
-            column_stride: 1,
-        }
+        Self { values, rows, columns, row_stride, column_stride: 1 }
     }
 
     /// The transposed matrix over the same elements.
@@ -77,21 +71,12 @@ pub fn matmul(
 ) {
     let (rows, columns, inner) = (lhs.rows, rhs.columns, lhs.columns);
     assert_eq!(inner, rhs.rows, "inner sizes of a product must match");
-    assert!(
-        lhs.is_inside() && rhs.is_inside(),
-        "a factor reaches beyond its slice"
-    );
+    assert!(lhs.is_inside() && rhs.is_inside(), "a factor reaches beyond its slice");
     if rows == 0 || columns == 0 {
         return;
     }
-    assert!(
-        columns <= out_stride || rows == 1,
-        "rows of the result would overlap"
-    );
-    assert!(
-        isize::try_from(out_stride).is_ok(),
-        "a stride must be an offset of a pointer"
-    );
+    assert!(columns <= out_stride || rows == 1, "rows of the result would overlap");
+    assert!(isize::try_from(out_stride).is_ok(), "a stride must be an offset of a pointer");
     assert_holds(out.len(), rows, columns, out_stride);
     let parallelism = match threads {
         Threads::One => Parallelism::None,
@@ -141,14 +126,9 @@ mod tests {
 
     #[test]
     fn product_equals_the_triple_loop_over_odd_shapes_and_strides() {
-        for (rows, inner, columns) in [
-            (1, 1, 1),
-            (3, 5, 7),
-            (13, 33, 65),
-            (64, 172, 17),
-            (2, 600, 40),
-            (1, 64, 64),
-        ] {
+        for (rows, inner, columns) in
+            [(1, 1, 1), (3, 5, 7), (13, 33, 65), (64, 172, 17), (2, 600, 40), (1, 64, 64)]
+        {
             let a = pseudo_random(rows * (inner + 2), 1);
             let b = pseudo_random(columns * inner, 2);
             let mut out = vec![7.0; rows * (columns + 3)];
@@ -163,10 +143,7 @@ mod tests {
                         * 0.5;
                     let got = f64::from(out[i * (columns + 3) + j]);
                     // f32 products of numbers below one half: rounding stays below inner * 2^-24 * 1/4.
-                    assert!(
-                        (exact - got).abs() < 1e-7 * inner as f64,
-                        "({i}, {j}): {exact} {got}"
-                    );
+                    assert!((exact - got).abs() < 1e-7 * inner as f64, "({i}, {j}): {exact} {got}");
                 }
                 assert_eq!(
                     out[i * (columns + 3) + columns],
@@ -180,10 +157,7 @@ mod tests {
     #[test]
     fn threads_do_not_change_a_bit() {
         let (rows, inner, columns) = (150, 700, 300);
-        let (a, b) = (
-            pseudo_random(rows * inner, 3),
-            pseudo_random(columns * inner, 4),
-        );
+        let (a, b) = (pseudo_random(rows * inner, 3), pseudo_random(columns * inner, 4));
         let lhs = View::strided(&a, rows, inner, inner);
         let rhs = View::strided(&b, columns, inner, inner).transposed();
         let mut one = vec![0.0; rows * columns];

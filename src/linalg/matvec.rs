@@ -33,12 +33,7 @@ pub(super) fn product(weight: &StoredMatrix, x: &[f32], out: &mut [f32]) {
     let arch = Arch::new();
     let task = |(number, out): (usize, &mut [f32])| {
         let first_row = number * rows_at_once;
-        arch.dispatch(RowTask {
-            weight,
-            first_row,
-            x,
-            out,
-        });
+        arch.dispatch(RowTask { weight, first_row, x, out });
     };
     if out.len() <= rows_at_once {
         task((0, out));
@@ -61,20 +56,15 @@ impl WithSimd for RowTask<'_> {
     /// Compiled for every width of vectors; all called functions are inlined, so they use these vectors.
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self {
-            weight,
-            first_row,
-            x,
-            out,
-        } = self;
+        let Self { weight, first_row, x, out } = self;
         let columns = x.len();
         for (y, row) in out.iter_mut().zip(first_row..) {
             let own = row * columns..(row + 1) * columns;
             *y = match &*weight.values {
                 StoredValues::F32(values) => RowSum::new(simd).add(&values[own], x).total(),
-                StoredValues::F16(values) => dot(simd, &values[own], x, |row, wide| {
-                    row.convert_to_f32_slice(wide)
-                }),
+                StoredValues::F16(values) => {
+                    dot(simd, &values[own], x, |row, wide| row.convert_to_f32_slice(wide))
+                }
                 StoredValues::Bf16(values) => dot(simd, &values[own], x, |row, wide| {
                     for (wide, value) in wide.iter_mut().zip(row) {
                         // A bfloat16 is the upper half of an f32.
@@ -109,11 +99,7 @@ struct RowSum<S: Simd> {
 impl<S: Simd> RowSum<S> {
     #[inline(always)]
     fn new(simd: S) -> Self {
-        Self {
-            simd,
-            vectors: [simd.splat_f32s(0.0); VECTORS],
-            rest: 0.0,
-        }
+        Self { simd, vectors: [simd.splat_f32s(0.0); VECTORS], rest: 0.0 }
     }
 
     /// sum + w·x
@@ -171,11 +157,8 @@ mod tests {
                 let mut wide = vec![0.0; columns];
                 for (row, &got) in out.iter().enumerate() {
                     weight.widen_rows(row, &mut wide);
-                    let exact: f64 = wide
-                        .iter()
-                        .zip(&x)
-                        .map(|(w, x)| f64::from(*w) * f64::from(*x))
-                        .sum();
+                    let exact: f64 =
+                        wide.iter().zip(&x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum();
                     // Products below 1/4, whose sums stay near 0.1 · √columns, rounded to 2^-24 at every step.
                     let tolerance = 1e-6 * (1.0 + (columns as f64).sqrt());
                     assert!(

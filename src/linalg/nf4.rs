@@ -74,22 +74,14 @@ pub const fn blocks(weights: usize) -> usize {
 /// # Panics
 /// Panics where the lengths disagree.
 pub fn quantise(weights: &[f32], packed: &mut [u8], absmax: &mut [f32]) {
-    assert_eq!(
-        packed.len(),
-        packed_bytes(weights.len()),
-        "half a byte per weight"
-    );
+    assert_eq!(packed.len(), packed_bytes(weights.len()), "half a byte per weight");
     assert_eq!(absmax.len(), blocks(weights.len()), "one scale per block");
     weights
         .par_chunks(TASK_BLOCKS * BLOCK)
         .zip(packed.par_chunks_mut(TASK_BLOCKS * BLOCK / 2))
         .zip(absmax.par_chunks_mut(TASK_BLOCKS))
         .for_each(|((weights, packed), absmax)| {
-            Arch::new().dispatch(Quantise {
-                weights,
-                packed,
-                absmax,
-            });
+            Arch::new().dispatch(Quantise { weights, packed, absmax });
         });
 }
 
@@ -108,10 +100,7 @@ impl WithSimd for Quantise<'_> {
         for (middle, pair) in middles.iter_mut().zip(CODEBOOK.windows(2)) {
             *middle = (pair[0] + pair[1]) / 2.0;
         }
-        let blocks = self
-            .weights
-            .chunks(BLOCK)
-            .zip(self.packed.chunks_mut(BLOCK / 2));
+        let blocks = self.weights.chunks(BLOCK).zip(self.packed.chunks_mut(BLOCK / 2));
         for ((weights, packed), absmax) in blocks.zip(self.absmax) {
             // The last block of a matrix may be shorter; zeros do not change its scale.
             let mut block = [0.0f32; BLOCK];
@@ -168,20 +157,13 @@ pub fn dequantise(range: Range<usize>, packed: &[u8], absmax: &[f32], weights: &
     let start = range.start + head;
     let packed = &packed[start / 2 - first_byte..];
     let absmax = &absmax[start / BLOCK - first_block..];
-    let (packed, absmax) = (
-        &packed[..packed_bytes(whole.len())],
-        &absmax[..blocks(whole.len())],
-    );
+    let (packed, absmax) = (&packed[..packed_bytes(whole.len())], &absmax[..blocks(whole.len())]);
     whole
         .par_chunks_mut(TASK_BLOCKS * BLOCK)
         .zip(packed.par_chunks(TASK_BLOCKS * BLOCK / 2))
         .zip(absmax.par_chunks(TASK_BLOCKS))
         .for_each(|((weights, packed), absmax)| {
-            Arch::new().dispatch(Dequantise {
-                weights,
-                packed,
-                absmax,
-            });
+            Arch::new().dispatch(Dequantise { weights, packed, absmax });
         });
 }
 
@@ -196,19 +178,13 @@ impl WithSimd for Dequantise<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
-        let blocks = self
-            .weights
-            .chunks_mut(BLOCK)
-            .zip(self.packed.chunks(BLOCK / 2));
+        let blocks = self.weights.chunks_mut(BLOCK).zip(self.packed.chunks(BLOCK / 2));
         for ((weights, packed), absmax) in blocks.zip(self.absmax) {
             // The scaled codebook: one product per code instead of one per weight.
             let values = CODEBOOK.map(|value| value * absmax);
             let (pairs, last) = weights.as_chunks_mut::<2>();
             for (pair, byte) in pairs.iter_mut().zip(packed) {
-                *pair = [
-                    values[usize::from(byte >> 4)],
-                    values[usize::from(byte & 15)],
-                ];
+                *pair = [values[usize::from(byte >> 4)], values[usize::from(byte & 15)]];
             }
             if let ([last], Some(byte)) = (last, packed.last()) {
                 *last = values[usize::from(byte >> 4)];
@@ -236,38 +212,22 @@ impl NestedScales {
         let mut codes = Vec::with_capacity(scales.len());
         let mut absmax = Vec::with_capacity(scales.len().div_ceil(NESTED_BLOCK));
         for block in scales.chunks(NESTED_BLOCK) {
-            let top = block
-                .iter()
-                .fold(0.0f32, |top, scale| top.max((scale - offset).abs()));
+            let top = block.iter().fold(0.0f32, |top, scale| top.max((scale - offset).abs()));
             let inverse = if top == 0.0 { 0.0 } else { 1.0 / top };
-            codes.extend(
-                block
-                    .iter()
-                    .map(|scale| map.code((scale - offset) * inverse)),
-            );
+            codes.extend(block.iter().map(|scale| map.code((scale - offset) * inverse)));
             absmax.push(top);
         }
-        Self {
-            codes,
-            absmax,
-            offset,
-        }
+        Self { codes, absmax, offset }
     }
 
     /// The scale of a block, from its code and those of its neighbours.
     pub fn scale(&self, block: usize) -> f32 {
-        nested_scale(
-            self.codes[block],
-            self.absmax[block / NESTED_BLOCK],
-            self.offset,
-        )
+        nested_scale(self.codes[block], self.absmax[block / NESTED_BLOCK], self.offset)
     }
 
     /// All scales.
     pub fn scales(&self) -> Vec<f32> {
-        (0..self.codes.len())
-            .map(|block| self.scale(block))
-            .collect()
+        (0..self.codes.len()).map(|block| self.scale(block)).collect()
     }
 }
 

@@ -61,16 +61,9 @@ fn single_and_double_quantisation_equal_the_reference_bit_for_bit() {
                 _ => NestedScales::new(absmax).scales(),
             };
             let (packed, absmax) = quantised(&weights);
-            assert_eq!(
-                packed,
-                golden_tensor(FILE, &key("packed")).unwrap().1,
-                "{case}"
-            );
+            assert_eq!(packed, golden_tensor(FILE, &key("packed")).unwrap().1, "{case}");
             if tag == "single" {
-                assert_eq!(
-                    bits(&absmax),
-                    bits(&golden_f32(FILE, &key("absmax")).unwrap())
-                );
+                assert_eq!(bits(&absmax), bits(&golden_f32(FILE, &key("absmax")).unwrap()));
             } else {
                 let nested = NestedScales::new(&absmax);
                 let offset = golden_f32(FILE, &key("offset")).unwrap();
@@ -130,16 +123,7 @@ fn any_range_is_the_same_piece_of_the_whole() {
     let weights: Vec<f32> = (0..40_003).map(|i| ((i * 31) as f32).cos()).collect();
     let (packed, absmax) = quantised(&weights);
     let whole = restored(weights.len(), &packed, &absmax);
-    for range in [
-        0..0,
-        0..1,
-        3..64,
-        63..66,
-        64..128,
-        65..40_003,
-        127..30_001,
-        40_002..40_003,
-    ] {
+    for range in [0..0, 0..1, 3..64, 63..66, 64..128, 65..40_003, 127..30_001, 40_002..40_003] {
         let mut piece = vec![f32::NAN; range.len()];
         dequantise(
             range.clone(),
@@ -160,13 +144,8 @@ fn any_range_is_the_same_piece_of_the_whole() {
 #[test]
 fn the_mean_of_many_scales_is_close_to_that_in_f64() {
     for count in [1, 15, 16, 63, 64, 1023, 100_000, 3_000_001] {
-        let scales: Vec<f32> = (0..count)
-            .map(|i| 1.0 + ((i % 977) as f32) * 1e-3)
-            .collect();
+        let scales: Vec<f32> = (0..count).map(|i| 1.0 + ((i % 977) as f32) * 1e-3).collect();
         let exact = scales.iter().map(|&scale| f64::from(scale)).sum::<f64>() / f64::from(count);
-        assert!(
-            (f64::from(mean(&scales)) - exact).abs() < 1e-6 * exact,
-            "{count}"
-        );
+        assert!((f64::from(mean(&scales)) - exact).abs() < 1e-6 * exact, "{count}");
     }
 }

@@ -12,10 +12,7 @@ pub const LEAST_ROWS: usize = 64;
 pub const LEAST_COLUMNS: usize = 64;
 
 fn count(total: usize, at_most: usize, at_least: usize) -> usize {
-    total
-        .div_ceil(at_most.max(1))
-        .min(total / at_least.max(1))
-        .max(1)
+    total.div_ceil(at_most.max(1)).min(total / at_least.max(1)).max(1)
 }
 
 /// Cuts `0..total` into even parts of at most `at_most`, but at least `at_least`; no parts if `total` is 0.
@@ -24,11 +21,7 @@ pub fn parts(
     at_most: usize,
     at_least: usize,
 ) -> impl ExactSizeIterator<Item = Range<usize>> + Clone {
-    let count = if total == 0 {
-        0
-    } else {
-        count(total, at_most, at_least)
-    };
+    let count = if total == 0 { 0 } else { count(total, at_most, at_least) };
     (0..count).map(move |part| part * total / count..(part + 1) * total / count)
 }
 
@@ -57,9 +50,6 @@ mod tests {
                 }
             }
         }
-        assert_eq!(
-            parts(2048, 1024, LEAST_ROWS).collect::<Vec<_>>(),
-            [0..1024, 1024..2048]
-        );
+        assert_eq!(parts(2048, 1024, LEAST_ROWS).collect::<Vec<_>>(), [0..1024, 1024..2048]);
     }
 }

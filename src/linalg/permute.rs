@@ -41,15 +41,13 @@ pub fn permute<T: Copy>(values: &mut [T], order: &[usize]) {
 
 /// Puts the columns of every row of `values` into another order, with a copy of one row per task.
 pub fn permute_columns<T: Pod + Send + Sync>(values: &mut [T], order: &[usize]) {
-    values
-        .par_chunks_mut(order.len().max(1))
-        .for_each_init(Vec::new, |old, row| {
-            old.clear();
-            old.extend_from_slice(row);
-            for (value, &from) in row.iter_mut().zip(order) {
-                *value = old[from];
-            }
-        });
+    values.par_chunks_mut(order.len().max(1)).for_each_init(Vec::new, |old, row| {
+        old.clear();
+        old.extend_from_slice(row);
+        for (value, &from) in row.iter_mut().zip(order) {
+            *value = old[from];
+        }
+    });
 }
 
 /// The inverse of a permutation: the new place of every old one.

@@ -3,10 +3,7 @@
 //! Slices cannot express rectangles: the rows of two rectangles side by side alternate in memory. [`cut`] checks that no two overlap
 //! and that all are inside the matrix, and a [`Rectangle`] lends only its own rows.
 
-#![expect(
-    unsafe_code,
-    reason = "disjoint rectangles of one slice, for several threads"
-)]
+#![expect(unsafe_code, reason = "disjoint rectangles of one slice, for several threads")]
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -120,10 +117,7 @@ mod tests {
         let rectangles = cut(&mut matrix, 7, &[0..2, 2..5], &[0..1, 1..3, 4..5]);
         for (index, mut rectangle) in rectangles.enumerate() {
             for row in 0..rectangle.rows().len() {
-                rectangle
-                    .row(row)
-                    .iter_mut()
-                    .for_each(|value| *value += (index + 1) as f32);
+                rectangle.row(row).iter_mut().for_each(|value| *value += (index + 1) as f32);
             }
         }
         for (at, value) in matrix.iter().enumerate() {
@@ -157,12 +151,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "beyond its matrix")]
     fn a_stride_that_overflows_is_refused() {
-        drop(cut(
-            &mut [0.0; 4],
-            usize::MAX / 2 + 1,
-            &[0..1, 1..3],
-            &[0..1, 1..2],
-        ));
+        drop(cut(&mut [0.0; 4], usize::MAX / 2 + 1, &[0..1, 1..3], &[0..1, 1..2]));
     }
 
     #[test]
@@ -171,11 +160,9 @@ mod tests {
         assert_eq!(extent(2, 3, 1, 4), Some(10));
         assert_eq!(extent(0, 2, usize::MAX, usize::MAX), Some(0));
         assert_eq!(extent(1, 1, usize::MAX, usize::MAX), Some(1));
-        for (rows, columns, row_stride) in [
-            (3, 1, usize::MAX / 2 + 1),
-            (2, 2, usize::MAX),
-            (2, 1, usize::MAX),
-        ] {
+        for (rows, columns, row_stride) in
+            [(3, 1, usize::MAX / 2 + 1), (2, 2, usize::MAX), (2, 1, usize::MAX)]
+        {
             assert_eq!(extent(rows, columns, row_stride, 1), None);
         }
     }

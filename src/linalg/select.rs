@@ -33,11 +33,7 @@ pub fn find_lowest(scores: &[f32], count: usize, scratch: &mut Vec<u32>) -> Lowe
     let (lower, &mut threshold, higher) = scratch.select_nth_unstable(count - 1);
     let below = lower.iter().filter(|&&key| key < threshold).count();
     let equal_above = higher.iter().filter(|&&key| key == threshold).count();
-    Lowest {
-        threshold,
-        ties: count - below,
-        takes_all_ties: equal_above == 0,
-    }
+    Lowest { threshold, ties: count - below, takes_all_ties: equal_above == 0 }
 }
 
 /// The index of the first value that is not finite.
@@ -71,11 +67,7 @@ pub fn lowest(scores: &[f32], count: usize, scratch: &mut Vec<u32>, mut pick: im
         (0..scores.len()).for_each(pick);
         return;
     }
-    let Lowest {
-        threshold,
-        ties: mut ties_left,
-        ..
-    } = find_lowest(scores, count, scratch);
+    let Lowest { threshold, ties: mut ties_left, .. } = find_lowest(scores, count, scratch);
     for (index, &score) in scores.iter().enumerate() {
         let score = key(score);
         if score < threshold {
@@ -109,12 +101,7 @@ pub fn lowest_of_groups(
     is_lowest.clear();
     is_lowest.resize(scores.len(), false);
     if size <= LARGEST_RANKED {
-        Arch::new().dispatch(Ranked {
-            scores,
-            size,
-            count,
-            is_lowest,
-        });
+        Arch::new().dispatch(Ranked { scores, size, count, is_lowest });
         return;
     }
     // Such groups have too many pairs.
@@ -186,10 +173,7 @@ pub struct Radix {
 impl Radix {
     /// An empty counter: of the first pass, or of the second among scores whose upper half [`Radix::narrow`] found.
     pub fn new(upper: Option<u16>) -> Self {
-        Self {
-            counts: vec![0; 1 << 16],
-            upper,
-        }
+        Self { counts: vec![0; 1 << 16], upper }
     }
 
     /// Counts scores of the current pass.
@@ -208,10 +192,7 @@ impl Radix {
 
     /// Adds the counts of another counter of the same pass.
     pub fn merge(mut self, other: &Self) -> Self {
-        self.counts
-            .iter_mut()
-            .zip(&other.counts)
-            .for_each(|(count, more)| *count += more);
+        self.counts.iter_mut().zip(&other.counts).for_each(|(count, more)| *count += more);
         self
     }
 
@@ -255,33 +236,16 @@ mod tests {
     #[test]
     fn ties_go_to_the_lower_index() {
         let mut picked = Vec::new();
-        lowest(
-            &[1.0, 0.5, 0.5, -0.0, 0.5, 0.0],
-            3,
-            &mut Vec::new(),
-            |index| picked.push(index),
-        );
+        lowest(&[1.0, 0.5, 0.5, -0.0, 0.5, 0.0], 3, &mut Vec::new(), |index| picked.push(index));
         assert_eq!(picked, [1, 3, 5]);
     }
 
     #[test]
     fn zeros_of_both_signs_are_ties_in_a_group() {
         let mut is_lowest = Vec::new();
-        let scores = [
-            0.0,
-            -0.0,
-            f32::MAX,
-            -0.0,
-            3.0,
-            f32::MIN_POSITIVE / 2.0,
-            2.0,
-            1.0,
-        ];
+        let scores = [0.0, -0.0, f32::MAX, -0.0, 3.0, f32::MIN_POSITIVE / 2.0, 2.0, 1.0];
         lowest_of_groups(&scores, 4, 2, &mut Vec::new(), &mut is_lowest);
-        assert_eq!(
-            is_lowest,
-            [true, true, false, false, false, true, false, true]
-        );
+        assert_eq!(is_lowest, [true, true, false, false, false, true, false, true]);
     }
 
     #[test]

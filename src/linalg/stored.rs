@@ -42,11 +42,7 @@ impl StoredDtype {
             Self::F16 => 11,
             Self::Bf16 => 8,
         };
-        if bits(other) > bits(self) {
-            other
-        } else {
-            self
-        }
+        if bits(other) > bits(self) { other } else { self }
     }
 
     /// The name used in reports: `f32`, `f16` or `bf16`.
@@ -121,20 +117,14 @@ impl StoredMatrix {
     /// Creates a matrix of zeros. [`StoredMatrix::as_bytes_mut`] fills it.
     pub fn zeros(dtype: StoredDtype, rows: usize, columns: usize) -> Result<Self> {
         let count = rows.checked_mul(columns).ok_or_else(|| {
-            Failure::new(format!(
-                "a matrix of {rows} x {columns} elements is larger than memory"
-            ))
+            Failure::new(format!("a matrix of {rows} x {columns} elements is larger than memory"))
         })?;
         let values = match dtype {
             StoredDtype::F32 => StoredValues::F32(allocate(count)?),
             StoredDtype::F16 => StoredValues::F16(allocate(count)?),
             StoredDtype::Bf16 => StoredValues::Bf16(allocate(count)?),
         };
-        Ok(Self {
-            rows,
-            columns,
-            values: Arc::new(values),
-        })
+        Ok(Self { rows, columns, values: Arc::new(values) })
     }
 
     /// Stores f32 values as `dtype`, rounding to nearest even; `values` is row-major `[rows, columns]`.
@@ -156,11 +146,7 @@ impl StoredMatrix {
                 StoredValues::Bf16(values.iter().map(|&value| bf16::from_f32(value)).collect())
             }
         };
-        Self {
-            rows,
-            columns,
-            values: Arc::new(values),
-        }
+        Self { rows, columns, values: Arc::new(values) }
     }
 
     /// Replaces all elements, rounding each once. Takes memory only where a copy of the matrix shares its elements.
@@ -231,11 +217,7 @@ impl StoredMatrix {
     /// # Panics
     /// Panics when `wide` is not a whole number of rows or reaches beyond the matrix.
     pub fn widen_rows(&self, first_row: usize, wide: &mut [f32]) {
-        assert_eq!(
-            wide.len() % self.columns.max(1),
-            0,
-            "only whole rows are widened"
-        );
+        assert_eq!(wide.len() % self.columns.max(1), 0, "only whole rows are widened");
         let start = first_row * self.columns;
         let range = start..start + wide.len();
         match &*self.values {
@@ -290,19 +272,13 @@ impl StoredMatrix {
         match &*self.values {
             // The sign bit is ignored.
             StoredValues::F32(values) => {
-                zeros_mask(bytemuck::cast_slice::<_, u32>(values), |bits| {
-                    bits << 1 == 0
-                })
+                zeros_mask(bytemuck::cast_slice::<_, u32>(values), |bits| bits << 1 == 0)
             }
             StoredValues::F16(values) => {
-                zeros_mask(bytemuck::cast_slice::<_, u16>(values), |bits| {
-                    bits << 1 == 0
-                })
+                zeros_mask(bytemuck::cast_slice::<_, u16>(values), |bits| bits << 1 == 0)
             }
             StoredValues::Bf16(values) => {
-                zeros_mask(bytemuck::cast_slice::<_, u16>(values), |bits| {
-                    bits << 1 == 0
-                })
+                zeros_mask(bytemuck::cast_slice::<_, u16>(values), |bits| bits << 1 == 0)
             }
         }
     }
@@ -341,11 +317,7 @@ const CHUNK: usize = 1 << 15;
 /// # Panics
 /// Panics when `pruned` does not have one bit per element, rounded up to bytes.
 pub fn zero_bits_of(values: &mut [f32], pruned: &[u8]) {
-    assert_eq!(
-        pruned.len(),
-        values.len().div_ceil(8),
-        "a mask has a bit for every weight"
-    );
+    assert_eq!(pruned.len(), values.len().div_ceil(8), "a mask has a bit for every weight");
     bytemuck::cast_slice_mut::<f32, u32>(values)
         .par_chunks_mut(CHUNK)
         .zip(pruned.par_chunks(CHUNK / 8))
@@ -364,10 +336,7 @@ pub(super) fn zero_bits_from(values: &mut [f32], pruned: &[u8], first: usize) {
         *value &= (u32::from(pruned[bit / 8] >> (bit % 8)) & 1).wrapping_sub(1);
     }
     let pruned = &pruned[first.div_ceil(8)..];
-    assert!(
-        whole.len() <= 8 * pruned.len(),
-        "a mask has a bit for every weight"
-    );
+    assert!(whole.len() <= 8 * pruned.len(), "a mask has a bit for every weight");
     keep_some(whole, pruned, &WORDS);
 }
 
@@ -375,9 +344,7 @@ pub(super) fn zero_bits_from(values: &mut [f32], pruned: &[u8], first: usize) {
 fn zeros_mask<T: Copy + Sync>(values: &[T], is_zero: impl Fn(T) -> bool + Sync) -> Vec<u8> {
     let byte = |values: &[T]| {
         let bits = values.iter().enumerate();
-        bits.fold(0u8, |byte, (bit, value)| {
-            byte | u8::from(is_zero(*value)) << bit
-        })
+        bits.fold(0u8, |byte, (bit, value)| byte | u8::from(is_zero(*value)) << bit)
     };
     values.par_chunks(8).map(byte).collect()
 }
@@ -427,18 +394,13 @@ where
             let Self(values, bits) = self;
             // Narrow counters fit a register many times. They cannot overflow within a block.
             let blocks = values.chunks(1 << 14).map(|block| {
-                let zeros = block
-                    .iter()
-                    .map(|value| u16::from(*value & bits == T::default()));
+                let zeros = block.iter().map(|value| u16::from(*value & bits == T::default()));
                 u64::from(zeros.sum::<u16>())
             });
             blocks.sum()
         }
     }
-    values
-        .par_chunks(chunk)
-        .map(|values| Arch::new().dispatch(Count(values, bits)))
-        .sum()
+    values.par_chunks(chunk).map(|values| Arch::new().dispatch(Count(values, bits))).sum()
 }
 
 #[cfg(test)]

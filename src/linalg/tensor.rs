@@ -17,9 +17,7 @@ pub fn from_vec(values: Vec<f32>, shape: &[usize]) -> Result<Tensor> {
 /// Fails when the tensor is of another dtype or device or is not contiguous.
 pub fn with_slice<R>(tensor: &Tensor, body: impl FnOnce(&[f32]) -> R) -> Result<R> {
     let (storage, layout) = tensor.storage_and_layout();
-    let (start, end) = layout
-        .contiguous_offsets()
-        .context("the tensor is not contiguous")?;
+    let (start, end) = layout.contiguous_offsets().context("the tensor is not contiguous")?;
     match &*storage {
         Storage::Cpu(CpuStorage::F32(values)) => {
             ensure!(end <= values.len(), "the tensor reaches beyond its storage");
@@ -35,20 +33,18 @@ pub fn with_slice<R>(tensor: &Tensor, body: impl FnOnce(&[f32]) -> R) -> Result<
 /// Fails when the tensor has another dtype or device, or is not contiguous.
 pub fn with_bytes<R>(tensor: &Tensor, body: impl FnOnce(&[u8]) -> R) -> Result<R> {
     let (storage, layout) = tensor.storage_and_layout();
-    let (start, end) = layout
-        .contiguous_offsets()
-        .context("the tensor is not contiguous")?;
+    let (start, end) = layout.contiguous_offsets().context("the tensor is not contiguous")?;
     let outside = "the tensor reaches beyond its storage";
     Ok(match &*storage {
-        Storage::Cpu(CpuStorage::F32(values)) => body(bytemuck::cast_slice(
-            values.get(start..end).context(outside)?,
-        )),
-        Storage::Cpu(CpuStorage::F16(values)) => body(bytemuck::cast_slice(
-            values.get(start..end).context(outside)?,
-        )),
-        Storage::Cpu(CpuStorage::BF16(values)) => body(bytemuck::cast_slice(
-            values.get(start..end).context(outside)?,
-        )),
+        Storage::Cpu(CpuStorage::F32(values)) => {
+            body(bytemuck::cast_slice(values.get(start..end).context(outside)?))
+        }
+        Storage::Cpu(CpuStorage::F16(values)) => {
+            body(bytemuck::cast_slice(values.get(start..end).context(outside)?))
+        }
+        Storage::Cpu(CpuStorage::BF16(values)) => {
+            body(bytemuck::cast_slice(values.get(start..end).context(outside)?))
+        }
         _ => anyhow::bail!("the tensor is not f32, f16 or bf16 on the CPU"),
     })
 }

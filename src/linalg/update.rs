@@ -53,19 +53,14 @@ pub fn subtract_product(
             update.u = bytemuck::allocation::zeroed_vec(lines);
         }
         let from = Strided::transposed(Values::F32(&u[slab * columns..]), columns);
-        update.u[..lines]
-            .par_chunks_mut(unit_lines)
-            .enumerate()
-            .for_each(|(at, lines)| {
-                let count = UNIT.min(width - at * UNIT);
-                let lines = &mut lines[..kernel.column_lines(count, steps)];
-                kernel.pack_columns(from.at(at * UNIT, 0), count, steps, lines);
-            });
+        update.u[..lines].par_chunks_mut(unit_lines).enumerate().for_each(|(at, lines)| {
+            let count = UNIT.min(width - at * UNIT);
+            let lines = &mut lines[..kernel.column_lines(count, steps)];
+            kernel.pack_columns(from.at(at * UNIT, 0), count, steps, lines);
+        });
         let packed_u = &update.u[..lines];
-        c.par_chunks_mut(ROWS * columns)
-            .zip(e.par_chunks(ROWS * inner))
-            .with_max_len(1)
-            .for_each(|(c, e)| {
+        c.par_chunks_mut(ROWS * columns).zip(e.par_chunks(ROWS * inner)).with_max_len(1).for_each(
+            |(c, e)| {
                 update.e.lend(Default::default, |(negative, lines)| {
                     let rows = e.len() / inner;
                     negative.clear();
@@ -87,7 +82,8 @@ pub fn subtract_product(
                     };
                     kernel.multiply(factors, &mut c[first..], columns, true);
                 });
-            });
+            },
+        );
     }
 }
 
@@ -117,10 +113,7 @@ mod tests {
                         true => f64::from(c[at]),
                         false => f64::from(c[at]) - sum,
                     };
-                    assert!(
-                        (f64::from(out[at]) - expected).abs() < 2e-4,
-                        "{row} {column}"
-                    );
+                    assert!((f64::from(out[at]) - expected).abs() < 2e-4, "{row} {column}");
                 }
             }
         }

@@ -141,13 +141,7 @@ impl MatrixAtRest {
         rows: usize,
         columns: usize,
     ) -> Self {
-        Self {
-            source,
-            dtype,
-            rows,
-            columns,
-            pruned: None,
-        }
+        Self { source, dtype, rows, columns, pruned: None }
     }
 
     /// Returns the same matrix with +0 wherever `pruned` has a 1.
@@ -164,10 +158,7 @@ impl MatrixAtRest {
             (self.rows * self.columns).div_ceil(8),
             "a mask has a bit for every weight"
         );
-        Self {
-            pruned: Some(pruned.into()),
-            ..self
-        }
+        Self { pruned: Some(pruned.into()), ..self }
     }
 
     /// Reads some rows in their stored dtype, with zeros for pruned elements.
@@ -193,14 +184,12 @@ impl MatrixAtRest {
         let length = rows.len() * self.columns;
         if self.dtype == StoredDtype::F32 {
             let values = grow(&mut read.whole, length);
-            self.source
-                .read_rows(rows.start, bytemuck::cast_slice_mut(values))?;
+            self.source.read_rows(rows.start, bytemuck::cast_slice_mut(values))?;
             self.unmask(rows.start, values);
             return Ok(Values::F32(values));
         }
         let values = grow(&mut read.half, length);
-        self.source
-            .read_rows(rows.start, bytemuck::cast_slice_mut(values))?;
+        self.source.read_rows(rows.start, bytemuck::cast_slice_mut(values))?;
         self.unmask(rows.start, values);
         Ok(if self.dtype == StoredDtype::Bf16 {
             Values::Bf16(bytemuck::cast_slice(values))
@@ -215,16 +204,13 @@ impl MatrixAtRest {
             return;
         };
         let first = first_row * self.columns;
-        values
-            .par_chunks_mut(CHUNK)
-            .enumerate()
-            .for_each(|(chunk, values)| {
-                for (place, value) in values.iter_mut().enumerate() {
-                    if is_set(pruned, first + chunk * CHUNK + place) {
-                        *value = T::default();
-                    }
+        values.par_chunks_mut(CHUNK).enumerate().for_each(|(chunk, values)| {
+            for (place, value) in values.iter_mut().enumerate() {
+                if is_set(pruned, first + chunk * CHUNK + place) {
+                    *value = T::default();
                 }
-            });
+            }
+        });
     }
 }
 
@@ -342,10 +328,7 @@ mod tests {
                 unreachable!("made so above");
             };
             // The buffers hold larger, older content, which must not show.
-            let mut read = RowBuffer {
-                whole: vec![9.0; 1000],
-                half: vec![9; 1000],
-            };
+            let mut read = RowBuffer { whole: vec![9.0; 1000], half: vec![9; 1000] };
             let bytes: Vec<u8> = match rest.read_values(7..18, &mut read).unwrap() {
                 Values::F32(values) => bytemuck::cast_slice::<_, u8>(values).to_vec(),
                 Values::F16(values) => bytemuck::cast_slice::<_, u8>(values).to_vec(),
@@ -367,10 +350,7 @@ mod tests {
             50,
             13,
         );
-        let error = short
-            .read_values(35..45, &mut RowBuffer::default())
-            .err()
-            .unwrap();
+        let error = short.read_values(35..45, &mut RowBuffer::default()).err().unwrap();
         assert!(error.to_string().contains("`w`"));
         assert!(Weight::AtRest(short).hold().is_err());
     }

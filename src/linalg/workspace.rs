@@ -50,9 +50,6 @@ mod tests {
         second.fill(2.0);
         let ([all], _) = workspace.buffers([8]);
         assert_eq!(all, [1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0]);
-        assert_eq!(
-            workspace.buffers([4, 5]).0.map(|buffer| buffer.len()),
-            [4, 5]
-        );
+        assert_eq!(workspace.buffers([4, 5]).0.map(|buffer| buffer.len()), [4, 5]);
     }
 }

@@ -136,10 +136,7 @@ impl DeviceState {
             let is_first = refused.is_none();
             refused.get_or_insert(match cause {
                 OutOfMemory::Ledger(refused) => refused,
-                OutOfMemory::Device => Refused {
-                    needed,
-                    free: self.account.ledger.free(),
-                },
+                OutOfMemory::Device => Refused { needed, free: self.account.ledger.free() },
             });
             self.account.release().with_context(|| {
                 let name = &of.device.name;

@@ -31,13 +31,7 @@ impl<'a> MappedRows<'a> {
         sources: Vec<(usize, Box<dyn SourceRows + 'a>)>,
         columns: usize,
     ) -> Self {
-        Self {
-            map,
-            model,
-            sources,
-            columns,
-            padding: OnceLock::new(),
-        }
+        Self { map, model, sources, columns, padding: OnceLock::new() }
     }
 
     fn rules(&self) -> Result<&[RowRule]> {
@@ -71,10 +65,7 @@ impl<'a> MappedRows<'a> {
                 let mut one = vec![0.0; self.columns];
                 for &(model, row) in rows {
                     self.read_one(model, row, &mut one, bytes)?;
-                    values
-                        .iter_mut()
-                        .zip(&one)
-                        .for_each(|(sum, value)| *sum += value);
+                    values.iter_mut().zip(&one).for_each(|(sum, value)| *sum += value);
                 }
                 let count = rows.len() as f32;
                 values.iter_mut().for_each(|sum| *sum /= count);
@@ -135,9 +126,7 @@ impl SourceRows for MappedRows<'_> {
                 continue;
             };
             let run = rules[at..].iter().zip(first..);
-            let run = run
-                .take_while(|(rule, row)| **rule == RowRule::Own(*row))
-                .count();
+            let run = run.take_while(|(rule, row)| **rule == RowRule::Own(*row)).count();
             let place = at * self.columns..(at + run) * self.columns;
             let first = first as usize;
             self.read_rows(self.model, first..first + run, &mut values[place], bytes)?;
@@ -180,22 +169,15 @@ mod tests {
             means: vec![vec![(1, 1), (5, 3)]],
             without_rows: Vec::new(),
         });
-        let sources = vec![
-            (1, Box::new(Numbers(1)) as Box<dyn SourceRows>),
-            (5, Box::new(Numbers(5))),
-        ];
+        let sources =
+            vec![(1, Box::new(Numbers(1)) as Box<dyn SourceRows>), (5, Box::new(Numbers(5)))];
         let rows = MappedRows::new(map, 1, sources, 2);
         let mut whole = [9.0; 14];
         rows.read(0..7, &mut whole, &mut Vec::new()).unwrap();
-        let expected = [
-            12.0, -2.0, 13.0, -3.0, 51.0, -1.0, 0.0, 0.0, 32.0, -2.0, 10.0, 0.0,
-        ];
+        let expected = [12.0, -2.0, 13.0, -3.0, 51.0, -1.0, 0.0, 0.0, 32.0, -2.0, 10.0, 0.0];
         assert_eq!(whole[..12], expected);
         // (12 + 13 + 51 + 0 + 32 + 10) / 6 and −(2 + 3 + 1 + 0 + 2 + 0) / 6
-        assert_eq!(
-            whole[12..],
-            [118.0 / 6.0, -8.0 / 6.0].map(|mean: f64| mean as f32)
-        );
+        assert_eq!(whole[12..], [118.0 / 6.0, -8.0 / 6.0].map(|mean: f64| mean as f32));
         for at in 0..7 {
             let mut one = [9.0; 2];
             rows.read(at..at + 1, &mut one, &mut Vec::new()).unwrap();

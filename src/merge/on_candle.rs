@@ -61,19 +61,14 @@ impl CandleMixer {
                 [] => self.number(share.weight)?,
                 votes => Tensor::from_slice(votes, (1, of.columns), &self.0)?,
             };
-            let values = self
-                .copy(share.trimmed, of.columns)?
-                .broadcast_mul(&votes)?;
+            let values = self.copy(share.trimmed, of.columns)?.broadcast_mul(&votes)?;
             let votes = match of.divisor {
                 Divisor::Count => zeros.ones_like()?,
                 _ => votes.broadcast_as(zeros.shape())?.contiguous()?,
             };
             voted.push((votes, values));
         }
-        let signs = of
-            .elects
-            .then(|| elect(&voted, &zeros, of.tie))
-            .transpose()?;
+        let signs = of.elects.then(|| elect(&voted, &zeros, of.tie)).transpose()?;
         let (mut mixed, mut weights) = (zeros.clone(), zeros.clone());
         for (votes, values) in &voted {
             let (mut votes, mut values) = (votes.clone(), values.clone());
@@ -88,9 +83,7 @@ impl CandleMixer {
         let mean = match of.common_divisor() {
             Some(divisor) => mixed.broadcast_div(&self.number(divisor)?)?,
             None => {
-                let divisor = weights
-                    .eq(&zeros)?
-                    .where_cond(&zeros.ones_like()?, &weights)?;
+                let divisor = weights.eq(&zeros)?.where_cond(&zeros.ones_like()?, &weights)?;
                 (mixed / divisor)?
             }
         };
@@ -139,27 +132,17 @@ mod tests {
         let (mut ours, mut theirs) = (vec![0.0; 3 * COLUMNS], vec![0.0; 3 * COLUMNS]);
         OnCpu.mix(formula, &mut ours).unwrap();
         CandleMixer(Device::Cpu).mix(formula, &mut theirs).unwrap();
-        let bits = |values: &[f32]| {
-            values
-                .iter()
-                .map(|value| value.to_bits())
-                .collect::<Vec<_>>()
-        };
+        let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&ours), bits(&theirs), "{formula:?}");
         // Rows of a formula are the formula of those rows.
-        OnCpu
-            .mix(&formula.rows(1..3), &mut theirs[COLUMNS..])
-            .unwrap();
+        OnCpu.mix(&formula.rows(1..3), &mut theirs[COLUMNS..]).unwrap();
         assert_eq!(bits(&ours), bits(&theirs), "{formula:?}");
     }
 
     #[test]
     fn a_device_gives_the_bits_of_the_cpu() {
         let (base, one, two) = (values(1), values(2), values(3));
-        let votes: Vec<f32> = values(4)[..COLUMNS]
-            .iter()
-            .map(|value| value.abs())
-            .collect();
+        let votes: Vec<f32> = values(4)[..COLUMNS].iter().map(|value| value.abs()).collect();
         for (weights, divisor) in [([0.3, 0.7], 1.0), ([0.3, 0.7], 3.0), ([-1.0, 0.5], -0.5)] {
             assert_same(&Formula::Sum(WeightedSum {
                 columns: COLUMNS,
@@ -176,11 +159,7 @@ mod tests {
                     (false, 1.0, [0.6, 0.3]),
                     (false, 1.0, [0.6, -0.6]),
                 ] {
-                    let share = |weight: f32, trimmed| Share {
-                        weight,
-                        votes,
-                        trimmed,
-                    };
+                    let share = |weight: f32, trimmed| Share { weight, votes, trimmed };
                     assert_same(&Formula::Mixture(Mixture {
                         columns: COLUMNS,
                         base: &base,

@@ -241,9 +241,7 @@ impl MergePass<'_> {
                 let merged = self.for_each(left, |worker, at| {
                     let merged = worker.merge(at, groups)?;
                     let tensor = &self.tensors[at];
-                    progress
-                        .elements_done
-                        .fetch_add(tensor.elements(), Ordering::Relaxed);
+                    progress.elements_done.fetch_add(tensor.elements(), Ordering::Relaxed);
                     if tensor.is_linear() {
                         self.events.emit(progress.step(tensor.module()));
                     }

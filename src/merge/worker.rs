@@ -98,9 +98,7 @@ impl<'p> Worker<'p> {
 
     fn open(&self, tensor: &MergeTensor) -> Result<OpenedSources<'p>> {
         let sources = tensor.recipe.sources.iter();
-        sources
-            .map(|source| self.pass.inputs.open(source.model, &source.tensor))
-            .collect()
+        sources.map(|source| self.pass.inputs.open(source.model, &source.tensor)).collect()
     }
 
     /// Reads all rows in pieces and calls `take` with each piece.
@@ -115,14 +113,9 @@ impl<'p> Worker<'p> {
         let step = self.rows_of_a_piece(tensor);
         for first in (0..rows).step_by(step) {
             self.read(tensor, opened, first..(first + step).min(rows), checks)?;
-            let sources: Vec<&[f32]> = self.sources[..opened.len()]
-                .iter()
-                .map(|of| &of[..])
-                .collect();
-            take(&RowBlock {
-                first_row: first,
-                sources: &sources,
-            });
+            let sources: Vec<&[f32]> =
+                self.sources[..opened.len()].iter().map(|of| &of[..]).collect();
+            take(&RowBlock { first_row: first, sources: &sources });
         }
         Ok(())
     }
@@ -144,8 +137,7 @@ impl<'p> Worker<'p> {
             return Err(Stopped.into());
         }
         let columns = tensor.matrix().1;
-        self.sources
-            .resize_with(opened.len().max(self.sources.len()), Vec::new);
+        self.sources.resize_with(opened.len().max(self.sources.len()), Vec::new);
         let sources = opened.iter().zip(&mut self.sources).enumerate();
         for (at, (source, values)) in sources {
             values.resize(rows.len() * columns, 0.0);
@@ -178,25 +170,17 @@ impl<'p> Worker<'p> {
         let step = self.rows_of_a_piece(tensor);
         let mut stream = self.pass.writer.begin(&tensor.recipe.name)?;
         let mut counts = TensorCounts::new(tensor);
-        let mut on_device = self
-            .device
-            .filter(|_| tensor.is_linear())
-            .map(|device| OnDevice {
-                device,
-                linear: tensor.module(),
-                events: self.pass.events,
-                is_left: false,
-            });
+        let mut on_device = self.device.filter(|_| tensor.is_linear()).map(|device| OnDevice {
+            device,
+            linear: tensor.module(),
+            events: self.pass.events,
+            is_left: false,
+        });
         for first in (0..rows).step_by(step) {
             self.read(tensor, opened, first..(first + step).min(rows), checks)?;
-            let sources: Vec<&[f32]> = self.sources[..opened.len()]
-                .iter()
-                .map(|of| &of[..])
-                .collect();
-            let block = RowBlock {
-                first_row: first,
-                sources: &sources,
-            };
+            let sources: Vec<&[f32]> =
+                self.sources[..opened.len()].iter().map(|of| &of[..]).collect();
+            let block = RowBlock { first_row: first, sources: &sources };
             self.merged.resize(sources[0].len(), 0.0);
             let mixer: &mut dyn Mixer = match &mut on_device {
                 Some(device) => device,
@@ -302,11 +286,7 @@ fn check_merged(tensor: &MergeTensor, first: usize, columns: usize, merged: &[f3
     let is_f16 = tensor.dtype == StoredDtype::F16;
     let bad = first_not_finite(merged).or_else(|| {
         // Half a step above the largest number rounds to infinity.
-        is_f16.then(|| {
-            merged
-                .iter()
-                .position(|value| value.abs() >= LARGEST_F16 + 16.0)
-        })?
+        is_f16.then(|| merged.iter().position(|value| value.abs() >= LARGEST_F16 + 16.0))?
     });
     let Some(at) = bad else { return Ok(()) };
     let failure = Failure::new(format!(
@@ -342,10 +322,10 @@ impl TensorCounts {
         Self {
             zeros: 0,
             kept_zeros: 0,
-            errors: observed.into_iter().any(is_observed).then(|| OutputErrors {
-                before: tensor.recipe.base.map(|_| 0.0),
-                after: 0.0,
-            }),
+            errors: observed
+                .into_iter()
+                .any(is_observed)
+                .then(|| OutputErrors { before: tensor.recipe.base.map(|_| 0.0), after: 0.0 }),
         }
     }
 

@@ -20,11 +20,7 @@ pub(super) const DELLA: DifferenceMethod = DifferenceMethod {
     summary: "removes small differences more often than large ones, and elects signs",
     trimming: Trimming::Ramp,
     elects: true,
-    per_model: &[
-        WEIGHT,
-        DENSITY,
-        (Parameter::Epsilon, Otherwise::Is(EPSILON)),
-    ],
+    per_model: &[WEIGHT, DENSITY, (Parameter::Epsilon, Otherwise::Is(EPSILON))],
     shared: &shared(true, true),
 };
 

@@ -101,10 +101,7 @@ impl MergeMethod for DifferenceMethod {
     }
 
     fn uses_saliency(&self) -> bool {
-        matches!(
-            self.trimming,
-            Trimming::Magnitude | Trimming::Random | Trimming::Ramp
-        )
+        matches!(self.trimming, Trimming::Magnitude | Trimming::Random | Trimming::Ramp)
     }
 
     fn begin<'a>(
@@ -112,10 +109,8 @@ impl MergeMethod for DifferenceMethod {
         task: &TensorTask<'a>,
         group: &'a Group,
     ) -> Result<Box<dyn TensorMerge + 'a>> {
-        let experts: Result<Vec<Expert>> = task
-            .experts()
-            .map(|(at, source)| Expert::new(self, task, at, source, group))
-            .collect();
+        let experts: Result<Vec<Expert>> =
+            task.experts().map(|(at, source)| Expert::new(self, task, at, source, group)).collect();
         let experts = experts?;
         let is_paper = task.settings.semantics == Semantics::Paper;
         let mut reads = Vec::new();
@@ -198,9 +193,8 @@ impl Expert {
         let weight = source.values.number(Parameter::Weight) as f32;
         let (fixed, search) = trim_of(method, task, source, density, group)?;
         let squares = source.squares.filter(|_| task.settings.squares_vote);
-        let votes = squares.map_or(Vec::new(), |squares| {
-            squares.iter().map(|square| weight * square).collect()
-        });
+        let votes = squares
+            .map_or(Vec::new(), |squares| squares.iter().map(|square| weight * square).collect());
         Ok(Self {
             source: at,
             weight,
@@ -244,10 +238,8 @@ impl Differences<'_> {
     fn learn(&mut self) {
         for (at, expert) in self.experts.iter_mut().enumerate() {
             let found = expert.search.as_ref().zip(self.group.found(at));
-            let trim = found.map_or_else(
-                || expert.fixed.clone(),
-                |(search, found)| search.trim(&found),
-            );
+            let trim =
+                found.map_or_else(|| expert.fixed.clone(), |(search, found)| search.trim(&found));
             expert.trimmer = Trimmer::new(trim);
             expert.factor = match self.rescales && !expert.keeps_all() {
                 true => self.group.factor(at),
@@ -266,11 +258,7 @@ impl Differences<'_> {
         let base = self.base(rows);
         for (expert, difference) in self.experts.iter().zip(&mut self.trimmed) {
             difference.resize(base.len(), 0.0);
-            Arch::new().dispatch(Subtract {
-                from: rows.sources[expert.source],
-                base,
-                difference,
-            });
+            Arch::new().dispatch(Subtract { from: rows.sources[expert.source], base, difference });
         }
     }
 
@@ -281,9 +269,7 @@ impl Differences<'_> {
         for (expert, difference) in self.experts.iter_mut().zip(&mut self.trimmed) {
             expert.trimmer.trim(rows.first_row, columns, difference);
             if expert.factor != 1.0 {
-                difference
-                    .iter_mut()
-                    .for_each(|value| *value *= expert.factor);
+                difference.iter_mut().for_each(|value| *value *= expert.factor);
             }
         }
     }

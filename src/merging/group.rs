@@ -32,10 +32,7 @@ struct Measured {
 impl Group {
     /// A group of tensors with `elements` elements.
     pub fn new(elements: u64) -> Self {
-        Self {
-            elements,
-            measured: Mutex::default(),
-        }
+        Self { elements, measured: Mutex::default() }
     }
 
     /// Elements of all its tensors.
@@ -85,11 +82,7 @@ impl Group {
         let norms = measured.norms.values().filter_map(|of| of.get(expert));
         let [before, after] =
             norms.fold([0.0; 2], |sum, norm| [sum[0] + norm[0], sum[1] + norm[1]]);
-        if before < SMALLEST_NORM || after < SMALLEST_NORM {
-            1.0
-        } else {
-            (before / after) as f32
-        }
+        if before < SMALLEST_NORM || after < SMALLEST_NORM { 1.0 } else { (before / after) as f32 }
     }
 
     /// Adds the signs of one tensor's sums.

@@ -35,28 +35,17 @@ impl MergeMethod for LinearAverage {
         _group: &'a Group,
     ) -> Result<Box<dyn TensorMerge + 'a>> {
         let weights = task.sources.iter();
-        let weights: Vec<f32> = weights
-            .map(|source| source.values.number(Parameter::Weight) as f32)
-            .collect();
+        let weights: Vec<f32> =
+            weights.map(|source| source.values.number(Parameter::Weight) as f32).collect();
         let sum: f32 = weights.iter().sum();
-        let divisor = if task.shared.is_on(Parameter::Normalize) {
-            sum
-        } else {
-            1.0
-        };
+        let divisor = if task.shared.is_on(Parameter::Normalize) { sum } else { 1.0 };
         if divisor == 0.0 {
-            return Err(
-                Failure::new(format!("the weights of tensor `{}` add up to 0", task.name))
-                    .detail(format!("their sum is the divisor: {weights:?}"))
-                    .hint("use other weights, or `normalize: false`")
-                    .into(),
-            );
+            return Err(Failure::new(format!("the weights of tensor `{}` add up to 0", task.name))
+                .detail(format!("their sum is the divisor: {weights:?}"))
+                .hint("use other weights, or `normalize: false`")
+                .into());
         }
-        Ok(Box::new(Average {
-            columns: task.columns,
-            weights,
-            divisor,
-        }))
+        Ok(Box::new(Average { columns: task.columns, weights, divisor }))
     }
 }
 

@@ -99,10 +99,7 @@ impl<'a> TensorTask<'a> {
     /// The sources other than the base, with their indices.
     pub fn experts(&self) -> impl Iterator<Item = (usize, &'a SourceTask<'a>)> + use<'a> {
         let base = self.base;
-        self.sources
-            .iter()
-            .enumerate()
-            .filter(move |(at, _)| Some(*at) != base)
+        self.sources.iter().enumerate().filter(move |(at, _)| Some(*at) != base)
     }
 
     /// Elements of the tensor.

@@ -112,10 +112,10 @@ impl<'a> Formula<'a> {
                 ..*sum
             }),
             Self::Mixture(mixture) => {
-                let shares = mixture.shares.iter().map(|share| Share {
-                    trimmed: &share.trimmed[of.clone()],
-                    ..*share
-                });
+                let shares = mixture
+                    .shares
+                    .iter()
+                    .map(|share| Share { trimmed: &share.trimmed[of.clone()], ..*share });
                 Self::Mixture(Mixture {
                     base: &mixture.base[of.clone()],
                     shares: shares.collect(),
@@ -151,12 +151,7 @@ impl Mixer for OnCpu {
             Formula::Sum(sum) => {
                 let sources = sum.sources.iter().zip(sum.weights).enumerate();
                 for (at, (source, &weight)) in sources {
-                    arch.dispatch(AddWeighted {
-                        source,
-                        weight,
-                        is_first: at == 0,
-                        merged,
-                    });
+                    arch.dispatch(AddWeighted { source, weight, is_first: at == 0, merged });
                 }
                 if sum.divisor != 1.0 {
                     merged.iter_mut().for_each(|value| *value /= sum.divisor);

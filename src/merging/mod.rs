@@ -65,7 +65,5 @@ pub const METHODS: [&dyn MergeMethod; 13] = [
 
 /// The method of this name.
 pub fn method(name: &str) -> Option<&'static dyn MergeMethod> {
-    METHODS
-        .into_iter()
-        .find(|method| method.declaration().name == name)
+    METHODS.into_iter().find(|method| method.declaration().name == name)
 }

@@ -85,8 +85,7 @@ impl Stock {
         self.differences.clear();
         for &expert in &self.experts {
             let pairs = rows.sources[expert][range.clone()].iter().zip(base);
-            self.differences
-                .extend(pairs.map(|(from, base)| from - base));
+            self.differences.extend(pairs.map(|(from, base)| from - base));
         }
         let count = self.experts.len();
         let of = |at: usize| &self.differences[at * self.columns..(at + 1) * self.columns];

@@ -45,20 +45,13 @@ impl Stream {
         let digest = Sha256::digest(format!("{model}:{tensor}"));
         let mut first = [0; 8];
         first.copy_from_slice(&digest[..8]);
-        Self {
-            key: halves(seed),
-            stream: halves(u64::from_le_bytes(first)),
-        }
+        Self { key: halves(seed), stream: halves(u64::from_le_bytes(first)) }
     }
 
     /// Fills `numbers` with those of the elements from `first` on, which is a multiple of 4.
     pub fn fill(&self, first: u64, numbers: &mut [u32]) {
         debug_assert_eq!(first % WORDS as u64, 0, "a counter has four elements");
-        Arch::new().dispatch(Fill {
-            of: self,
-            counter: first / WORDS as u64,
-            numbers,
-        });
+        Arch::new().dispatch(Fill { of: self, counter: first / WORDS as u64, numbers });
     }
 }
 
@@ -131,10 +124,8 @@ mod tests {
         assert_eq!(zero, [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
         let ones = of([u32::MAX; 4], [u32::MAX; 2]);
         assert_eq!(ones, [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]);
-        let pi = of(
-            [0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344],
-            [0xa409_3822, 0x299f_31d0],
-        );
+        let pi =
+            of([0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344], [0xa409_3822, 0x299f_31d0]);
         assert_eq!(pi, [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]);
     }
 

@@ -42,11 +42,9 @@ impl Counts {
     pub(super) fn of(search: &Search) -> Self {
         match &search.stage {
             Stage::Upper(_) => Self::Upper(vec![0; UPPER_BINS]),
-            Stage::Lower(bins) => Self::Lower(
-                bins.iter()
-                    .map(|bin| (bin.upper, vec![0; LOWER_BINS]))
-                    .collect(),
-            ),
+            Stage::Lower(bins) => {
+                Self::Lower(bins.iter().map(|bin| (bin.upper, vec![0; LOWER_BINS])).collect())
+            }
             Stage::Found(_) => Self::Lower(Vec::new()),
         }
     }
@@ -99,10 +97,7 @@ pub(super) struct Search {
 impl Search {
     /// Begins a search for these positions, from 0.
     pub(super) fn new(positions: Vec<u64>) -> Self {
-        Self {
-            positions,
-            stage: Stage::Upper(vec![0; UPPER_BINS]),
-        }
+        Self { positions, stage: Stage::Upper(vec![0; UPPER_BINS]) }
     }
 
     /// Adds the counts of a tensor in the current read.
@@ -145,11 +140,7 @@ impl Search {
                     .map(|position| {
                         let (upper, below) = at(counts, position);
                         let counts = vec![0; LOWER_BINS];
-                        Bin {
-                            upper,
-                            below,
-                            counts,
-                        }
+                        Bin { upper, below, counts }
                     })
                     .collect(),
             ),
@@ -229,11 +220,7 @@ mod tests {
     fn two_positions_may_share_a_bin() {
         let values = [3.0f32, -1.0, 2.0, 1.0, 1.0];
         let found = search(&[&values], &[1, 2]);
-        let one = OrderStatistic {
-            key: 1.0f32.to_bits(),
-            below: 0,
-            equal: 3,
-        };
+        let one = OrderStatistic { key: 1.0f32.to_bits(), below: 0, equal: 3 };
         assert_eq!(found, [one, one]);
     }
 }

@@ -50,11 +50,9 @@ impl MergeMethod for RegmeanDiag {
         let weight = |at: usize| experts[at].1.values.number(Parameter::Weight);
         let total: f64 = (0..experts.len()).map(weight).sum();
         if total == 0.0 {
-            return Err(
-                Failure::new(format!("the weights of tensor `{}` add up to 0", task.name))
-                    .hint("use other weights")
-                    .into(),
-            );
+            return Err(Failure::new(format!("the weights of tensor `{}` add up to 0", task.name))
+                .hint("use other weights")
+                .into());
         }
         let mut shares: Vec<Vec<f32>> = experts
             .iter()
@@ -99,11 +97,7 @@ impl TensorMerge for Shares {
         for (source, shares) in &self.of {
             let source = rows.sources[*source].chunks(self.columns);
             for (merged, values) in merged.chunks_mut(self.columns).zip(source) {
-                Arch::new().dispatch(AddShares {
-                    values,
-                    shares,
-                    merged,
-                });
+                Arch::new().dispatch(AddShares { values, shares, merged });
             }
         }
         Ok(())

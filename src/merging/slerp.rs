@@ -92,10 +92,7 @@ impl Arc {
             return [1.0 - self.t, self.t];
         }
         let angle = cosine.acos();
-        [
-            (angle - angle * self.t).sin() / angle.sin(),
-            (angle * self.t).sin() / angle.sin(),
-        ]
+        [(angle - angle * self.t).sin() / angle.sin(), (angle * self.t).sin() / angle.sin()]
     }
 }
 

@@ -30,20 +30,12 @@ pub(super) struct Edge {
 impl Edge {
     /// Keeps the first `count` of the equal values.
     pub(super) fn first(found: OrderStatistic, count: u64) -> Self {
-        Self {
-            key: found.key,
-            from: 0,
-            to: count,
-        }
+        Self { key: found.key, from: 0, to: count }
     }
 
     /// Keeps all equal values but the first `count`.
     pub(super) fn after(found: OrderStatistic, count: u64) -> Self {
-        Self {
-            key: found.key,
-            from: count,
-            to: u64::MAX,
-        }
+        Self { key: found.key, from: count, to: u64::MAX }
     }
 
     /// Keeps all equal values.
@@ -68,11 +60,7 @@ pub(super) enum Trim {
         roots: Vec<f32>,
     },
     /// Each entry with probability `probability`; kept ones are multiplied by `factor`.
-    Random {
-        stream: Stream,
-        probability: f64,
-        factor: f32,
-    },
+    Random { stream: Stream, probability: f64, factor: f32 },
     /// By rank in the row.
     Ramp {
         stream: Stream,
@@ -107,12 +95,7 @@ pub(super) struct Trimmer {
 impl Trimmer {
     /// Begins with the first row.
     pub(super) fn new(trim: Trim) -> Self {
-        Self {
-            trim,
-            seen: [0; 2],
-            kept: 0,
-            scratch: Scratch::default(),
-        }
+        Self { trim, seen: [0; 2], kept: 0, scratch: Scratch::default() }
     }
 
     /// Entries kept so far.
@@ -128,12 +111,7 @@ impl Trimmer {
     /// Trims the next rows of a difference, `[rows, columns]`, of which the first is `first_row`.
     pub(super) fn trim(&mut self, first_row: usize, columns: usize, difference: &mut [f32]) {
         let first = (first_row * columns) as u64;
-        let Self {
-            trim,
-            seen,
-            kept,
-            scratch,
-        } = self;
+        let Self { trim, seen, kept, scratch } = self;
         *kept += match trim {
             Trim::All => difference.len() as u64,
             Trim::Nothing => {
@@ -142,19 +120,13 @@ impl Trimmer {
             }
             Trim::Between { lower, upper } => {
                 let blocks = difference.chunks_mut(BLOCK);
-                blocks
-                    .map(|block| between(block, *lower, *upper, seen))
-                    .sum()
+                blocks.map(|block| between(block, *lower, *upper, seen)).sum()
             }
             Trim::Rows { count, roots } => {
                 let rows = difference.chunks_mut(columns);
                 rows.map(|row| largest(row, *count, roots, scratch)).sum()
             }
-            Trim::Random {
-                stream,
-                probability,
-                factor,
-            } => random(
+            Trim::Random { stream, probability, factor } => random(
                 difference,
                 first,
                 stream,
@@ -162,13 +134,7 @@ impl Trimmer {
                 *factor,
                 &mut scratch.words,
             ),
-            Trim::Ramp {
-                stream,
-                density,
-                epsilon,
-                roots,
-                is_unbiased,
-            } => {
+            Trim::Ramp { stream, density, epsilon, roots, is_unbiased } => {
                 let ramp = Ramp {
                     stream: *stream,
                     density: *density,
@@ -185,22 +151,10 @@ impl Trimmer {
 
 /// Trims a block by magnitude and returns the number of kept entries. `seen` counts the values equal to each edge.
 fn between(block: &mut [f32], lower: Edge, upper: Option<Edge>, seen: &mut [u64; 2]) -> u64 {
-    let upper = upper.unwrap_or(Edge {
-        key: u32::MAX,
-        from: 0,
-        to: 0,
-    });
-    let equal = |edge: Edge| {
-        block
-            .iter()
-            .filter(|value| key(**value) == edge.key)
-            .count() as u64
-    };
+    let upper = upper.unwrap_or(Edge { key: u32::MAX, from: 0, to: 0 });
+    let equal = |edge: Edge| block.iter().filter(|value| key(**value) == edge.key).count() as u64;
     let equals = [equal(lower), equal(upper)];
-    let sides = [
-        side(lower, seen[0], equals[0]),
-        side(upper, seen[1], equals[1]),
-    ];
+    let sides = [side(lower, seen[0], equals[0]), side(upper, seen[1], equals[1])];
     let kept = match sides {
         [Some(lower_stays), Some(upper_stays)] => {
             // All equal values of an edge have one fate, so two comparisons decide.
@@ -255,9 +209,7 @@ fn largest(row: &mut [f32], count: usize, roots: &[f32], scratch: &mut Scratch) 
     // The lowest of the negated order: a high score has a low key, and of equal ones the lower column is kept.
     scratch.scores.clear();
     let scores = row.iter().zip(roots);
-    scratch
-        .scores
-        .extend(scores.map(|(value, root)| value.abs() * root));
+    scratch.scores.extend(scores.map(|(value, root)| value.abs() * root));
     if removed == 0 {
         return count as u64;
     }
@@ -362,11 +314,7 @@ mod tests {
     use super::*;
 
     fn found(key: f32) -> OrderStatistic {
-        OrderStatistic {
-            key: key.to_bits(),
-            below: 0,
-            equal: 0,
-        }
+        OrderStatistic { key: key.to_bits(), below: 0, equal: 0 }
     }
 
     fn trimmed(trim: Trim, columns: usize, values: &[f32], rows_at_once: usize) -> (Vec<f32>, u64) {
@@ -380,10 +328,7 @@ mod tests {
 
     #[test]
     fn of_equal_magnitudes_the_first_are_kept() {
-        let trim = Trim::Between {
-            lower: Edge::first(found(2.0), 2),
-            upper: None,
-        };
+        let trim = Trim::Between { lower: Edge::first(found(2.0), 2), upper: None };
         let values = [1.0, -2.0, 3.0, 2.0, 2.0, -3.0];
         let expected = ([0.0, -2.0, 3.0, 2.0, 0.0, -3.0].to_vec(), 4);
         for rows in 1..4 {
@@ -407,10 +352,7 @@ mod tests {
 
     #[test]
     fn rows_keep_their_largest_scores_and_of_equal_ones_the_lower_column() {
-        let trim = Trim::Rows {
-            count: 2,
-            roots: vec![1.0, 2.0, 1.0, 1.0],
-        };
+        let trim = Trim::Rows { count: 2, roots: vec![1.0, 2.0, 1.0, 1.0] };
         let values = [2.0, 1.0, -2.0, 0.5, 0.0, 0.0, 0.0, 0.0, 9.0, 1.0, -8.0, 7.0];
         let expected = [2.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 9.0, 0.0, -8.0, 0.0];
         let (found, kept) = trimmed(trim, 4, &values, 2);
@@ -422,22 +364,13 @@ mod tests {
         let stream = Stream::new(3, 0, "w");
         let values: Vec<f32> = (0..5000u16).map(|i| f32::from(i % 97) - 48.0).collect();
         let (plain, kept) = trimmed(
-            Trim::Random {
-                stream,
-                probability: 0.3,
-                factor: (1.0f64 / 0.3) as f32,
-            },
+            Trim::Random { stream, probability: 0.3, factor: (1.0f64 / 0.3) as f32 },
             50,
             &values,
             7,
         );
-        let ramp = Trim::Ramp {
-            stream,
-            density: 0.3,
-            epsilon: 0.0,
-            roots: Vec::new(),
-            is_unbiased: true,
-        };
+        let ramp =
+            Trim::Ramp { stream, density: 0.3, epsilon: 0.0, roots: Vec::new(), is_unbiased: true };
         assert_eq!(trimmed(ramp, 50, &values, 3), (plain, kept));
         // Four standard deviations of a binomial.
         let deviation = (5000.0f64 * 0.3 * 0.7).sqrt();
@@ -461,8 +394,8 @@ mod tests {
         );
         let kept_of = |range: std::ops::Range<usize>| {
             let rows = found.chunks(100);
-            rows.map(|row| row[range.clone()].iter().filter(|v| **v != 0.0).count())
-                .sum::<usize>() as f64
+            rows.map(|row| row[range.clone()].iter().filter(|v| **v != 0.0).count()).sum::<usize>()
+                as f64
         };
         // The mean probabilities of the lowest and highest tenth are 0.136 and 0.864 of 2000 entries.
         assert!((kept_of(0..10) - 273.0).abs() < 4.0 * (2000.0f64 * 0.136 * 0.864).sqrt());

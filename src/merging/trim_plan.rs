@@ -70,10 +70,9 @@ pub(super) fn trim_of(
     };
     let is_paper = task.settings.semantics == Semantics::Paper;
     let trim = match method.trimming {
-        Trimming::Magnitude if source.squares.is_some() => Trim::Rows {
-            count: ((density * task.columns as f64) as usize).max(1),
-            roots: roots(),
-        },
+        Trimming::Magnitude if source.squares.is_some() => {
+            Trim::Rows { count: ((density * task.columns as f64) as usize).max(1), roots: roots() }
+        }
         Trimming::Magnitude | Trimming::Band => {
             let is_exact = method.scope(task.settings) == Scope::Tensor;
             let gamma = source.values.number(Parameter::Gamma);
@@ -83,11 +82,7 @@ pub(super) fn trim_of(
         Trimming::Random if source.squares.is_none() => Trim::Random {
             stream: stream(),
             probability: density,
-            factor: if is_paper {
-                (1.0 / density) as f32
-            } else {
-                1.0
-            },
+            factor: if is_paper { (1.0 / density) as f32 } else { 1.0 },
         },
         _ => {
             let epsilon = match source.values.get(Parameter::Epsilon) {
@@ -113,19 +108,14 @@ fn check_ramp(tensor: &str, density: f64, epsilon: f64) -> Result<()> {
     if density - epsilon > 0.0 && density + epsilon < 1.0 || epsilon == 0.0 {
         return Ok(());
     }
-    Err(Failure::new(format!(
-        "the probabilities of tensor `{tensor}` leave the range from 0 to 1"
-    ))
-    .detail(format!(
-        "density {density} and epsilon {epsilon} span {} to {}",
-        density - epsilon,
-        density + epsilon
-    ))
-    .hint(format!(
-        "use an epsilon below {}",
-        density.min(1.0 - density)
-    ))
-    .into())
+    Err(Failure::new(format!("the probabilities of tensor `{tensor}` leave the range from 0 to 1"))
+        .detail(format!(
+            "density {density} and epsilon {epsilon} span {} to {}",
+            density - epsilon,
+            density + epsilon
+        ))
+        .hint(format!("use an epsilon below {}", density.min(1.0 - density)))
+        .into())
 }
 
 /// Positions of the edges among `elements` ascending magnitudes.
@@ -154,11 +144,6 @@ fn search(
     if is_band {
         positions.push(to - 1);
     }
-    let plan = SearchPlan {
-        positions,
-        keep: (from, to),
-        is_exact,
-        keeps_first: !is_band,
-    };
+    let plan = SearchPlan { positions, keep: (from, to), is_exact, keeps_first: !is_band };
     (Trim::All, Some(plan))
 }

@@ -85,10 +85,7 @@ impl AttentionLayout {
         let largest = self.groups().map(|group| group.len()).max().unwrap_or(0);
         let keys = self.seqlen * largest * self.heads.head_dim;
         let queries = keys * self.queries_per_key();
-        let (normed, context) = (
-            self.seqlen * self.hidden_size,
-            self.seqlen * self.query_width(),
-        );
+        let (normed, context) = (self.seqlen * self.hidden_size, self.seqlen * self.query_width());
         if self.groups().len() > 1 {
             [normed, queries, keys, keys, context]
         } else {
@@ -99,10 +96,6 @@ impl AttentionLayout {
     /// The buffer of the context, out of the first and the last of [`AttentionLayout::buffers`].
     pub(super) fn context<'a>(&self, shared: &'a mut [f32], apart: &'a mut [f32]) -> &'a mut [f32] {
         let length = self.seqlen * self.query_width();
-        if self.groups().len() > 1 {
-            apart
-        } else {
-            &mut shared[..length]
-        }
+        if self.groups().len() > 1 { apart } else { &mut shared[..length] }
     }
 }

@@ -122,9 +122,7 @@ impl ModelConfig {
             (f32::MIN_POSITIVE.into()..1.0).contains(&eps)
         });
         let rms_norm_eps = rms_norm_eps.map_err(|value| {
-            Failure::new(format!(
-                "`rms_norm_eps` is {value}; it must lie between 0 and 1"
-            ))
+            Failure::new(format!("`rms_norm_eps` is {value}; it must lie between 0 and 1"))
         })?;
         let mut biases = Vec::new();
         for &(projection, bias) in family.linears {
@@ -156,10 +154,7 @@ impl ModelConfig {
 
     /// The linears of a decoder layer, in the order of the reference.
     pub fn projections(&self) -> impl ExactSizeIterator<Item = Projection> + Clone + use<> {
-        self.family
-            .linears
-            .iter()
-            .map(|&(projection, _)| projection)
+        self.family.linears.iter().map(|&(projection, _)| projection)
     }
 
     /// Returns whether a linear has a bias.
@@ -169,9 +164,7 @@ impl ModelConfig {
 
     /// The number of weights in a decoder layer's linears.
     pub fn layer_weights(&self) -> usize {
-        self.projections()
-            .map(|projection| projection.elements(self))
-            .sum()
+        self.projections().map(|projection| projection.elements(self)).sum()
     }
 
     /// The number of weights in a decoder layer's norms.
@@ -207,15 +200,11 @@ impl ModelConfig {
 /// Refuses quantised checkpoints and activations that the family does not have.
 fn check_is_computed(keys: &Keys<'_>, family: &Family) -> Result<()> {
     if let Some(quantization) = keys.given("quantization_config") {
-        let method = quantization
-            .get("quant_method")
-            .and_then(Value::as_str)
-            .unwrap_or("an unnamed method");
-        return Err(
-            Failure::new(format!("the checkpoint is quantised ({method})"))
-                .hint("prune the unquantised checkpoint and quantise the result")
-                .into(),
-        );
+        let method =
+            quantization.get("quant_method").and_then(Value::as_str).unwrap_or("an unnamed method");
+        return Err(Failure::new(format!("the checkpoint is quantised ({method})"))
+            .hint("prune the unquantised checkpoint and quantise the result")
+            .into());
     }
     let activation = family.activation.name();
     match keys.given("hidden_act") {
@@ -265,11 +254,7 @@ fn heads(keys: &Keys<'_>, family: &Family) -> Result<(usize, Heads)> {
         ))
         .into());
     }
-    let heads = Heads {
-        num_heads,
-        num_key_value_heads,
-        head_dim,
-    };
+    let heads = Heads { num_heads, num_key_value_heads, head_dim };
     Ok((hidden_size, heads))
 }
 

@@ -22,11 +22,7 @@ impl LayerContext {
 
     /// A context for sequences of up to `seqlen` tokens.
     pub fn with_settings(config: &ModelConfig, seqlen: usize, settings: MemorySettings) -> Self {
-        Self {
-            rotary: Rotary::new(config, seqlen),
-            workspace: Workspace::new(),
-            settings,
-        }
+        Self { rotary: Rotary::new(config, seqlen), workspace: Workspace::new(), settings }
     }
 
     /// The same context with another arithmetic of products. Only after this call, weights stay packed where the memory settings say so.

@@ -46,9 +46,8 @@ impl DifferentiableModel {
             Tensor::from_slice(values, (seqlen, config.head_dim / 2), &Device::Cpu)
         };
         let sees = |query: usize, key: usize| if key > query { f32::NEG_INFINITY } else { 0.0 };
-        let causal: Vec<f32> = (0..seqlen)
-            .flat_map(|query| (0..seqlen).map(move |key| sees(query, key)))
-            .collect();
+        let causal: Vec<f32> =
+            (0..seqlen).flat_map(|query| (0..seqlen).map(move |key| sees(query, key))).collect();
         Ok(Self {
             config: config.clone(),
             cos: table(cos)?,
@@ -120,9 +119,7 @@ impl DifferentiableModel {
         );
         // [batch, heads, seqlen, head_dim]
         let split = |x: &Tensor, heads: usize| {
-            x.reshape((batch, seqlen, heads, head_dim))?
-                .transpose(1, 2)?
-                .contiguous()
+            x.reshape((batch, seqlen, heads, head_dim))?.transpose(1, 2)?.contiguous()
         };
         let groups = heads / key_value_heads;
         // The query heads of a key head follow each other: [batch · key heads, groups · seqlen, head_dim].
@@ -170,10 +167,7 @@ impl DifferentiableModel {
     /// Rotates each head: its first half is paired with its second half.
     fn rotate(&self, x: &Tensor) -> Result<Tensor> {
         let half = self.config.head_dim / 2;
-        let (first, second) = (
-            x.narrow(D::Minus1, 0, half)?,
-            x.narrow(D::Minus1, half, half)?,
-        );
+        let (first, second) = (x.narrow(D::Minus1, 0, half)?, x.narrow(D::Minus1, half, half)?);
         let rotated = [
             (first.broadcast_mul(&self.cos)? - second.broadcast_mul(&self.sin)?)?,
             (second.broadcast_mul(&self.cos)? + first.broadcast_mul(&self.sin)?)?,
@@ -183,16 +177,12 @@ impl DifferentiableModel {
 }
 
 fn get<'a>(weights: &'a Weights, name: &str) -> Result<&'a Tensor> {
-    weights
-        .get(name)
-        .with_context(|| format!("there is no weight `{name}`"))
+    weights.get(name).with_context(|| format!("there is no weight `{name}`"))
 }
 
 /// softmax over the last dimension. The largest value is subtracted as a constant, since it cancels.
 fn softmax(x: &Tensor) -> Result<Tensor> {
-    let exp = x
-        .broadcast_sub(&x.detach().max_keepdim(D::Minus1)?)?
-        .exp()?;
+    let exp = x.broadcast_sub(&x.detach().max_keepdim(D::Minus1)?)?.exp()?;
     Ok(exp.broadcast_div(&exp.sum_keepdim(D::Minus1)?)?)
 }
 

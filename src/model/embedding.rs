@@ -27,11 +27,7 @@ impl<'a> Embedding<'a> {
     pub fn open(source: &'a dyn WeightSource, config: &ModelConfig) -> Result<Self> {
         let entry = source.require(EMBEDDING, &[config.vocab_size, config.hidden_size])?;
         stored_dtype(entry)?;
-        Ok(Self {
-            source,
-            entry,
-            hidden_size: config.hidden_size,
-        })
+        Ok(Self { source, entry, hidden_size: config.hidden_size })
     }
 
     /// Returns the hidden states that enter layer 0: `[tokens, hidden_size]`, widened to f32.
@@ -42,28 +38,23 @@ impl<'a> Embedding<'a> {
         let dtype = stored_dtype(self.entry)?;
         let row_bytes = self.hidden_size * dtype.bytes();
         let mut hidden = vec![0.0; tokens.len() * self.hidden_size];
-        hidden
-            .par_chunks_mut(self.hidden_size)
-            .zip(tokens)
-            .try_for_each_init(
-                || StoredMatrix::zeros(dtype, 1, self.hidden_size),
-                |row, (wide, &token)| {
-                    let row = row.as_mut().map_err(|error| anyhow!("{error}"))?;
-                    let rows = self.entry.shape.first().copied().unwrap_or(0);
-                    if token as usize >= rows {
-                        return Err(anyhow!(
-                            "token id {token} is beyond the embedding's {rows} rows"
-                        ));
-                    }
-                    self.source.read(
-                        self.entry,
-                        u64::from(token) * row_bytes as u64,
-                        row.as_bytes_mut(),
-                    )?;
-                    row.widen_rows(0, wide);
-                    Ok(())
-                },
-            )?;
+        hidden.par_chunks_mut(self.hidden_size).zip(tokens).try_for_each_init(
+            || StoredMatrix::zeros(dtype, 1, self.hidden_size),
+            |row, (wide, &token)| {
+                let row = row.as_mut().map_err(|error| anyhow!("{error}"))?;
+                let rows = self.entry.shape.first().copied().unwrap_or(0);
+                if token as usize >= rows {
+                    return Err(anyhow!("token id {token} is beyond the embedding's {rows} rows"));
+                }
+                self.source.read(
+                    self.entry,
+                    u64::from(token) * row_bytes as u64,
+                    row.as_bytes_mut(),
+                )?;
+                row.widen_rows(0, wide);
+                Ok(())
+            },
+        )?;
         tensor::from_vec(hidden, &[tokens.len(), self.hidden_size])
     }
 }

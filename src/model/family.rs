@@ -74,8 +74,7 @@ pub enum SlidingWindow {
 impl Family {
     /// The names of the norms' tensors of a layer.
     pub fn norm_names(&self, layer: usize) -> [String; 2] {
-        self.norms
-            .map(|norm| format!("model.layers.{layer}.{norm}.weight"))
+        self.norms.map(|norm| format!("model.layers.{layer}.{norm}.weight"))
     }
 }
 
@@ -134,10 +133,8 @@ pub static FAMILIES: [Family; 2] = [
 /// Fails for every other architecture, by its name.
 pub fn identify(config: &Value) -> Result<&'static Family> {
     let model_type = config.get("model_type").and_then(Value::as_str);
-    let architecture = config
-        .get("architectures")
-        .and_then(|names| names.get(0))
-        .and_then(Value::as_str);
+    let architecture =
+        config.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str);
     let is_known = |family: &&Family| {
         model_type.is_none_or(|name| name == family.model_type)
             && architecture.is_none_or(|name| name == family.architecture)
@@ -158,17 +155,11 @@ pub fn identify(config: &Value) -> Result<&'static Family> {
         (Some(name), _) if !architecture_is_known(name) => format!("`{name}`"),
         (Some(name), Some(model_type)) => format!("`{name}` of model type `{model_type}`"),
     };
-    let supported = FAMILIES
-        .iter()
-        .map(|one| format!("{}: {}", one.architecture, one.models));
+    let supported = FAMILIES.iter().map(|one| format!("{}: {}", one.architecture, one.models));
     let supported = supported.collect::<Vec<_>>().join("; ");
     // A file that names another family than its weights are of would be computed, wrongly.
-    Err(
-        Failure::new(format!("the architecture {refused} is not supported"))
-            .detail(format!("supported: {supported}"))
-            .hint(
-                "choose a model of a supported family; a changed config.json does not make it one",
-            )
-            .into(),
-    )
+    Err(Failure::new(format!("the architecture {refused} is not supported"))
+        .detail(format!("supported: {supported}"))
+        .hint("choose a model of a supported family; a changed config.json does not make it one")
+        .into())
 }

@@ -45,10 +45,7 @@ pub struct Dtypes {
 impl Dtypes {
     /// One dtype for all weights.
     pub fn all(dtype: StoredDtype) -> Self {
-        Self {
-            layers: dtype,
-            head: dtype,
-        }
+        Self { layers: dtype, head: dtype }
     }
 }
 
@@ -169,11 +166,7 @@ pub(super) fn forward_products(
             kernel,
             tokens: if is_mlp { mlp_tokens } else { seqlen },
             columns,
-            inner: shapes
-                .clone()
-                .map(|(_, columns)| columns)
-                .max()
-                .unwrap_or(0),
+            inner: shapes.clone().map(|(_, columns)| columns).max().unwrap_or(0),
             is_kept: keeps_packed(kernel, settings) && (is_mlp || !begins_within),
             is_in_parts: false,
         };
@@ -316,10 +309,7 @@ pub(super) fn gradient_products(
             is_kept: false,
             is_in_parts,
         };
-        [
-            product(kernel, tokens, out, false),
-            product(of_gradients, out, tokens, is_of_factors),
-        ]
+        [product(kernel, tokens, out, false), product(of_gradients, out, tokens, is_of_factors)]
     };
     config.projections().flat_map(of_matrix).collect()
 }
@@ -443,11 +433,7 @@ mod tests {
         let pass = |settings: &MemorySettings| workspace(&config, dtype, 2048, settings);
         // Attention: four times 2048·4096 elements (128 MiB); MLP: 1024·(4096 + 2·11008) (102 MiB).
         assert_eq!(pass(&default), ByteSize(128 << 20));
-        let half = MemorySettings {
-            attention_heads: Some(16),
-            mlp_tokens: 512,
-            ..default.clone()
-        };
+        let half = MemorySettings { attention_heads: Some(16), mlp_tokens: 512, ..default.clone() };
         // normed and context, half of q, k and v: 2 + 1.5 times 32 MiB.
         assert_eq!(pass(&half), ByteSize(112 << 20));
         let end =
@@ -458,10 +444,7 @@ mod tests {
             ..default.clone()
         };
         assert!(end(&parts) < end(&half) && end(&half) <= end(&default));
-        let matrix = MemorySettings {
-            weights: WeightsHeld::Matrix,
-            ..default.clone()
-        };
+        let matrix = MemorySettings { weights: WeightsHeld::Matrix, ..default.clone() };
         assert!(score(&config, dtype, 2, &matrix) > score(&config, dtype, 2, &default));
     }
 }

@@ -22,18 +22,12 @@ use crate::linalg::{Linear, StoredMatrix, Weight, elementwise, tensor};
 
 /// The largest number of tokens whose logits fit `bytes` of f32, at least 1; `vocabulary` logits per token.
 pub fn logit_rows(bytes: ByteSize, vocabulary: usize) -> usize {
-    usize::try_from(bytes.0 / 4 / vocabulary.max(1) as u64)
-        .unwrap_or(usize::MAX)
-        .max(1)
+    usize::try_from(bytes.0 / 4 / vocabulary.max(1) as u64).unwrap_or(usize::MAX).max(1)
 }
 
 /// Rows of the vocabulary in the largest part that is in memory at once.
 pub(super) fn largest_chunk(vocab_size: usize, head_rows: Option<usize>) -> usize {
-    largest_part(
-        vocab_size,
-        head_rows.unwrap_or(usize::MAX),
-        LEAST_VOCABULARY,
-    )
+    largest_part(vocab_size, head_rows.unwrap_or(usize::MAX), LEAST_VOCABULARY)
 }
 
 /// Tokens of the largest part of a sample whose logits for one part of the vocabulary exist at once.
@@ -75,11 +69,7 @@ pub struct HeadChunk<'a> {
 impl Head {
     /// The name of the head's tensor: `lm_head.weight`, or the embedding if the two are tied.
     pub fn tensor_name(config: &ModelConfig) -> &'static str {
-        if config.tie_word_embeddings {
-            EMBEDDING
-        } else {
-            HEAD
-        }
+        if config.tie_word_embeddings { EMBEDDING } else { HEAD }
     }
 
     /// Checks shapes. Reads headers only.
@@ -88,10 +78,7 @@ impl Head {
     /// Fails when the norm or the head is missing or has another shape.
     pub fn check(source: &dyn WeightSource, config: &ModelConfig) -> Result<()> {
         source.require(NORM, &[config.hidden_size])?;
-        source.require(
-            Self::tensor_name(config),
-            &[config.vocab_size, config.hidden_size],
-        )?;
+        source.require(Self::tensor_name(config), &[config.vocab_size, config.hidden_size])?;
         Ok(())
     }
 
@@ -133,12 +120,7 @@ impl Head {
     ) -> Result<Self> {
         let (name, rows) = (Self::tensor_name(config), config.vocab_size);
         let weight = matrix_at_rest(source, name, rows, config.hidden_size)?;
-        Self::with_weight(
-            &**source,
-            config,
-            Weight::AtRest(weight),
-            Some(rows_at_once),
-        )
+        Self::with_weight(&**source, config, Weight::AtRest(weight), Some(rows_at_once))
     }
 
     fn with_weight(
@@ -187,11 +169,7 @@ impl Head {
             Weight::AtRest(weight) => Some(Linear::new(weight.read(rows.clone())?, None)),
             Weight::Held(_) => None,
         };
-        Ok(HeadChunk {
-            head: self,
-            rows,
-            read,
-        })
+        Ok(HeadChunk { head: self, rows, read })
     }
 
     /// Calls `body(first_token, logits)` with logits `[tokens, vocab_size]` of as many tokens at a time as the settings allow.
@@ -235,8 +213,7 @@ impl Head {
             let ([normed], products) = context.workspace().buffers([hidden_size]);
             let last = &hidden[(tokens - 1) * hidden_size..];
             elementwise::rms_norm(last, &self.norm, self.rms_norm_eps, normed);
-            self.lm_head
-                .forward(normed, logits, SingleToken::MatrixVector, products)
+            self.lm_head.forward(normed, logits, SingleToken::MatrixVector, products)
         })?
     }
 
@@ -264,11 +241,8 @@ impl Head {
                 products.watch.enter(Part::Head);
                 let hidden = &hidden[part.start * hidden_size..part.end * hidden_size];
                 elementwise::rms_norm(hidden, &self.norm, self.rms_norm_eps, normed);
-                let mut outputs = [LinearOutput {
-                    linear,
-                    features: rows.clone(),
-                    out: &mut *logits,
-                }];
+                let mut outputs =
+                    [LinearOutput { linear, features: rows.clone(), out: &mut *logits }];
                 forward_all(&mut outputs, normed, SingleToken::AsMany, products)?;
                 body(part.start, logits)?;
                 products.watch.enter(Part::Elsewhere);
@@ -292,10 +266,9 @@ impl HeadChunk<'_> {
 
     /// The weights `[rows.len(), hidden_size]`, if they are in memory.
     pub(super) fn weight(&self) -> Option<&StoredMatrix> {
-        self.read.as_ref().map_or_else(
-            || self.head.lm_head.weight().held(),
-            |read| read.weight().held(),
-        )
+        self.read
+            .as_ref()
+            .map_or_else(|| self.head.lm_head.weight().held(), |read| read.weight().held())
     }
 
     /// Calls `body` as [`Head::logits`] does, with logits `[tokens, rows.len()]` of these rows.

@@ -68,26 +68,17 @@ impl KvCache {
         let width = config.num_key_value_heads * config.head_dim;
         let reserve = || {
             let mut values = Vec::new();
-            values
-                .try_reserve_exact(capacity.saturating_mul(width))
-                .map_err(|_| {
-                    Failure::new(format!(
-                        "cannot allocate {} for the keys and values of {capacity} tokens",
-                        Self::bytes(config, capacity)
-                    ))
-                    .hint("use a smaller --max-tokens")
-                })?;
+            values.try_reserve_exact(capacity.saturating_mul(width)).map_err(|_| {
+                Failure::new(format!(
+                    "cannot allocate {} for the keys and values of {capacity} tokens",
+                    Self::bytes(config, capacity)
+                ))
+                .hint("use a smaller --max-tokens")
+            })?;
             Ok::<Vec<f32>, Failure>(values)
         };
         let layers = (0..config.num_hidden_layers)
-            .map(|_| {
-                Ok(LayerCache {
-                    width,
-                    capacity,
-                    keys: reserve()?,
-                    values: reserve()?,
-                })
-            })
+            .map(|_| Ok(LayerCache { width, capacity, keys: reserve()?, values: reserve()? }))
             .collect::<Result<_>>()?;
         Ok(Self { layers })
     }
@@ -95,10 +86,7 @@ impl KvCache {
     /// Bytes that [`KvCache::new`] reserves.
     pub fn bytes(config: &ModelConfig, capacity: usize) -> ByteSize {
         let of_a_token = 2 * 4 * config.num_key_value_heads * config.head_dim;
-        ByteSize::of(
-            capacity,
-            of_a_token.saturating_mul(config.num_hidden_layers),
-        )
+        ByteSize::of(capacity, of_a_token.saturating_mul(config.num_hidden_layers))
     }
 
     /// The cache of one layer.
@@ -111,11 +99,7 @@ impl KvCache {
 
     /// Number of tokens that passed all layers.
     pub fn tokens(&self) -> usize {
-        self.layers
-            .iter()
-            .map(LayerCache::tokens)
-            .min()
-            .unwrap_or(0)
+        self.layers.iter().map(LayerCache::tokens).min().unwrap_or(0)
     }
 
     /// Removes all tokens and keeps the memory.

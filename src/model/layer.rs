@@ -163,10 +163,7 @@ impl DecoderLayer {
     /// this layer's.
     #[must_use]
     pub fn as_version(self, number: u32) -> Self {
-        Self {
-            revision: u64::from(number) << 32,
-            ..self
-        }
+        Self { revision: u64::from(number) << 32, ..self }
     }
 
     /// Weights of the norms before attention and before the MLP, as f32.
@@ -210,9 +207,7 @@ impl DecoderLayer {
     /// Panics when the family has no such linear.
     pub fn linear_mut(&mut self, projection: Projection) -> &mut Linear {
         self.revision += 1;
-        self.linears
-            .get_mut(&projection)
-            .expect("callers name linears of the layer's family")
+        self.linears.get_mut(&projection).expect("callers name linears of the layer's family")
     }
 
     /// Frees packed weights.
@@ -327,16 +322,9 @@ impl DecoderLayer {
         let past = cache.as_ref().map_or(0, |cache| cache.tokens());
         let hidden_size = self.norms[0].len();
         let seqlen = hidden.len() / hidden_size;
-        let LayerContext {
-            rotary,
-            workspace,
-            settings,
-        } = context;
+        let LayerContext { rotary, workspace, settings } = context;
         // A cache holds the keys of all heads.
-        let whole = MemorySettings {
-            attention_heads: None,
-            ..settings.clone()
-        };
+        let whole = MemorySettings { attention_heads: None, ..settings.clone() };
         let settings = if cache.is_some() { &whole } else { &*settings };
         let layout = AttentionLayout::new(self.heads, seqlen, hidden_size, settings);
         let ([shared, q, k, v, apart], products) = workspace.buffers(layout.buffers());
@@ -354,16 +342,14 @@ impl DecoderLayer {
             let v = &mut v[..seqlen * keys.len()];
             let [to_q, to_k, to_v] = [Projection::Q, Projection::K, Projection::V]
                 .map(|projection| self.linear(projection));
-            let mut outputs = [
-                (to_q, &queries, &mut *q),
-                (to_k, &keys, &mut *k),
-                (to_v, &keys, &mut *v),
-            ]
-            .map(|(linear, features, out)| LinearOutput {
-                linear,
-                features: features.clone(),
-                out,
-            });
+            let mut outputs =
+                [(to_q, &queries, &mut *q), (to_k, &keys, &mut *k), (to_v, &keys, &mut *v)].map(
+                    |(linear, features, out)| LinearOutput {
+                        linear,
+                        features: features.clone(),
+                        out,
+                    },
+                );
             forward_all(&mut outputs, normed, single, products)?;
             products.watch.enter(Part::Attention);
             products.watch.count(heads.operations(past, seqlen));
@@ -376,10 +362,8 @@ impl DecoderLayer {
                 let (keys, values) = (cache.keys(), cache.values());
                 attention::causal(kernel, heads, past, q, keys, values, attended);
             } else {
-                let columns = attention::Columns {
-                    width: layout.query_width(),
-                    first: queries.start,
-                };
+                let columns =
+                    attention::Columns { width: layout.query_width(), first: queries.start };
                 attention::causal_columns(kernel, heads, 0, q, k, v, attended, columns);
             }
         }
@@ -410,9 +394,7 @@ impl DecoderLayer {
             let rows = &mut hidden[rows];
             let wide = tokens * intermediate_size;
             let ([normed, gate, up], products) =
-                context
-                    .workspace
-                    .buffers([tokens * hidden_size, wide, wide]);
+                context.workspace.buffers([tokens * hidden_size, wide, wide]);
             products.watch.enter(Part::Mlp);
             elementwise::rms_norm(rows, norm, self.rms_norm_eps, normed);
             show(&mut observer, Observation::MlpInput, normed, products);
@@ -430,8 +412,7 @@ impl DecoderLayer {
             show(&mut observer, Observation::DownInput, gate, products);
             if observer.is_none() {
                 // The normed rows are free from here on.
-                self.linear(Projection::Down)
-                    .forward(gate, normed, single, products)?;
+                self.linear(Projection::Down).forward(gate, normed, single, products)?;
                 elementwise::add(rows, normed);
             }
             products.watch.enter(Part::Elsewhere);

@@ -54,12 +54,10 @@ pub fn stored_dtype(entry: &TensorEntry) -> Result<StoredDtype> {
         safetensors::Dtype::F32 => Ok(StoredDtype::F32),
         safetensors::Dtype::F16 => Ok(StoredDtype::F16),
         safetensors::Dtype::BF16 => Ok(StoredDtype::Bf16),
-        other => Err(
-            Failure::new(format!("tensor `{}` is stored as {other:?}", entry.name))
-                .detail("weights of f32, f16 or bf16 can be pruned")
-                .hint("use the unquantised checkpoint of this model")
-                .into(),
-        ),
+        other => Err(Failure::new(format!("tensor `{}` is stored as {other:?}", entry.name))
+            .detail("weights of f32, f16 or bf16 can be pruned")
+            .hint("use the unquantised checkpoint of this model")
+            .into()),
     }
 }
 
@@ -71,10 +69,7 @@ pub fn stored_dtypes(source: &dyn WeightSource, config: &ModelConfig) -> Dtypes 
         .filter_map(|name| of(&name))
         .reduce(StoredDtype::wider)
         .unwrap_or(StoredDtype::F32);
-    Dtypes {
-        layers,
-        head: of(Head::tensor_name(config)).unwrap_or(layers),
-    }
+    Dtypes { layers, head: of(Head::tensor_name(config)).unwrap_or(layers) }
 }
 
 /// Reads a `[rows, columns]` weight in its stored dtype.
@@ -98,8 +93,7 @@ struct TensorRows {
 
 impl RowSource for TensorRows {
     fn read_rows(&self, first_row: usize, bytes: &mut [u8]) -> Result<()> {
-        self.source
-            .read(&self.entry, first_row as u64 * self.row_bytes, bytes)
+        self.source.read(&self.entry, first_row as u64 * self.row_bytes, bytes)
     }
 }
 

@@ -17,12 +17,8 @@ pub enum Observation {
 
 impl Observation {
     /// All four, in the order a layer passes them.
-    pub const ALL: [Self; 4] = [
-        Self::AttentionInput,
-        Self::OInput,
-        Self::MlpInput,
-        Self::DownInput,
-    ];
+    pub const ALL: [Self; 4] =
+        [Self::AttentionInput, Self::OInput, Self::MlpInput, Self::DownInput];
 }
 
 /// Data that a device sends of its activations.

@@ -27,16 +27,11 @@ impl Rotary {
         let table = |function: fn(f32) -> f32| {
             (0..seqlen)
                 .flat_map(|t| {
-                    frequencies
-                        .iter()
-                        .map(move |&frequency| function(t as f32 * frequency))
+                    frequencies.iter().map(move |&frequency| function(t as f32 * frequency))
                 })
                 .collect()
         };
-        Self {
-            cos: table(f32::cos),
-            sin: table(f32::sin),
-        }
+        Self { cos: table(f32::cos), sin: table(f32::sin) }
     }
 
     /// Bytes of the tables for `seqlen` tokens.
@@ -141,11 +136,8 @@ fn scaled(scaling: RopeScaling, frequency: f32) -> f32 {
             high_freq_factor,
             original_max_position_embeddings,
         } => {
-            let (factor, low, high) = (
-                factor as f32,
-                low_freq_factor as f32,
-                high_freq_factor as f32,
-            );
+            let (factor, low, high) =
+                (factor as f32, low_freq_factor as f32, high_freq_factor as f32);
             let original = original_max_position_embeddings as f32;
             let wavelength = 2.0 * std::f32::consts::PI / frequency;
             if wavelength < original / high {
@@ -181,11 +173,7 @@ mod tests {
         assert_eq!(plain[0], 1.0);
         assert_eq!(stretched[0], plain[0], "wavelength 6.3 < 8192 / 4");
         let last = plain.len() - 1;
-        assert_eq!(
-            stretched[last],
-            plain[last] / 32.0,
-            "wavelength 2·π·331000 > 8192"
-        );
+        assert_eq!(stretched[last], plain[last] / 32.0, "wavelength 2·π·331000 > 8192");
         let ramp = plain
             .iter()
             .zip(&stretched)
@@ -197,9 +185,8 @@ mod tests {
     fn the_rotation_has_candles_bits() {
         let (seqlen, heads, head_dim) = (37, 3, 64);
         let rotary = Rotary::new(&config(json!(null)), 40);
-        let mut x: Vec<f32> = (0..seqlen * heads * head_dim)
-            .map(|i| (i as f32 * 0.37).sin())
-            .collect();
+        let mut x: Vec<f32> =
+            (0..seqlen * heads * head_dim).map(|i| (i as f32 * 0.37).sin()).collect();
         let tensor = |values: &[f32], shape: &[usize]| {
             crate::linalg::tensor::from_vec(values.to_vec(), shape).unwrap()
         };
@@ -218,12 +205,7 @@ mod tests {
     fn linear_divides_and_dynamic_waits_for_long_sequences() {
         let plain = frequencies(&config(json!(null)), 16);
         let linear = frequencies(&config(json!({"type": "linear", "factor": 4.0})), 16);
-        assert!(
-            plain
-                .iter()
-                .zip(&linear)
-                .all(|(plain, linear)| plain / 4.0 == *linear)
-        );
+        assert!(plain.iter().zip(&linear).all(|(plain, linear)| plain / 4.0 == *linear));
         let dynamic = config(json!({"type": "dynamic", "factor": 2.0}));
         assert_eq!(frequencies(&dynamic, 4096), plain);
         // Twice the context: base · (2 · 2 − 1)^(64 / 62).

@@ -27,21 +27,12 @@ struct Rope {
     factor: Option<f64>,
 }
 
-const LLAMA_2: Rope = Rope {
-    theta: 10_000.0,
-    factor: None,
-};
+const LLAMA_2: Rope = Rope { theta: 10_000.0, factor: None };
 
-const LLAMA_3: Rope = Rope {
-    theta: 500_000.0,
-    factor: None,
-};
+const LLAMA_3: Rope = Rope { theta: 500_000.0, factor: None };
 
 const fn llama_3_1(factor: f64) -> Rope {
-    Rope {
-        factor: Some(factor),
-        ..LLAMA_3
-    }
+    Rope { factor: Some(factor), ..LLAMA_3 }
 }
 
 /// All shapes, smallest first.
@@ -165,15 +156,8 @@ impl Shape {
     /// # Errors
     /// Fails for numbers that no configuration may have. A test reads all shapes of the table.
     pub fn config(&self) -> anyhow::Result<ModelConfig> {
-        let [
-            hidden,
-            intermediate,
-            layers,
-            heads,
-            key_value_heads,
-            vocabulary,
-            positions,
-        ] = self.numbers;
+        let [hidden, intermediate, layers, heads, key_value_heads, vocabulary, positions] =
+            self.numbers;
         let rope_scaling = self.rope.factor.map(|factor| {
             json!({
                 "rope_type": "llama3",
@@ -243,10 +227,7 @@ mod tests {
                 original_max_position_embeddings: 8192,
             }
         );
-        assert_eq!(
-            (llama.rope_theta, llama.context_length()),
-            (500_000.0, 131_072)
-        );
+        assert_eq!((llama.rope_theta, llama.context_length()), (500_000.0, 131_072));
         assert_eq!(config("llama-3.2-3b").head_dim, 128);
         assert_eq!(config("llama-2-7b").rope_scaling, RopeScaling::Default);
         // A sliding window bounds the 32768 positions.

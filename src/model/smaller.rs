@@ -30,9 +30,7 @@ impl KeptLayers {
         // A record may name any number of layers.
         let dropped: BTreeSet<usize> = dropped.iter().copied().collect();
         Self {
-            kept: (0..layers)
-                .filter(|layer| !dropped.contains(layer))
-                .collect(),
+            kept: (0..layers).filter(|layer| !dropped.contains(layer)).collect(),
             before: layers,
         }
     }
@@ -44,9 +42,7 @@ impl KeptLayers {
 
     /// The name of a tensor in the smaller model; `None` if it belongs to a layer that is not there.
     pub fn rename(&self, name: &str) -> Option<String> {
-        let Some((layer, rest)) = name
-            .strip_prefix(LAYERS)
-            .and_then(|rest| rest.split_once('.'))
+        let Some((layer, rest)) = name.strip_prefix(LAYERS).and_then(|rest| rest.split_once('.'))
         else {
             return Some(name.to_owned());
         };
@@ -57,10 +53,7 @@ impl KeptLayers {
 
     /// The configuration of the smaller model.
     pub fn config(&self, of: &ModelConfig) -> ModelConfig {
-        ModelConfig {
-            num_hidden_layers: self.kept.len(),
-            ..of.clone()
-        }
+        ModelConfig { num_hidden_layers: self.kept.len(), ..of.clone() }
     }
 
     /// Changes a `config.json`: the number of layers, lists with an entry per layer (`layer_types`), and the number of first layers with

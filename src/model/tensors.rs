@@ -31,11 +31,7 @@ pub enum TensorRole {
 
 impl ModelTensor {
     fn new(name: impl Into<String>, shape: &[usize], role: TensorRole) -> Self {
-        Self {
-            name: name.into(),
-            shape: shape.to_vec(),
-            role,
-        }
+        Self { name: name.into(), shape: shape.to_vec(), role }
     }
 }
 

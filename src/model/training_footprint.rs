@@ -62,9 +62,7 @@ impl TrainingBuffers<'_> {
 
     /// Memory of the activations of layers and head, one after the other.
     pub fn activations(&self) -> ByteSize {
-        let Self {
-            config, settings, ..
-        } = *self;
+        let Self { config, settings, .. } = *self;
         let backward = backward_elements(
             config.heads(),
             config.hidden_size,
@@ -83,9 +81,7 @@ impl TrainingBuffers<'_> {
 
     /// Memory of packed factors, and of the rows of a head at rest.
     pub fn packed(&self) -> ByteSize {
-        let Self {
-            config, settings, ..
-        } = *self;
+        let Self { config, settings, .. } = *self;
         let kernel = self.products.kernel(self.dtypes.layers);
         let of_gradients = self.products.of_gradients(self.dtypes.layers);
         let mut all =

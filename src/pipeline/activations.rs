@@ -24,14 +24,11 @@ use crate::run::Events;
 use crate::runtime::{Clock, Compute, Editor, HiddenStates};
 
 /// The kind that measures a_j² alone. GPUs send column sums instead of rows.
-pub static MEANS_OF_SQUARES: ActivationSumsKind = ActivationSumsKind {
-    has_magnitudes: false,
-};
+pub static MEANS_OF_SQUARES: ActivationSumsKind = ActivationSumsKind { has_magnitudes: false };
 
 /// The kind that measures a_j² and m_j.
-pub static MEANS_OF_SQUARES_AND_MAGNITUDES: ActivationSumsKind = ActivationSumsKind {
-    has_magnitudes: true,
-};
+pub static MEANS_OF_SQUARES_AND_MAGNITUDES: ActivationSumsKind =
+    ActivationSumsKind { has_magnitudes: true };
 
 /// Sums of x², and of |x| if asked for.
 #[derive(Debug)]
@@ -67,10 +64,7 @@ struct ActivationSums {
 
 impl MergedStatistics for ActivationSums {
     fn part(&self) -> Box<dyn SamplePart> {
-        Box::new(SampleSums {
-            in_features: self.in_features,
-            sums: vec![0.0; self.sums.len()],
-        })
+        Box::new(SampleSums { in_features: self.in_features, sums: vec![0.0; self.sums.len()] })
     }
 
     fn merge(&mut self, numbers: &[f64]) {
@@ -180,15 +174,11 @@ impl<'a> ActivationMeter<'a> {
 
 impl Editor for ActivationMeter<'_> {
     fn edit(&mut self, layer: DecoderLayer, compute: &mut Compute<'_>) -> Result<DecoderLayer> {
-        let statistics = self
-            .calibrator
-            .observe(&layer, &Observation::ALL, compute)?;
+        let statistics = self.calibrator.observe(&layer, &Observation::ALL, compute)?;
         let statistics = statistics.context("every layer is measured with samples")?;
         let mut means = Vec::with_capacity(Observation::ALL.len());
         for point in Observation::ALL {
-            let sums = statistics
-                .at(point)
-                .and_then(Statistics::downcast::<ActivationSums>);
+            let sums = statistics.at(point).and_then(Statistics::downcast::<ActivationSums>);
             let of_point = sums.context("the kind is its own")?.means(self.tokens);
             check(&of_point, point, layer.index())?;
             means.push(of_point);
@@ -212,18 +202,13 @@ impl Editor for ActivationMeter<'_> {
 
 /// Refuses means that are not finite.
 fn check(means: &ColumnMeans, point: Observation, layer: usize) -> Result<()> {
-    let all = means
-        .squares
-        .iter()
-        .chain(means.magnitudes.iter().flatten());
+    let all = means.squares.iter().chain(means.magnitudes.iter().flatten());
     match all.clone().find(|mean| !mean.is_finite()) {
         None => Ok(()),
-        Some(mean) => Err(
-            Failure::new(format!("the activations of layer {layer} are not finite"))
-                .detail(format!("a mean at {point:?} is {mean}"))
-                .hint("check the weights of this model with prune inspect")
-                .into(),
-        ),
+        Some(mean) => Err(Failure::new(format!("the activations of layer {layer} are not finite"))
+            .detail(format!("a mean at {point:?} is {mean}"))
+            .hint("check the weights of this model with prune inspect")
+            .into()),
     }
 }
 
@@ -251,10 +236,8 @@ mod tests {
         let statistics = Statistics::Merged(statistics);
         let sums = statistics.downcast::<ActivationSums>().unwrap();
         // Columns 1, -2, 0, 1 and 0, 0.5, -0.5, 1.
-        let expected = ColumnMeans {
-            squares: vec![6.0 / 4.0, 1.5 / 4.0],
-            magnitudes: Some(vec![1.0, 0.5]),
-        };
+        let expected =
+            ColumnMeans { squares: vec![6.0 / 4.0, 1.5 / 4.0], magnitudes: Some(vec![1.0, 0.5]) };
         assert_eq!(sums.means(4), expected);
     }
 
@@ -263,27 +246,17 @@ mod tests {
         let mut statistics = merged(&MEANS_OF_SQUARES);
         let mut sample = statistics.part();
         assert!(sample.takes_sums());
-        sample.add_sums(&ColumnSums {
-            tokens: 2,
-            squares: &[4.0, 8.0],
-            values: &[2.0, 4.0],
-        });
+        sample.add_sums(&ColumnSums { tokens: 2, squares: &[4.0, 8.0], values: &[2.0, 4.0] });
         statistics.merge(sample.numbers());
         let statistics = Statistics::Merged(statistics);
         let sums = statistics.downcast::<ActivationSums>().unwrap();
-        let expected = ColumnMeans {
-            squares: vec![2.0, 4.0],
-            magnitudes: None,
-        };
+        let expected = ColumnMeans { squares: vec![2.0, 4.0], magnitudes: None };
         assert_eq!(sums.means(2), expected);
     }
 
     #[test]
     fn activations_that_are_not_finite_are_refused_with_their_layer() {
-        let means = ColumnMeans {
-            squares: vec![1.0],
-            magnitudes: Some(vec![f32::INFINITY]),
-        };
+        let means = ColumnMeans { squares: vec![1.0], magnitudes: Some(vec![f32::INFINITY]) };
         let error = check(&means, Observation::OInput, 3).unwrap_err();
         assert!(error.to_string().contains("layer 3"), "{error}");
     }

@@ -74,11 +74,7 @@ impl<'a> AllocationMeter<'a> {
             allocation,
             outliers,
             points,
-            measured: MeasuredLayers {
-                curves: Vec::new(),
-                outliers: Vec::new(),
-                embedded: None,
-            },
+            measured: MeasuredLayers { curves: Vec::new(), outliers: Vec::new(), embedded: None },
             followed: Vec::new(),
             ratio,
         }
@@ -160,18 +156,13 @@ impl<'a> AllocationMeter<'a> {
         compute: &mut Compute<'_>,
     ) -> Result<Vec<f64>> {
         // Attention, and the MLP: the errors, and the mean square of what they add to the stream.
-        let mut parts = [
-            (vec![0.0; self.points.len()], 0.0),
-            (vec![0.0; self.points.len()], 0.0),
-        ];
+        let mut parts = [(vec![0.0; self.points.len()], 0.0), (vec![0.0; self.points.len()], 0.0)];
         for projection in layer.projections().collect::<Vec<_>>() {
             let (errors, added) = &mut parts[usize::from(!projection.is_attention())];
             with_held(layer, projection, |layer| {
                 let square = self.add_errors(layer, projection, statistics, compute, errors)?;
-                if matches!(
-                    projection.observed_at(),
-                    Observation::OInput | Observation::DownInput
-                ) {
+                if matches!(projection.observed_at(), Observation::OInput | Observation::DownInput)
+                {
                     *added += square;
                 }
                 Ok(())
@@ -180,10 +171,7 @@ impl<'a> AllocationMeter<'a> {
         let before = self.calibrator.median_square()?;
         let stream = before + parts.iter().map(|(_, added)| added).sum::<f64>();
         let of_point = |point: usize| -> f64 {
-            parts
-                .iter()
-                .map(|(errors, added)| errors[point] * added / stream)
-                .sum()
+            parts.iter().map(|(errors, added)| errors[point] * added / stream).sum()
         };
         Ok((0..self.points.len()).map(of_point).collect())
     }
@@ -281,9 +269,7 @@ fn relative_error(undisturbed: &mut HiddenStates, disturbed: &mut HiddenStates) 
                     let square = |value: f64| value * value;
                     let norm: f64 = whole.iter().map(|&value| square(f64::from(value))).sum();
                     let pairs = whole.iter().zip(other);
-                    let gap: f64 = pairs
-                        .map(|(a, b)| square(f64::from(*a) - f64::from(*b)))
-                        .sum();
+                    let gap: f64 = pairs.map(|(a, b)| square(f64::from(*a) - f64::from(*b))).sum();
                     errors.push(gap / norm);
                 }
             })
@@ -291,10 +277,7 @@ fn relative_error(undisturbed: &mut HiddenStates, disturbed: &mut HiddenStates) 
     }
     let middle = errors.len() / 2;
     let (_, median, _) = errors.select_nth_unstable_by(middle, f64::total_cmp);
-    ensure!(
-        median.is_finite(),
-        "hidden states behind a pruned layer are not finite"
-    );
+    ensure!(median.is_finite(), "hidden states behind a pruned layer are not finite");
     Ok(*median)
 }
 
@@ -317,12 +300,8 @@ fn with_held(
 
 fn held(layer: &DecoderLayer, projection: Projection) -> Result<&StoredMatrix> {
     let weight = layer.linear(projection).weight().held();
-    weight.with_context(|| {
-        format!(
-            "`{}` is measured in memory",
-            projection.full_name(layer.index())
-        )
-    })
+    weight
+        .with_context(|| format!("`{}` is measured in memory", projection.full_name(layer.index())))
 }
 
 /// Σ of a function of Wanda's scores of a matrix. The order of the sum is fixed.
@@ -334,14 +313,7 @@ fn sum_over_scores(
 ) -> Result<f64> {
     let name = projection.full_name(layer.index());
     let pattern = Pattern::Unstructured;
-    let request = Request::new(
-        &name,
-        statistics.of(projection),
-        Target {
-            ratio: 0.0,
-            pattern,
-        },
-    );
+    let request = Request::new(&name, statistics.of(projection), Target { ratio: 0.0, pattern });
     let norms = wanda::input_norms(&request)?;
     let weight = held(layer, projection)?;
     let rows: Vec<f64> = (0..weight.rows())
@@ -361,9 +333,7 @@ fn sum_over_scores(
 
 impl Editor for AllocationMeter<'_> {
     fn edit(&mut self, mut layer: DecoderLayer, compute: &mut Compute<'_>) -> Result<DecoderLayer> {
-        let observed = self
-            .calibrator
-            .observe(&layer, &Observation::ALL, compute)?;
+        let observed = self.calibrator.observe(&layer, &Observation::ALL, compute)?;
         let statistics = observed.context("every layer is measured with samples")?;
         let outliers = self.outliers(&mut layer, &statistics)?;
         let mut curve = Vec::new();
@@ -373,11 +343,7 @@ impl Editor for AllocationMeter<'_> {
         }
         drop(statistics);
         self.calibrator.pass(&layer, compute)?;
-        if !curve
-            .iter()
-            .chain([&outliers])
-            .all(|value| value.is_finite())
-        {
+        if !curve.iter().chain([&outliers]).all(|value| value.is_finite()) {
             return Err(Failure::new(format!(
                 "layer {} cannot be given a ratio: its outputs are not finite",
                 layer.index()

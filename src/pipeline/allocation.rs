@@ -102,10 +102,7 @@ pub fn owl_ratios(outliers: &[f64], ratio: f64, band: f64) -> Vec<f64> {
     if span.is_nan() || span <= 0.0 {
         return vec![ratio; outliers.len()];
     }
-    let scaled: Vec<f64> = outliers
-        .iter()
-        .map(|d| (d - low) / span * 2.0 * band)
-        .collect();
+    let scaled: Vec<f64> = outliers.iter().map(|d| (d - low) / span * 2.0 * band).collect();
     let mean = scaled.iter().sum::<f64>() / scaled.len() as f64;
     let ratios: Vec<f64> = scaled.iter().map(|r| ratio + mean - r).collect();
     bounded(&ratios, ratio)
@@ -172,9 +169,7 @@ fn parabola(curve: &[f64]) -> [f64; 2] {
     let moment = |power: i32| places.iter().map(|place| place.powi(power)).sum::<f64>();
     let product = |power: i32| {
         let pairs = places.iter().zip(curve);
-        pairs
-            .map(|(place, error)| place.powi(power) * error)
-            .sum::<f64>()
+        pairs.map(|(place, error)| place.powi(power) * error).sum::<f64>()
     };
     // The places are symmetric, so odd moments vanish, and the slope is independent of the bend.
     let (count, second, fourth) = (moment(0), moment(2), moment(4));
@@ -200,18 +195,12 @@ mod tests {
     fn ratios_at_the_bounds_keep_the_mean_that_was_asked_for() {
         // 0.13 and −0.03 without bounds: the second is 0.01, so the first gives up 0.04.
         let ratios = owl_ratios(&[1.0, 3.0], 0.05, 0.08);
-        assert!(
-            (ratios[0] - 0.09).abs() < 1e-12 && ratios[1] == 0.01,
-            "{ratios:?}"
-        );
+        assert!((ratios[0] - 0.09).abs() < 1e-12 && ratios[1] == 0.01, "{ratios:?}");
         for asked in [0.002, 0.02, 0.5, 0.97, 0.99, 0.9995] {
             let ratios = owl_ratios(&[0.5, 4.0, 1.0, 2.0, 1.5], asked, 0.2);
             let mean = ratios.iter().sum::<f64>() / 5.0;
             assert!((mean - asked).abs() < 1e-9, "{asked}: {ratios:?}");
-            assert!(
-                ratios.iter().all(|ratio| *ratio > 0.0 && *ratio < 1.0),
-                "{ratios:?}"
-            );
+            assert!(ratios.iter().all(|ratio| *ratio > 0.0 && *ratio < 1.0), "{ratios:?}");
             assert!(ratios[1] <= ratios[0], "{ratios:?}");
         }
     }
@@ -224,10 +213,7 @@ mod tests {
         assert!(ratios[0] < 0.7 && ratios[1] > 0.7, "{ratios:?}");
         let mean = ratios.iter().sum::<f64>() / 3.0;
         assert!((mean - 0.7).abs() < 1e-12, "{ratios:?}");
-        assert!(
-            ratios.iter().all(|ratio| (ratio - 0.7).abs() < 0.15 + 1e-9),
-            "{ratios:?}"
-        );
+        assert!(ratios.iter().all(|ratio| (ratio - 0.7).abs() < 0.15 + 1e-9), "{ratios:?}");
         let alike = vec![vec![0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]; 2];
         let near_one = error_ratios(&alike, 0.99, 0.15);
         assert!(near_one.iter().all(|ratio| *ratio < 1.0), "{near_one:?}");

@@ -83,10 +83,7 @@ enum PointOfSample<'a> {
     /// Added to statistics in place while the sample passes.
     InPlace(&'a Mutex<Statistics>),
     /// Added to statistics in place when the sample is whole: until then its rows wait. With `beside_gram`, a device keeps the rows.
-    Rows {
-        rows: Vec<f32>,
-        beside_gram: Option<Box<dyn SamplePart>>,
-    },
+    Rows { rows: Vec<f32>, beside_gram: Option<Box<dyn SamplePart>> },
     /// XᵀX stays on the device; the rest is merged when the sample is whole.
     BesideGram(Box<dyn SamplePart>),
     /// Not observed in this pass.
@@ -124,10 +121,9 @@ impl<'a> SampleStatistics<'a> {
         let points = Observation::ALL.map(|at| match (&points[at as usize], turn) {
             (None, _) => PointOfSample::Ignored,
             (Some(point), Turn::Now) => PointOfSample::InPlace(point),
-            (Some(_), Turn::Later) => PointOfSample::Rows {
-                rows: Vec::new(),
-                beside_gram: beside_gram(at),
-            },
+            (Some(_), Turn::Later) => {
+                PointOfSample::Rows { rows: Vec::new(), beside_gram: beside_gram(at) }
+            }
         });
         Self { points, rows }
     }
@@ -233,12 +229,7 @@ impl<'a> Calibrator<'a> {
         clock: &'a Clock,
         events: &'a dyn Events,
     ) -> Self {
-        Self {
-            stream,
-            config,
-            clock,
-            events,
-        }
+        Self { stream, config, clock, events }
     }
 
     pub(super) fn config(&self) -> &'a ModelConfig {
@@ -309,10 +300,7 @@ impl<'a> Calibrator<'a> {
         let width = self.config.hidden_size;
         let mut first = HiddenStates::new(None, "followed", samples, tokens, width, DType::F32)?;
         for sample in 0..samples {
-            first.put(
-                sample,
-                hidden.get(sample)?.narrow(0, 0, tokens)?.contiguous()?,
-            )?;
+            first.put(sample, hidden.get(sample)?.narrow(0, 0, tokens)?.contiguous()?)?;
         }
         Ok(first)
     }
@@ -328,9 +316,7 @@ impl<'a> Calibrator<'a> {
             return Ok(());
         };
         self.clock.measure(Phase::Propagate, || {
-            compute.forward(Phase::Propagate, layer, hidden, &|sample| {
-                progress(events, sample)
-            })
+            compute.forward(Phase::Propagate, layer, hidden, &|sample| progress(events, sample))
         })
     }
 
@@ -392,9 +378,7 @@ fn collect(
         let part = kind.part_beside_gram(widths[point as usize]);
         part.filter(|_| on_devices)
     };
-    let summed = observed
-        .iter()
-        .filter(|point| beside_gram(**point).is_some());
+    let summed = observed.iter().filter(|point| beside_gram(**point).is_some());
     let summed: Vec<usize> = summed.map(|point| widths[*point as usize]).collect();
     let mut take = |point: Observation, first: usize, sums: &[f32]| {
         if let Some(point) = &points[point as usize]
@@ -407,10 +391,7 @@ fn collect(
         layer,
         hidden,
         order,
-        GramsOnDevices {
-            widths: &summed,
-            take: &mut take,
-        },
+        GramsOnDevices { widths: &summed, take: &mut take },
         &|sample, turn| {
             let rows = SampleRows::new(widths, sample, samples, seqlen);
             match order {

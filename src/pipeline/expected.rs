@@ -36,9 +36,7 @@ pub fn matrix_of(tensor: &str) -> &str {
 
 /// The content of these layers that verification must find in the output.
 pub fn expected_of(layers: &[LayerReport], pattern: Pattern) -> Vec<ExpectedMatrix> {
-    pruned(layers)
-        .map(|matrix| expected(matrix, pattern))
-        .collect()
+    pruned(layers).map(|matrix| expected(matrix, pattern)).collect()
 }
 
 fn expected(matrix: &MatrixReport, pattern: Pattern) -> ExpectedMatrix {
@@ -110,9 +108,6 @@ mod tests {
         let expected = expected_of(&layers, Pattern::NOfM { n: 2, m: 4 });
         assert_eq!(expected.len(), 1);
         assert_eq!(expected[0].name, "model.layers.0.q.weight");
-        assert_eq!(
-            (expected[0].zeros, expected[0].group),
-            (Some(2), Some((2, 4)))
-        );
+        assert_eq!((expected[0].zeros, expected[0].group), (Some(2), Some((2, 4))));
     }
 }

@@ -37,23 +37,17 @@ impl LayerRatios {
             with_remedy(failure, &error).or_hint(HINT)
         })?;
         let bad = |why: String| {
-            Failure::new(format!(
-                "`{}` does not hold layer ratios: {why}",
-                path.display()
-            ))
-            .hint(HINT)
+            Failure::new(format!("`{}` does not hold layer ratios: {why}", path.display()))
+                .hint(HINT)
         };
         let json: Json = serde_json::from_str(&text)
             .map_err(|error| bad(format!("it is not JSON ({error})")))?;
-        let ratio = |value: &Value| {
-            value
-                .as_f64()
-                .ok_or_else(|| bad(format!("{value} is not a number")))
-        };
+        let ratio =
+            |value: &Value| value.as_f64().ok_or_else(|| bad(format!("{value} is not a number")));
         match json {
-            Json::List(values) => Ok(Self::All(
-                values.iter().map(ratio).collect::<Result<_, _>>()?,
-            )),
+            Json::List(values) => {
+                Ok(Self::All(values.iter().map(ratio).collect::<Result<_, _>>()?))
+            }
             Json::Object(Entries(entries)) => {
                 let mut seen = BTreeSet::new();
                 let layer = |key: &str| {
@@ -131,9 +125,6 @@ mod tests {
             LayerRatios::Some(vec![(1, 0.5), (0, 0.25)])
         );
         let error = load("{\"0\": 0.5, \"1\": 0.5, \"0\": 0.6}").unwrap_err();
-        assert!(
-            error.to_string().contains("layer 0 has two ratios"),
-            "{error}"
-        );
+        assert!(error.to_string().contains("layer 0 has two ratios"), "{error}");
     }
 }

@@ -49,10 +49,7 @@ impl<'a> LayerMeter<'a> {
             last_tokens: vec![VecDeque::new(); samples.samples()],
             samples,
             longest,
-            scores: LayerScores {
-                influence: Vec::new(),
-                angles: vec![Vec::new(); longest],
-            },
+            scores: LayerScores { influence: Vec::new(), angles: vec![Vec::new(); longest] },
             config,
             clock,
             events,
@@ -66,14 +63,7 @@ impl<'a> LayerMeter<'a> {
 
     /// Passes all samples through the layer. Returns the sum of the cosines of each sample.
     fn compare(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<Vec<f64>> {
-        let Self {
-            samples,
-            last_tokens,
-            config,
-            clock,
-            events,
-            ..
-        } = self;
+        let Self { samples, last_tokens, config, clock, events, .. } = self;
         events.emit(Event::PhaseStarted {
             phase: in_layer(layer.index(), config.num_hidden_layers, "influence"),
             unit: "samples",
@@ -157,9 +147,7 @@ fn last_row(state: &[f32], width: usize) -> Vec<f32> {
 
 /// Σ_t cos over the tokens of one sample, in their order.
 fn sum_of_cosines(before: &[f32], after: &[f32], width: usize) -> f64 {
-    let rows = before
-        .par_chunks_exact(width)
-        .zip(after.par_chunks_exact(width));
+    let rows = before.par_chunks_exact(width).zip(after.par_chunks_exact(width));
     let cosines: Vec<f64> = rows.map(|(before, after)| cosine(before, after)).collect();
     cosines.iter().sum()
 }
@@ -169,12 +157,10 @@ fn check(influence: f64, layer: usize) -> Result<()> {
     if influence.is_finite() {
         return Ok(());
     }
-    Err(Failure::new(format!(
-        "the hidden states before or after layer {layer} are not finite"
-    ))
-    .detail(format!("its block influence is {influence}"))
-    .hint("check the weights of this model with prune inspect")
-    .into())
+    Err(Failure::new(format!("the hidden states before or after layer {layer} are not finite"))
+        .detail(format!("its block influence is {influence}"))
+        .hint("check the weights of this model with prune inspect")
+        .into())
 }
 
 #[cfg(test)]
@@ -186,11 +172,6 @@ mod tests {
         let (before, after) = ([1.0, 0.0, 0.0, 2.0], [2.0, 0.0, 3.0, 0.0]);
         assert_eq!(sum_of_cosines(&before, &after, 2), 1.0);
         assert_eq!(last_row(&before, 2), [0.0, 2.0]);
-        assert!(
-            check(f64::NAN, 3)
-                .unwrap_err()
-                .to_string()
-                .contains("layer 3")
-        );
+        assert!(check(f64::NAN, 3).unwrap_err().to_string().contains("layer 3"));
     }
 }

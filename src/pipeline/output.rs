@@ -56,8 +56,7 @@ impl Output<'_> {
         let name = projection.tensor_name(layer.index());
         let weight = layer.linear(projection).weight().held();
         let weight = weight.with_context(|| format!("`{name}` is written from memory"))?;
-        sink.write(&name, weight.as_bytes())
-            .with_context(|| format!("writing `{name}`"))
+        sink.write(&name, weight.as_bytes()).with_context(|| format!("writing `{name}`"))
     }
 
     /// Writes a whole tensor.

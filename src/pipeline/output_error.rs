@@ -107,9 +107,7 @@ impl SampleRows {
         for &position in &self.chosen {
             if (point.seen..point.seen + tokens).contains(&position) {
                 let start = (position - point.seen) * point.width;
-                point
-                    .rows
-                    .extend_from_slice(&rows[start..start + point.width]);
+                point.rows.extend_from_slice(&rows[start..start + point.width]);
             }
         }
         point.seen += tokens;
@@ -187,11 +185,7 @@ impl<'a> DenseOutput<'a> {
             difference += (f64::from(y) - f64::from(y_pruned)).powi(2);
             dense += f64::from(y).powi(2);
         }
-        let error = if difference == 0.0 {
-            0.0
-        } else {
-            (difference / dense).sqrt()
-        };
+        let error = if difference == 0.0 { 0.0 } else { (difference / dense).sqrt() };
         Ok(error.is_finite().then_some(error))
     }
 }
@@ -240,10 +234,7 @@ mod tests {
             let dense = DenseOutput::of(&linear, &x, &mut ProductContext::new()).unwrap();
             let weight = linear.weight_mut().held_mut().unwrap();
             weight.zero_where(is_removed);
-            let error = dense
-                .error_of(&linear, &mut ProductContext::new())
-                .unwrap()
-                .unwrap();
+            let error = dense.error_of(&linear, &mut ProductContext::new()).unwrap().unwrap();
 
             let (mut difference, mut norm) = (0.0f64, 0.0f64);
             for token in 0..tokens {
@@ -268,35 +259,20 @@ mod tests {
 
     #[test]
     fn nothing_lost_of_nothing_is_no_error_and_something_of_nothing_is_none() {
-        let mut linear = Linear::new(
-            StoredMatrix::from_f32(StoredDtype::F32, 1, 2, &[1.0, 1.0]),
-            None,
-        );
+        let mut linear =
+            Linear::new(StoredMatrix::from_f32(StoredDtype::F32, 1, 2, &[1.0, 1.0]), None);
         let zeros = DenseOutput::of(&linear, &[0.0, 0.0], &mut ProductContext::new()).unwrap();
         let cancelled = DenseOutput::of(&linear, &[1.0, -1.0], &mut ProductContext::new()).unwrap();
-        linear
-            .weight_mut()
-            .held_mut()
-            .unwrap()
-            .zero_where(|_, column| column == 0);
-        assert_eq!(
-            zeros.error_of(&linear, &mut ProductContext::new()).unwrap(),
-            Some(0.0)
-        );
-        assert_eq!(
-            cancelled
-                .error_of(&linear, &mut ProductContext::new())
-                .unwrap(),
-            None
-        );
+        linear.weight_mut().held_mut().unwrap().zero_where(|_, column| column == 0);
+        assert_eq!(zeros.error_of(&linear, &mut ProductContext::new()).unwrap(), Some(0.0));
+        assert_eq!(cancelled.error_of(&linear, &mut ProductContext::new()).unwrap(), None);
     }
 
     #[test]
     fn tokens_are_spread_evenly_over_samples_and_positions() {
         for (samples, seqlen) in [(128, 2048), (8, 256), (3, 100), (1, 4096), (700, 64)] {
-            let kept: Vec<Vec<usize>> = (0..samples)
-                .map(|sample| positions(sample, samples, seqlen))
-                .collect();
+            let kept: Vec<Vec<usize>> =
+                (0..samples).map(|sample| positions(sample, samples, seqlen)).collect();
             assert_eq!(kept.iter().map(Vec::len).sum::<usize>(), TOKENS);
             let (least, most) = (TOKENS / samples, TOKENS.div_ceil(samples));
             for positions in &kept {
@@ -332,9 +308,8 @@ mod tests {
                 let mut rows_of = SampleRows::new(widths, sample, samples, seqlen);
                 for point in Observation::ALL {
                     let width = widths[point as usize];
-                    let rows: Vec<f32> = (0..seqlen * width)
-                        .map(|i| (sample * 10_000 + i) as f32)
-                        .collect();
+                    let rows: Vec<f32> =
+                        (0..seqlen * width).map(|i| (sample * 10_000 + i) as f32).collect();
                     for rows in rows.chunks(rows_at_once * width) {
                         rows_of.add_rows(point, rows);
                     }
@@ -350,9 +325,6 @@ mod tests {
             assert_eq!(whole.of(projection).len(), TOKENS * width);
         }
         let first = positions(0, samples, seqlen)[0];
-        assert_eq!(
-            &whole.of(Projection::Q)[..3],
-            [0, 1, 2].map(|i| (first * 3 + i) as f32)
-        );
+        assert_eq!(&whole.of(Projection::Q)[..3], [0, 1, 2].map(|i| (first * 3 + i) as f32));
     }
 }

@@ -80,9 +80,7 @@ pub fn biases(technique: &Technique, targets: &TargetPlan, config: &ModelConfig)
     }
     let layers = 0..config.num_hidden_layers;
     let permuted = layers.filter(|&layer| targets.of(layer, Projection::Down).is_some());
-    permuted
-        .flat_map(|layer| biases_of(config, layer))
-        .collect()
+    permuted.flat_map(|layer| biases_of(config, layer)).collect()
 }
 
 /// The biases of a layer that follow the order of its channels.
@@ -119,9 +117,8 @@ pub(super) fn permute(
 ) -> Result<Option<Permuted>> {
     let index = layer.index();
     let target = targets.of(index, Projection::Down);
-    let Some((target, Pattern::NOfM { n, m })) = target
-        .filter(|_| technique.permutes.is_some())
-        .map(|target| (target, target.pattern))
+    let Some((target, Pattern::NOfM { n, m })) =
+        target.filter(|_| technique.permutes.is_some()).map(|target| (target, target.pattern))
     else {
         return Ok(None);
     };

@@ -64,10 +64,9 @@ fn run(config: &ModelConfig, dtype: StoredDtype, threads: usize) -> RunShape<'_>
 
 #[test]
 fn a_run_fits_exactly_the_memory_of_its_smallest_combination_of_settings() {
-    for (name, products) in [
-        ("llama-2-7b", Products::F32),
-        ("llama-3.2-1b", Products::Bf16(Kernel::Avx512)),
-    ] {
+    for (name, products) in
+        [("llama-2-7b", Products::F32), ("llama-3.2-1b", Products::Bf16(Kernel::Avx512))]
+    {
         let shape = shape(name).unwrap();
         let config = shape.config().unwrap();
         let run = RunShape {
@@ -80,38 +79,22 @@ fn a_run_fits_exactly_the_memory_of_its_smallest_combination_of_settings() {
         let machine: Inventory = serde_json::from_value(machine).unwrap();
         // Every combination is looked at, whatever phase its settings belong to.
         let least = least_that_works(&run).cpu;
-        let with = |bytes| Policy {
-            budget: Budget::of_cpu(bytes),
-            ..Policy::default()
-        };
-        assert_eq!(
-            peak(&plan(&run, &machine, &with(least)).unwrap(), "cpu"),
-            least
-        );
+        let with = |bytes| Policy { budget: Budget::of_cpu(bytes), ..Policy::default() };
+        assert_eq!(peak(&plan(&run, &machine, &with(least)).unwrap(), "cpu"), least);
         assert!(plan(&run, &machine, &with(ByteSize(least.0 - 1))).is_err());
     }
 }
 
 fn policy(text: &str) -> Policy {
-    Policy {
-        budget: text.parse().unwrap(),
-        ..Policy::default()
-    }
+    Policy { budget: text.parse().unwrap(), ..Policy::default() }
 }
 
 fn devices(plan: &Plan) -> Vec<(usize, usize, String)> {
-    plan.layers
-        .iter()
-        .map(|run| (run.first, run.last, run.devices.join("+")))
-        .collect()
+    plan.layers.iter().map(|run| (run.first, run.last, run.devices.join("+"))).collect()
 }
 
 fn peak(plan: &Plan, device: &str) -> ByteSize {
-    plan.devices
-        .iter()
-        .find(|plan| plan.device == device)
-        .unwrap()
-        .peak
+    plan.devices.iter().find(|plan| plan.device == device).unwrap().peak
 }
 
 #[test]
@@ -123,10 +106,7 @@ fn runs_that_share_statistics_need_a_copy_of_a_layer_and_windows_of_their_own() 
         storage: HiddenStatesStorage::Ram,
         processors: Processors::Cpu,
     };
-    let flow = Flow {
-        propagation: Propagation::Dense,
-        ..Flow::default()
-    };
+    let flow = Flow { propagation: Propagation::Dense, ..Flow::default() };
     let memory = |technique: Technique, shared_with: Vec<Technique>, phase, kind| {
         let run = RunShape {
             technique: Some(technique),
@@ -162,20 +142,14 @@ fn runs_that_share_statistics_need_a_copy_of_a_layer_and_windows_of_their_own() 
     let gram = GramMatrix::bytes(4096).0;
     let apart = alone("sparsegpt", Phase::Score, PartKind::Scores);
     let together = three(Phase::Score, PartKind::Scores);
-    assert!(
-        together.0 > apart.0 && together.0 >= 3 * gram,
-        "{together} {apart}"
-    );
+    assert!(together.0 > apart.0 && together.0 >= 3 * gram, "{together} {apart}");
 }
 
 #[test]
 fn gram_matrices_are_on_a_card_that_has_room_for_them() {
     let config = shape("llama-2-7b").unwrap().config().unwrap();
     let sparsegpt = crate::pruning::method("sparsegpt").map(Technique::of);
-    let run = RunShape {
-        technique: sparsegpt,
-        ..run(&config, StoredDtype::F16, 8)
-    };
+    let run = RunShape { technique: sparsegpt, ..run(&config, StoredDtype::F16, 8) };
     let planned = |card: &str| {
         let machine = json!({"cpu": {"memory": "32GiB", "threads": 8}, "gpus": [{"memory": card}]});
         let machine: Inventory = serde_json::from_value(machine).unwrap();
@@ -200,10 +174,7 @@ fn gram_matrices_are_on_a_card_that_has_room_for_them() {
     assert_eq!((small.grams, sums), (GramsHeld::Host, ByteSize::ZERO));
     assert!(fast < 0.8 * slow, "{fast} {slow}");
     // One input at a time needs room for the largest.
-    let apart = MemorySettings {
-        statistics: StatisticsHeld::Input,
-        ..large
-    };
+    let apart = MemorySettings { statistics: StatisticsHeld::Input, ..large };
     assert_eq!(run.grams_on_gpu(&apart), [11008]);
 }
 
@@ -224,10 +195,7 @@ fn one_12_gb_card_computes_all_of_a_7b() {
         "nothing is short: {plan:?}"
     );
     let gpu = peak(&plan, "cuda:0");
-    assert!(
-        ByteSize(GIB) < gpu && gpu < ByteSize(3 * GIB),
-        "context, a layer, one sample: {gpu}"
-    );
+    assert!(ByteSize(GIB) < gpu && gpu < ByteSize(3 * GIB), "context, a layer, one sample: {gpu}");
 }
 
 #[test]
@@ -237,32 +205,17 @@ fn two_24_gb_cards_share_the_samples_of_a_70b() {
     assert_eq!(devices(&plan), [(0, 79, "cuda:0+cuda:1".to_string())]);
     assert_eq!(plan.hidden_states.storage, HiddenStatesStorage::Ram);
     assert!(peak(&plan, "cuda:1") < ByteSize(8 * GIB) && peak(&plan, "cpu") < ByteSize(51 * GIB));
-    let balanced = Policy {
-        map: DeviceMap::Balanced,
-        ..Policy::default()
-    };
+    let balanced = Policy { map: DeviceMap::Balanced, ..Policy::default() };
     let balanced = planned("llama-2-70b", machine, &balanced).unwrap();
-    assert_eq!(
-        devices(&balanced),
-        [
-            (0, 39, "cuda:0".to_string()),
-            (40, 79, "cuda:1".to_string())
-        ]
-    );
-    assert!(
-        balanced.time.seconds > plan.time.seconds,
-        "one card at a time works half as fast"
-    );
+    assert_eq!(devices(&balanced), [(0, 39, "cuda:0".to_string()), (40, 79, "cuda:1".to_string())]);
+    assert!(balanced.time.seconds > plan.time.seconds, "one card at a time works half as fast");
 }
 
 #[test]
 fn a_7b_on_a_laptop_of_8_gb_spills_its_hidden_states_and_keeps_its_speed() {
-    let plan = planned(
-        "llama-2-7b",
-        json!({"cpu": {"memory": "8GiB", "threads": 4}}),
-        &Policy::default(),
-    )
-    .unwrap();
+    let plan =
+        planned("llama-2-7b", json!({"cpu": {"memory": "8GiB", "threads": 4}}), &Policy::default())
+            .unwrap();
     assert_eq!(devices(&plan), [(0, 31, "cpu".to_string())]);
     // 294 samples of 32 MiB do not fit.
     assert_eq!(
@@ -270,11 +223,7 @@ fn a_7b_on_a_laptop_of_8_gb_spills_its_hidden_states_and_keeps_its_speed() {
         (HiddenStatesStorage::Disk, ByteSize(294 << 25))
     );
     assert!(plan.memory_settings.prefetch && plan.memory_settings.weights == WeightsHeld::Layer);
-    assert!(
-        peak(&plan, "cpu") < ByteSize(3 * GIB / 2),
-        "{}",
-        peak(&plan, "cpu")
-    );
+    assert!(peak(&plan, "cpu") < ByteSize(3 * GIB / 2), "{}", peak(&plan, "cpu"));
 }
 
 #[test]
@@ -298,11 +247,7 @@ fn a_tied_embedding_is_read_for_the_head_and_counted_once() {
         &Policy::default(),
     )
     .unwrap();
-    let head = plan
-        .phases
-        .iter()
-        .find(|phase| phase.phase == Phase::Head)
-        .unwrap();
+    let head = plan.phases.iter().find(|phase| phase.phase == Phase::Head).unwrap();
     let weight = ByteSize(128_256 * 2048 * 2);
     // Calibration samples have gone by then.
     let windows = ByteSize(141 * 2048 * 2048 * 4);
@@ -317,26 +262,15 @@ fn a_manual_map_is_kept_also_where_it_mixes_devices() {
         &json!({"": "cpu", "model.layers.0": 1, "model.layers.1": 1, "model.layers.31": "cuda:0"}),
     )
     .unwrap();
-    let policy = Policy {
-        map: DeviceMap::Manual(map),
-        ..Policy::default()
-    };
+    let policy = Policy { map: DeviceMap::Manual(map), ..Policy::default() };
     let plan = planned("llama-2-7b", machine, &policy).unwrap();
     assert_eq!(
         devices(&plan),
-        [
-            (0, 1, "cuda:1".to_string()),
-            (2, 30, "cpu".to_string()),
-            (31, 31, "cuda:0".to_string())
-        ]
+        [(0, 1, "cuda:1".to_string()), (2, 30, "cpu".to_string()), (31, 31, "cuda:0".to_string())]
     );
     let workspace = |plan: &Plan| {
         plan.phases.iter().any(|phase| {
-            phase.device == "cpu"
-                && phase
-                    .parts
-                    .iter()
-                    .any(|part| part.kind == PartKind::Workspace)
+            phase.device == "cpu" && phase.parts.iter().any(|part| part.kind == PartKind::Workspace)
         })
     };
     assert!(workspace(&plan), "the layers on the CPU need its workspace");
@@ -362,23 +296,14 @@ fn a_layer_bigger_than_the_card_is_computed_on_the_cpu_and_said() {
     let machine = json!({"cpu": {"memory": "128GiB", "threads": 32}, "gpus": [{"memory": "6GiB"}]});
     let plan = planned("llama-3.1-405b", machine, &Policy::default()).unwrap();
     assert_eq!(devices(&plan), [(0, 125, "cpu".to_string())]);
-    assert!(
-        plan.notes
-            .iter()
-            .any(|note| note.contains("cuda:0 is not used")),
-        "{:?}",
-        plan.notes
-    );
+    assert!(plan.notes.iter().any(|note| note.contains("cuda:0 is not used")), "{:?}", plan.notes);
 }
 
 #[test]
 fn less_memory_takes_smaller_settings_and_more_time() {
     let machine = json!({"cpu": {"memory": "64GiB", "threads": 4}});
     let at = |limit: u64| {
-        let policy = Policy {
-            budget: Budget::of_cpu(ByteSize(limit << 20)),
-            ..Policy::default()
-        };
+        let policy = Policy { budget: Budget::of_cpu(ByteSize(limit << 20)), ..Policy::default() };
         planned("llama-2-7b", machine.clone(), &policy)
     };
     let mut before: Option<Plan> = None;
@@ -391,10 +316,6 @@ fn less_memory_takes_smaller_settings_and_more_time() {
         before = Some(plan);
     }
     let tight = before.unwrap();
-    assert!(
-        !tight.memory_settings.prefetch,
-        "{:?}",
-        tight.memory_settings
-    );
+    assert!(!tight.memory_settings.prefetch, "{:?}", tight.memory_settings);
     assert!(at(64).is_err());
 }

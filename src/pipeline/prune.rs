@@ -128,8 +128,7 @@ impl<'a> Pruner<'a> {
         let Some(permuted) = permuted else {
             return Ok(None);
         };
-        self.output
-            .write_permuted(&permuted.biases, &permuted.order)?;
+        self.output.write_permuted(&permuted.biases, &permuted.order)?;
         Ok(Some(permuted.report))
     }
 
@@ -190,14 +189,9 @@ impl<'a> Pruner<'a> {
         done: PrunedMatrices,
         compute: &mut Compute<'_>,
     ) -> Result<()> {
-        let PrunedMatrices {
-            mut reports,
-            unwritten,
-            permutation,
-        } = done;
-        let order: Vec<String> = (layer.projections())
-            .map(|projection| projection.full_name(layer.index()))
-            .collect();
+        let PrunedMatrices { mut reports, unwritten, permutation } = done;
+        let order: Vec<String> =
+            (layer.projections()).map(|projection| projection.full_name(layer.index())).collect();
         reports.sort_by_key(|report| order.iter().position(|name| *name == report.name));
         let (index, sparsity) = (layer.index(), sparsity(&reports));
         self.layers.push(LayerReport {
@@ -214,11 +208,7 @@ impl<'a> Pruner<'a> {
         if let Some(report) = self.layers.last_mut() {
             report.seconds = start.elapsed().as_secs_f64();
         }
-        self.events.emit(Event::LayerPruned {
-            layer: index,
-            sparsity,
-            elapsed: start.elapsed(),
-        });
+        self.events.emit(Event::LayerPruned { layer: index, sparsity, elapsed: start.elapsed() });
         Ok(())
     }
 
@@ -236,9 +226,9 @@ impl<'a> Pruner<'a> {
         for projection in matrices {
             let at_rest = match layer.linear(projection).weight() {
                 Weight::Held(_) => None,
-                Weight::AtRest(_) => self.clock.measure(Phase::Read, || {
-                    layer.linear_mut(projection).weight_mut().hold()
-                })?,
+                Weight::AtRest(_) => self
+                    .clock
+                    .measure(Phase::Read, || layer.linear_mut(projection).weight_mut().hold())?,
             };
             let (report, mask) = match self.targets.of(layer.index(), projection) {
                 None => (report_untouched(layer, projection)?, None),
@@ -249,9 +239,9 @@ impl<'a> Pruner<'a> {
                 }
             };
             match (&at_rest, &mask) {
-                (Some(_), Some(_)) => self
-                    .clock
-                    .measure(Phase::Write, || self.output.write(layer, projection))?,
+                (Some(_), Some(_)) => {
+                    self.clock.measure(Phase::Write, || self.output.write(layer, projection))?
+                }
                 (None, Some(_)) => done.unwritten.push(projection),
                 (_, None) => {}
             }
@@ -332,15 +322,7 @@ impl<'a> Pruner<'a> {
         unwritten: &[Projection],
         compute: &mut Compute<'_>,
     ) -> Result<()> {
-        let Self {
-            calibrator,
-            output,
-            layers,
-            clock,
-            events,
-            flow,
-            ..
-        } = self;
+        let Self { calibrator, output, layers, clock, events, flow, .. } = self;
         let has_passed = flow.propagation == Propagation::Dense;
         if has_passed || !calibrator.continues_after(layer) {
             clock.measure(Phase::Write, || output.save(layer, unwritten, layers))?;
@@ -359,10 +341,8 @@ impl<'a> Pruner<'a> {
                     output.copy_untouched_until(&|| is_over.load(Ordering::Relaxed))
                 })
                 .context("starting the thread that writes")?;
-            let passed = events
-                .check()
-                .map_err(Into::into)
-                .and_then(|()| calibrator.pass(layer, compute));
+            let passed =
+                events.check().map_err(Into::into).and_then(|()| calibrator.pass(layer, compute));
             is_over.store(true, Ordering::Relaxed);
             let saved = clock.measure(Phase::Write, || saving.join());
             Ok((saved, passed))
@@ -399,9 +379,7 @@ impl Editor for Pruner<'_> {
 /// Zeros over weights.
 fn sparsity(matrices: &[MatrixReport]) -> f64 {
     let zeros: u64 = matrices.iter().map(|matrix| matrix.zeros).sum();
-    let weights = matrices
-        .iter()
-        .map(|matrix| matrix.shape.iter().product::<usize>());
+    let weights = matrices.iter().map(|matrix| matrix.shape.iter().product::<usize>());
     zeros as f64 / weights.sum::<usize>() as f64
 }
 

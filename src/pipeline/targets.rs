@@ -62,10 +62,7 @@ impl TargetPlan {
             Globs::new("--include", &selection.include)?,
             Globs::new("--exclude", &selection.exclude)?,
         );
-        let mut matched = (
-            vec![false; include.globs.len()],
-            vec![false; exclude.globs.len()],
-        );
+        let mut matched = (vec![false; include.globs.len()], vec![false; exclude.globs.len()]);
         let mut targets = Vec::with_capacity(ratios.len());
         for (layer, &ratio) in ratios.iter().enumerate() {
             let mut row = BTreeMap::new();
@@ -91,13 +88,9 @@ impl TargetPlan {
             pattern,
         };
         if plan.matrices() == 0 {
-            return Err(
-                Failure::usage("--include and --exclude leave no matrix to prune")
-                    .hint(
-                        "names look like model.layers.0.self_attn.q_proj; try --include '*q_proj'",
-                    )
-                    .into(),
-            );
+            return Err(Failure::usage("--include and --exclude leave no matrix to prune")
+                .hint("names look like model.layers.0.self_attn.q_proj; try --include '*q_proj'")
+                .into());
         }
         Ok(plan)
     }
@@ -111,8 +104,7 @@ impl TargetPlan {
     pub fn tensors(&self) -> Vec<String> {
         let rows = self.targets.iter().enumerate();
         rows.flat_map(|(layer, row)| {
-            row.keys()
-                .map(move |projection| projection.tensor_name(layer))
+            row.keys().map(move |projection| projection.tensor_name(layer))
         })
         .collect()
     }
@@ -129,10 +121,7 @@ impl TargetPlan {
             .iter()
             .map(|row| row.values().next().map_or(0.0, |target| target.ratio))
             .collect();
-        ratios
-            .iter()
-            .any(|ratio| *ratio != self.sparsity_ratio)
-            .then_some(ratios)
+        ratios.iter().any(|ratio| *ratio != self.sparsity_ratio).then_some(ratios)
     }
 
     /// A warning where the zeros are not the share that the plan says, by more than 0.005: the source has more of them, or a method that
@@ -174,21 +163,12 @@ impl TargetPlan {
     pub fn describe(&self) -> Vec<String> {
         let total = self.matrices_in_model;
         if self.matrices() == total {
-            return vec![format!(
-                "all {total} matrices of {} layers",
-                self.targets.len()
-            )];
+            return vec![format!("all {total} matrices of {} layers", self.targets.len())];
         }
         let names = |row: &BTreeMap<Projection, Target>| {
-            let chosen: Vec<_> = row
-                .keys()
-                .map(|p| p.name().rsplit('.').next().unwrap_or_default())
-                .collect();
-            if chosen.is_empty() {
-                "nothing".to_string()
-            } else {
-                chosen.join(" ")
-            }
+            let chosen: Vec<_> =
+                row.keys().map(|p| p.name().rsplit('.').next().unwrap_or_default()).collect();
+            if chosen.is_empty() { "nothing".to_string() } else { chosen.join(" ") }
         };
         let mut lines = vec![format!("{} of {total} matrices:", self.matrices())];
         let mut first = 0;

@@ -49,9 +49,7 @@ impl<'a> Trial<'a> {
             Ok((ratios, Calibrator::of(stream, config, clock, events)))
         };
         let candidates = candidates.into_iter().map(begin);
-        Ok(Self {
-            candidates: candidates.collect::<Result<_>>()?,
-        })
+        Ok(Self { candidates: candidates.collect::<Result<_>>()? })
     }
 
     /// The loss of every candidate after the sweep, in nat per token.
@@ -68,10 +66,7 @@ impl<'a> Trial<'a> {
         (tokens, seqlen): (&[u32], usize),
     ) -> Result<Vec<f64>> {
         let head = Head::at_rest(source, config, HEAD_ROWS.min(config.vocab_size))?;
-        let settings = MemorySettings {
-            logits_bytes: LOGITS,
-            ..MemorySettings::default()
-        };
+        let settings = MemorySettings { logits_bytes: LOGITS, ..MemorySettings::default() };
         let mut context = LayerContext::with_settings(config, seqlen, settings);
         let mut losses = Vec::with_capacity(self.candidates.len());
         for (_, calibrator) in self.candidates {

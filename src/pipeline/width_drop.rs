@@ -116,9 +116,7 @@ impl<'a> Narrower<'a> {
         projection: Projection,
         statistics: &LayerStatistics,
     ) -> Result<InputOf> {
-        let statistics = statistics
-            .of(projection)
-            .context("its input was observed")?;
+        let statistics = statistics.of(projection).context("its input was observed")?;
         let gram = Statistics::downcast::<InputGram>(statistics);
         let gram = gram.context("these statistics are Gram matrices")?;
         let name = projection.full_name(layer.index());
@@ -189,20 +187,16 @@ impl<'a> Narrower<'a> {
             let mut statistics = statistics.context("a model is made narrower with samples")?;
             for projection in projections {
                 let clock = self.calibrator.clock;
-                let input = clock.measure(Phase::Score, || {
-                    self.narrow_input(layer, projection, &statistics)
-                })?;
+                let input = clock
+                    .measure(Phase::Score, || self.narrow_input(layer, projection, &statistics))?;
                 found.insert(projection, input);
                 statistics.release(projection.observed_at());
             }
         }
         let mut take = |projection| found.remove(&projection).context("both were observed");
         let (o, down) = (take(Projection::O)?, take(Projection::Down)?);
-        let channels = Channels {
-            heads: o.groups.clone(),
-            of_o: o.channels,
-            of_down: down.channels,
-        };
+        let channels =
+            Channels { heads: o.groups.clone(), of_o: o.channels, of_down: down.channels };
         let mut linears =
             BTreeMap::from([(Projection::O, o.linear), (Projection::Down, down.linear)]);
         for projection in layer.projections().collect::<Vec<_>>() {

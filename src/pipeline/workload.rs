@@ -126,16 +126,11 @@ impl Workload for RunShape<'_> {
         for settings in self.statistics_settings(processors) {
             for mlp_tokens in [settings.mlp_tokens, 512, 256, 128, 64] {
                 for attention_heads in self.attention_heads() {
-                    let settings = MemorySettings {
-                        mlp_tokens,
-                        attention_heads,
-                        ..settings.clone()
-                    };
+                    let settings =
+                        MemorySettings { mlp_tokens, attention_heads, ..settings.clone() };
                     let is_packed = footprint::keeps_packed(self.kernel(), &settings);
-                    let repacked = is_packed.then(|| MemorySettings {
-                        keep_packed: false,
-                        ..settings.clone()
-                    });
+                    let repacked = is_packed
+                        .then(|| MemorySettings { keep_packed: false, ..settings.clone() });
                     all.push(settings);
                     all.extend(repacked);
                 }
@@ -198,14 +193,8 @@ impl RunShape<'_> {
     /// The choices for a layer's weights: two layers in memory, one layer, or one matrix.
     fn weight_settings(&self) -> [MemorySettings; 3] {
         let default = MemorySettings::default();
-        let one_layer = MemorySettings {
-            prefetch: false,
-            ..default.clone()
-        };
-        let one_matrix = MemorySettings {
-            weights: WeightsHeld::Matrix,
-            ..one_layer.clone()
-        };
+        let one_layer = MemorySettings { prefetch: false, ..default.clone() };
+        let one_matrix = MemorySettings { weights: WeightsHeld::Matrix, ..one_layer.clone() };
         [default, one_layer, one_matrix]
     }
 
@@ -215,11 +204,7 @@ impl RunShape<'_> {
         let mut all = Vec::new();
         for logits_bytes in [settings.logits_bytes, ByteSize(32 << 20), ByteSize(8 << 20)] {
             for head_rows in [None, rows(4), rows(16)] {
-                all.push(MemorySettings {
-                    logits_bytes,
-                    head_rows,
-                    ..settings.clone()
-                });
+                all.push(MemorySettings { logits_bytes, head_rows, ..settings.clone() });
             }
         }
         all
@@ -230,17 +215,15 @@ impl RunShape<'_> {
     fn statistics_settings(&self, processors: Processors) -> Vec<MemorySettings> {
         let mut all: Vec<_> = self.weight_settings().into();
         if self.passes_inputs_apart(StatisticsHeld::Input) && !self.is_sequential() {
-            let apart = self.weight_settings().map(|settings| MemorySettings {
-                statistics: StatisticsHeld::Input,
-                ..settings
-            });
+            let apart = self
+                .weight_settings()
+                .map(|settings| MemorySettings { statistics: StatisticsHeld::Input, ..settings });
             all.extend(apart);
         }
         if processors != Processors::Cpu && self.sums_grams_on_gpus() {
-            let on_host = all.iter().map(|settings| MemorySettings {
-                grams: GramsHeld::Host,
-                ..settings.clone()
-            });
+            let on_host = all
+                .iter()
+                .map(|settings| MemorySettings { grams: GramsHeld::Host, ..settings.clone() });
             let on_host: Vec<_> = on_host.collect();
             all.extend(on_host);
         }
@@ -307,9 +290,7 @@ impl RunShape<'_> {
     }
 
     fn trains_whole(&self) -> bool {
-        self.trains
-            .as_ref()
-            .is_some_and(|trains| !trains.is_by_layer)
+        self.trains.as_ref().is_some_and(|trains| !trains.is_by_layer)
     }
 
     /// The runs of the sweep.

@@ -21,10 +21,7 @@ pub struct Budget {
 impl Budget {
     /// A limit on the CPU's memory alone.
     pub fn of_cpu(limit: ByteSize) -> Self {
-        Self {
-            cpu: Some(limit),
-            gpus: BTreeMap::new(),
-        }
+        Self { cpu: Some(limit), gpus: BTreeMap::new() }
     }
 
     /// The limit on the process's memory; `None` without one.
@@ -48,10 +45,7 @@ impl Budget {
     /// The same budget with another limit on the CPU, for advice.
     #[must_use]
     pub fn with_cpu(&self, limit: ByteSize) -> Self {
-        Self {
-            cpu: Some(limit),
-            ..self.clone()
-        }
+        Self { cpu: Some(limit), ..self.clone() }
     }
 }
 
@@ -59,10 +53,7 @@ impl fmt::Display for Budget {
     /// Writes the flag's value, in whole MiB rounded up.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mib = |size: &ByteSize| format!("{}MiB", size.0.div_ceil(1 << 20));
-        let gpus = self
-            .gpus
-            .iter()
-            .map(|(index, size)| format!("cuda:{index}={}", mib(size)));
+        let gpus = self.gpus.iter().map(|(index, size)| format!("cuda:{index}={}", mib(size)));
         let cpu = self.cpu.iter().map(|size| format!("cpu={}", mib(size)));
         f.write_str(&gpus.chain(cpu).collect::<Vec<_>>().join(","))
     }
@@ -81,16 +72,10 @@ impl FromStr for Budget {
             let (device, amount) = part.split_once('=').unwrap_or(("cpu", part));
             let (device, amount) = (device.trim(), amount.trim());
             // accelerate reads a number without a unit as bytes. In a typed command the unit is nearly always forgotten.
-            if amount
-                .bytes()
-                .all(|byte| byte.is_ascii_digit() || byte == b'.')
-                && amount != "0"
-            {
+            if amount.bytes().all(|byte| byte.is_ascii_digit() || byte == b'.') && amount != "0" {
                 return Err(bad(format!("`{amount}` has no unit")));
             }
-            let size: ByteSize = amount
-                .parse()
-                .map_err(|failure: Failure| bad(failure.message))?;
+            let size: ByteSize = amount.parse().map_err(|failure: Failure| bad(failure.message))?;
             let is_new = match device {
                 "cpu" => budget.cpu.replace(size).is_none(),
                 _ => {
@@ -124,10 +109,7 @@ mod tests {
         assert_eq!(budget.cpu(), Some(ByteSize(3 << 29)));
         assert_eq!("cpu=1GiB".parse::<Budget>().unwrap().gpu(0), None);
         let bare: Budget = "8GB".parse().unwrap();
-        assert_eq!(
-            (bare.cpu(), bare.gpu(0)),
-            (Some(ByteSize(8_000_000_000)), None)
-        );
+        assert_eq!((bare.cpu(), bare.gpu(0)), (Some(ByteSize(8_000_000_000)), None));
     }
 
     #[test]
@@ -143,10 +125,7 @@ mod tests {
             ("cpu=GiB", "no number"),
         ] {
             let failure = text.parse::<Budget>().unwrap_err();
-            assert!(
-                failure.is_usage && failure.message.contains(why),
-                "{failure}"
-            );
+            assert!(failure.is_usage && failure.message.contains(why), "{failure}");
             assert!(failure.hint.is_some_and(|hint| hint.contains("cpu=24GiB")));
         }
     }

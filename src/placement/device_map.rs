@@ -62,18 +62,13 @@ impl Prefixes {
     /// Fails when the file cannot be read, and as [`Prefixes::from_json`].
     pub fn load(path: &Path) -> Result<Self> {
         let text = read_given(path, Expected::Settings).map_err(|error| {
-            let failure = Failure::new(format!(
-                "cannot read the device map `{}`: {error}",
-                path.display()
-            ));
+            let failure =
+                Failure::new(format!("cannot read the device map `{}`: {error}", path.display()));
             with_remedy(failure, &error).or_hint(HINT)
         })?;
         let json = serde_json::from_str(&text).map_err(|error| {
-            Failure::new(format!(
-                "the device map `{}` is not JSON: {error}",
-                path.display()
-            ))
-            .hint(HINT)
+            Failure::new(format!("the device map `{}` is not JSON: {error}", path.display()))
+                .hint(HINT)
         })?;
         Ok(Self::from_json(&json)?)
     }
@@ -144,21 +139,15 @@ fn device_of(value: &Value) -> Result<Option<Device>, String> {
         || format!("{value} is not a device; they are \"cpu\", \"disk\", 0 or \"cuda:0\"");
     match value {
         Value::Number(number) => {
-            let index = number
-                .as_u64()
-                .and_then(|index| usize::try_from(index).ok());
-            index
-                .map(|index| Some(Device::Cuda(index)))
-                .ok_or_else(unknown)
+            let index = number.as_u64().and_then(|index| usize::try_from(index).ok());
+            index.map(|index| Some(Device::Cuda(index))).ok_or_else(unknown)
         }
         Value::String(name) => match name.as_str() {
             "cpu" => Ok(Some(Device::Cpu)),
             "disk" => Ok(None),
             _ => {
                 let index = name.strip_prefix("cuda:").unwrap_or(name).parse();
-                index
-                    .map(|index| Some(Device::Cuda(index)))
-                    .map_err(|_| unknown())
+                index.map(|index| Some(Device::Cuda(index))).map_err(|_| unknown())
             }
         },
         _ => Err(unknown()),

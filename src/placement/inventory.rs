@@ -73,12 +73,7 @@ impl Default for Rates {
     /// Low round figures: a core with 8-wide multiply-add, a GPU like an A10, a SATA-class disk
     /// behind the page cache, PCIe 4 at half its peak.
     fn default() -> Self {
-        Self {
-            cpu_thread_gflops: 75.0,
-            gpu_tflops: 40.0,
-            disk_gb_s: 1.0,
-            pcie_gb_s: 12.0,
-        }
+        Self { cpu_thread_gflops: 75.0, gpu_tflops: 40.0, disk_gb_s: 1.0, pcie_gb_s: 12.0 }
     }
 }
 
@@ -86,10 +81,7 @@ impl Inventory {
     /// Reads this machine's available memory under all limits. It has no GPUs yet.
     pub fn here(threads: usize) -> Self {
         Self {
-            cpu: Cpu {
-                memory: available_memory(),
-                threads,
-            },
+            cpu: Cpu { memory: available_memory(), threads },
             gpus: Vec::new(),
             rates: Rates::default(),
         }
@@ -102,18 +94,13 @@ impl Inventory {
     pub fn load(path: &Path) -> Result<Self> {
         let example = "write it like {\"cpu\": {\"memory\": \"64GiB\", \"threads\": 16}, \"gpus\": [{\"memory\": \"24GiB\"}]}";
         let text = read_given(path, Expected::Settings).map_err(|error| {
-            let failure = Failure::new(format!(
-                "cannot read the inventory `{}`: {error}",
-                path.display()
-            ));
+            let failure =
+                Failure::new(format!("cannot read the inventory `{}`: {error}", path.display()));
             with_remedy(failure, &error).or_hint(example)
         })?;
         let unusable = |why: String| {
-            Failure::new(format!(
-                "`{}` does not describe a machine: {why}",
-                path.display()
-            ))
-            .hint(example)
+            Failure::new(format!("`{}` does not describe a machine: {why}", path.display()))
+                .hint(example)
         };
         let inventory: Self =
             serde_json::from_str(&text).map_err(|error| unusable(error.to_string()))?;
@@ -130,10 +117,9 @@ impl Inventory {
         }
         let (threads, gpus) = (inventory.cpu.threads, inventory.gpus.len());
         if !(1..=MOST_THREADS).contains(&threads) {
-            return Err(unusable(format!(
-                "it has {threads} CPU threads, not 1 to {MOST_THREADS}"
-            ))
-            .into());
+            return Err(
+                unusable(format!("it has {threads} CPU threads, not 1 to {MOST_THREADS}")).into()
+            );
         }
         if gpus > MOST_GPUS {
             return Err(unusable(format!("it has {gpus} GPUs, more than {MOST_GPUS}")).into());
@@ -160,9 +146,7 @@ impl GivenSize {
 }
 
 fn size<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ByteSize, D::Error> {
-    GivenSize::deserialize(deserializer)?
-        .bytes()
-        .map_err(serde::de::Error::custom)
+    GivenSize::deserialize(deserializer)?.bytes().map_err(serde::de::Error::custom)
 }
 
 fn size_or_nothing<'de, D: Deserializer<'de>>(
@@ -176,19 +160,13 @@ fn size_or_nothing<'de, D: Deserializer<'de>>(
 
 /// Returns the available memory: the smaller of the system's and the control group's (v1 or v2). `None` where it is not reported.
 pub fn available_memory() -> Option<ByteSize> {
-    let system = std::fs::read_to_string("/proc/meminfo")
-        .ok()
-        .and_then(|text| meminfo_available(&text));
+    let system =
+        std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| meminfo_available(&text));
     #[cfg(not(target_os = "linux"))]
     let system = system.or_else(|| Some(super::system_memory::read()?.available));
     let group = std::fs::read_to_string("/proc/self/cgroup")
         .ok()
-        .and_then(|text| {
-            groups(&text)
-                .iter()
-                .filter_map(|folder| group_leaves(folder))
-                .min()
-        });
+        .and_then(|text| groups(&text).iter().filter_map(|folder| group_leaves(folder)).min());
     match (system, group) {
         (Some(system), Some(group)) => Some(system.min(group)),
         (system, group) => system.or(group),
@@ -197,9 +175,8 @@ pub fn available_memory() -> Option<ByteSize> {
 
 /// Returns all memory of the machine, without limits. `None` on systems that do not report it.
 pub fn total_memory() -> Option<ByteSize> {
-    let total = std::fs::read_to_string("/proc/meminfo")
-        .ok()
-        .and_then(|text| meminfo(&text, "MemTotal:"));
+    let total =
+        std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| meminfo(&text, "MemTotal:"));
     #[cfg(not(target_os = "linux"))]
     let total = total.or_else(|| Some(super::system_memory::read()?.total));
     total
@@ -246,18 +223,11 @@ fn groups(cgroup: &str) -> Vec<PathBuf> {
 /// Returns the available memory of one group: limit − usage + reclaimable file pages. Above `memory.high` the kernel reclaims and
 /// slows the group's processes down, so it is a limit like `memory.max`, and the lower of the two counts.
 fn group_leaves(folder: &Path) -> Option<ByteSize> {
-    let number = |name: &str| {
-        std::fs::read_to_string(folder.join(name))
-            .ok()?
-            .trim()
-            .parse::<u64>()
-            .ok()
-    };
+    let number =
+        |name: &str| std::fs::read_to_string(folder.join(name)).ok()?.trim().parse::<u64>().ok();
     let limits = ["memory.max", "memory.high", "memory.limit_in_bytes"];
     let limit = limits.into_iter().filter_map(number).min()?;
-    let usage = number("memory.current")
-        .or_else(|| number("memory.usage_in_bytes"))
-        .unwrap_or(0);
+    let usage = number("memory.current").or_else(|| number("memory.usage_in_bytes")).unwrap_or(0);
     let cached = std::fs::read_to_string(folder.join("memory.stat"))
         .ok()
         .and_then(|text| inactive_file(&text))
@@ -267,13 +237,8 @@ fn group_leaves(folder: &Path) -> Option<ByteSize> {
 
 fn inactive_file(stat: &str) -> Option<u64> {
     let value = |name: &str| {
-        stat.lines().find_map(|line| {
-            line.strip_prefix(name)?
-                .strip_prefix(' ')?
-                .trim()
-                .parse()
-                .ok()
-        })
+        stat.lines()
+            .find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok())
     };
     value("total_inactive_file").or_else(|| value("inactive_file"))
 }
@@ -297,27 +262,15 @@ mod tests {
         .unwrap();
         assert_eq!(machine.cpu.memory, Some(ByteSize(8 << 30)));
         assert_eq!(machine.gpus[0].memory, ByteSize(12000));
-        assert_eq!(
-            machine.rates,
-            Rates {
-                disk_gb_s: 2.5,
-                ..Rates::default()
-            }
-        );
+        assert_eq!(machine.rates, Rates { disk_gb_s: 2.5, ..Rates::default() });
         let again = read(&serde_json::to_string(&machine).unwrap()).unwrap();
         assert_eq!(again, machine, "what is written can be read");
         for (text, why) in [
             ("{", "EOF"),
             (r#"{"cpu": {"threads": 0}}"#, "it has 0 CPU threads"),
-            (
-                r#"{"cpu": {"threads": 18446744073709551615}}"#,
-                "not 1 to 65536",
-            ),
+            (r#"{"cpu": {"threads": 18446744073709551615}}"#, "not 1 to 65536"),
             (r#"{"cpu": {"threads": 1, "memory": "3 apples"}}"#, "apples"),
-            (
-                r#"{"cpu": {"threads": 1}, "rates": {"disk_gb_s": 0}}"#,
-                "disk_gb_s is 0",
-            ),
+            (r#"{"cpu": {"threads": 1}, "rates": {"disk_gb_s": 0}}"#, "disk_gb_s is 0"),
             (r#"{"cpu": {"threads": 1}, "gpu": []}"#, "unknown field"),
         ] {
             let error = read(text).unwrap_err();
@@ -338,18 +291,11 @@ mod tests {
         let v2 = groups("0::/user.slice/job\n");
         assert_eq!(
             v2,
-            [
-                "/sys/fs/cgroup/user.slice/job",
-                "/sys/fs/cgroup/user.slice",
-                "/sys/fs/cgroup"
-            ]
-            .map(PathBuf::from)
+            ["/sys/fs/cgroup/user.slice/job", "/sys/fs/cgroup/user.slice", "/sys/fs/cgroup"]
+                .map(PathBuf::from)
         );
         let v1 = groups("4:cpu:/x\n7:hugetlb,memory:/slurm/job_1\n");
-        assert_eq!(
-            v1.first(),
-            Some(&PathBuf::from("/sys/fs/cgroup/memory/slurm/job_1"))
-        );
+        assert_eq!(v1.first(), Some(&PathBuf::from("/sys/fs/cgroup/memory/slurm/job_1")));
         assert_eq!(v1.last(), Some(&PathBuf::from("/sys/fs/cgroup/memory")));
     }
 

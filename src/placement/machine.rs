@@ -81,9 +81,7 @@ pub fn usable_gpus(
     check_present(present, policy)?;
     let may_use = |index: &usize| policy.only_gpu.is_none_or(|only| only == *index);
     let gpus = (0..present).filter(may_use);
-    Ok(gpus
-        .map(|index| (index, gpu_budget(inventory, policy, index)))
-        .collect())
+    Ok(gpus.map(|index| (index, gpu_budget(inventory, policy, index))).collect())
 }
 
 impl<'a> Machine<'a> {
@@ -147,11 +145,7 @@ impl<'a> Machine<'a> {
         let on_gpus = budgets.into_iter().filter_map(|least| {
             let large = self.gpus.iter().filter(|(_, allowed)| *allowed >= least);
             let gpus: Vec<usize> = large.map(|(index, _)| *index).collect();
-            Some(LayerPlacement {
-                layers: self.spread(&gpus)?,
-                gpus,
-                allowed: least,
-            })
+            Some(LayerPlacement { layers: self.spread(&gpus)?, gpus, allowed: least })
         });
         on_cpu.into_iter().chain(on_gpus)
     }
@@ -162,9 +156,9 @@ impl<'a> Machine<'a> {
         let cuda = |index: &usize| Device::Cuda(*index);
         Some(match &self.policy.map {
             DeviceMap::Auto => vec![gpus.iter().map(cuda).collect(); count],
-            DeviceMap::Balanced => (0..count)
-                .map(|layer| vec![cuda(&gpus[layer * gpus.len() / count])])
-                .collect(),
+            DeviceMap::Balanced => {
+                (0..count).map(|layer| vec![cuda(&gpus[layer * gpus.len() / count])]).collect()
+            }
             DeviceMap::Sequential => {
                 let mut layers = Vec::with_capacity(count);
                 for (position, index) in gpus.iter().enumerate() {
@@ -214,10 +208,8 @@ fn check_present(present: usize, policy: &Policy) -> Result<(), Failure> {
             1 => "the one GPU is cuda:0".to_string(),
             _ => format!("the last GPU is cuda:{}", present - 1),
         };
-        return Err(
-            Failure::usage(format!("cuda:{missing} is not there: {there}"))
-                .hint("name devices that are there, or --use-cpu"),
-        );
+        return Err(Failure::usage(format!("cuda:{missing} is not there: {there}"))
+            .hint("name devices that are there, or --use-cpu"));
     }
     if policy.must_use_gpu && present == 0 {
         return Err(Failure::new("no GPU can be used: the driver names none")

@@ -103,11 +103,7 @@ pub fn plan(
     policy: &Policy,
 ) -> Result<Plan, PlanFailure> {
     let machine = Machine::new(workload, inventory, policy)?;
-    let mut planner = Planner {
-        workload,
-        machine: &machine,
-        best: None,
-    };
+    let mut planner = Planner { workload, machine: &machine, best: None };
     for placement in machine.placements() {
         for storage in planner.storages() {
             planner.search(&placement, storage);
@@ -140,10 +136,7 @@ pub fn least_that_works(workload: &dyn Workload) -> Least {
     Least {
         cpu: on_cpu.map(|demand| host(&demand)).min().unwrap_or_default(),
         gpu,
-        with_gpu: smallest
-            .map(|demand| host(&demand))
-            .min()
-            .unwrap_or_default(),
+        with_gpu: smallest.map(|demand| host(&demand)).min().unwrap_or_default(),
     }
 }
 
@@ -165,11 +158,7 @@ fn demands<'w>(
     storages.flat_map(move |storage| {
         let layers = workload.layer_settings(processors).into_iter();
         layers.flat_map(move |settings| {
-            let option = move |settings| ExecutionOption {
-                settings,
-                storage,
-                processors,
-            };
+            let option = move |settings| ExecutionOption { settings, storage, processors };
             let heads = workload.head_settings(&settings).into_iter();
             let layers = workload.layers(&option(settings));
             heads.map(move |settings| layers.clone().and(workload.head(&option(settings))))
@@ -203,20 +192,15 @@ impl Planner<'_> {
     /// Keeps the fastest option with this placement and storage that fits, if it is faster than the best one so far.
     fn search(&mut self, placement: &LayerPlacement, storage: HiddenStatesStorage) {
         let processors = placement.processors();
-        let option = |settings| ExecutionOption {
-            settings,
-            storage,
-            processors,
-        };
+        let option = |settings| ExecutionOption { settings, storage, processors };
         let is_faster = |best: &Option<Candidate>, seconds: f64| {
             best.as_ref().is_none_or(|best| seconds < best.time.seconds)
         };
         let mut fitting = Vec::new();
         for settings in self.workload.layer_settings(processors) {
             let option = option(settings);
-            let demand = self.demand(placement, &option, |workload, option| {
-                workload.layers(option)
-            });
+            let demand =
+                self.demand(placement, &option, |workload, option| workload.layers(option));
             if self.fits(placement, &demand) {
                 let time = self.time(placement, &option, &demand.work);
                 fitting.push((option, demand, time));
@@ -253,10 +237,7 @@ impl Planner<'_> {
     ) -> Demand {
         let mut demand = of(self.workload, option);
         if placement.is_mixed() {
-            let on_cpu = ExecutionOption {
-                processors: Processors::Cpu,
-                ..option.clone()
-            };
+            let on_cpu = ExecutionOption { processors: Processors::Cpu, ..option.clone() };
             for memory in of(self.workload, &on_cpu).host {
                 let mut own = demand.host.iter_mut();
                 match own.find(|own| own.phase == memory.phase) {
@@ -282,12 +263,7 @@ impl Planner<'_> {
         option: &ExecutionOption,
         work: &Work,
     ) -> TimeEstimate {
-        let Rates {
-            cpu_thread_gflops,
-            gpu_tflops,
-            disk_gb_s,
-            pcie_gb_s,
-        } = self.machine.rates;
+        let Rates { cpu_thread_gflops, gpu_tflops, disk_gb_s, pcie_gb_s } = self.machine.rates;
         let cpu = cpu_thread_gflops * 1e9 * self.machine.threads as f64;
         let gpu = gpu_tflops * 1e12;
         let (disk, link) = (disk_gb_s * 1e9, pcie_gb_s * 1e9);
@@ -321,20 +297,10 @@ impl Planner<'_> {
     }
 
     fn plan(&self, best: &Candidate) -> Plan {
-        let Candidate {
-            option,
-            placement,
-            demand,
-            time,
-        } = best;
+        let Candidate { option, placement, demand, time } = best;
         let device = |device: Device, budget, phases: &[PhaseMemory]| {
             let (peak, peak_phase) = peak(phases);
-            DevicePlan {
-                device: device.to_string(),
-                budget,
-                peak,
-                peak_phase,
-            }
+            DevicePlan { device: device.to_string(), budget, peak, peak_phase }
         };
         let gpus = self.machine.gpus.iter();
         let used = gpus.filter(|(index, _)| placement.uses(Device::Cuda(*index)));

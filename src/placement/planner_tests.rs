@@ -37,8 +37,7 @@ impl Table {
     }
 
     fn row(&self, option: &ExecutionOption) -> Option<&Row> {
-        self.rows(option.processors, option.storage)
-            .get(option.settings.mlp_tokens)
+        self.rows(option.processors, option.storage).get(option.settings.mlp_tokens)
     }
 }
 
@@ -73,16 +72,13 @@ impl Workload for Table {
     fn head_settings(&self, settings: &MemorySettings) -> Vec<MemorySettings> {
         let rows = self.on_cpu.iter().chain(&self.on_gpu);
         let heads = rows.flatten().map(|row| row.heads.len()).max();
-        let head = |index| MemorySettings {
-            logits_bytes: ByteSize(index as u64),
-            ..settings.clone()
-        };
+        let head =
+            |index| MemorySettings { logits_bytes: ByteSize(index as u64), ..settings.clone() };
         (0..heads.unwrap_or(0).max(1)).map(head).collect()
     }
 
     fn layers(&self, option: &ExecutionOption) -> Demand {
-        self.row(option)
-            .map_or_else(absent, |row| row.layers.clone())
+        self.row(option).map_or_else(absent, |row| row.layers.clone())
     }
 
     fn head(&self, option: &ExecutionOption) -> Demand {
@@ -90,9 +86,7 @@ impl Workload for Table {
         let heads = self.row(option).map(|row| row.heads.as_slice());
         match heads {
             Some([]) if head == 0 => Demand::default(),
-            heads => heads
-                .and_then(|heads| heads.get(head))
-                .map_or_else(absent, Demand::clone),
+            heads => heads.and_then(|heads| heads.get(head)).map_or_else(absent, Demand::clone),
         }
     }
 }
@@ -100,32 +94,17 @@ impl Workload for Table {
 /// The demand of settings that a row does not have: more than any budget.
 fn absent() -> Demand {
     let memory = vec![memory(Phase::Read, vec![u64::MAX, 1])];
-    Demand {
-        host: memory.clone(),
-        device: memory,
-        ..Demand::default()
-    }
+    Demand { host: memory.clone(), device: memory, ..Demand::default() }
 }
 
 fn memory(phase: Phase, parts: Vec<u64>) -> PhaseMemory {
-    let part = |bytes| MemoryPart {
-        kind: PartKind::Workspace,
-        bytes: ByteSize(bytes),
-    };
-    PhaseMemory {
-        phase,
-        parts: parts.into_iter().map(part).collect(),
-    }
+    let part = |bytes| MemoryPart { kind: PartKind::Workspace, bytes: ByteSize(bytes) };
+    PhaseMemory { phase, parts: parts.into_iter().map(part).collect() }
 }
 
 /// Bytes from none to more than can be added up.
 fn bytes() -> impl Strategy<Value = u64> {
-    prop_oneof![
-        0..1000u64,
-        0..1u64 << 40,
-        Just(u64::MAX),
-        Just(u64::MAX / 2)
-    ]
+    prop_oneof![0..1000u64, 0..1u64 << 40, Just(u64::MAX), Just(u64::MAX / 2)]
 }
 
 fn demand(phase: Phase, on_gpu: bool) -> impl Strategy<Value = Demand> {
@@ -134,18 +113,13 @@ fn demand(phase: Phase, on_gpu: bool) -> impl Strategy<Value = Demand> {
     (needs(), needs(), vec(amount(), 7)).prop_map(move |(host, device, amounts)| Demand {
         host: host.into_iter().map(|parts| memory(phase, parts)).collect(),
         device: match on_gpu {
-            true => device
-                .into_iter()
-                .map(|parts| memory(phase, parts))
-                .collect(),
+            true => device.into_iter().map(|parts| memory(phase, parts)).collect(),
             false => Vec::new(),
         },
         work: match phase {
-            Phase::Head => Work {
-                once_flop: amounts[0],
-                once_moved: amounts[1],
-                ..Work::default()
-            },
+            Phase::Head => {
+                Work { once_flop: amounts[0], once_moved: amounts[1], ..Work::default() }
+            }
             _ => Work {
                 layer_flop: amounts[0],
                 layer_read: amounts[1],
@@ -171,38 +145,23 @@ fn row(on_gpu: bool) -> impl Strategy<Value = Row> {
 
 fn workload() -> impl Strategy<Value = Table> {
     let rows = |on_gpu, least| [vec(row(on_gpu), least..4), vec(row(on_gpu), least..4)];
-    (1..200usize, rows(false, 1), rows(true, 0)).prop_map(|(num_hidden_layers, on_cpu, on_gpu)| {
-        Table {
-            num_hidden_layers,
-            on_cpu,
-            on_gpu,
-        }
-    })
+    (1..200usize, rows(false, 1), rows(true, 0))
+        .prop_map(|(num_hidden_layers, on_cpu, on_gpu)| Table { num_hidden_layers, on_cpu, on_gpu })
 }
 
 fn machine() -> impl Strategy<Value = Inventory> {
     (bytes(), vec(bytes(), 0..4), 1..64usize).prop_map(|(memory, gpus, threads)| Inventory {
-        cpu: Cpu {
-            memory: Some(ByteSize(memory)),
-            threads,
-        },
+        cpu: Cpu { memory: Some(ByteSize(memory)), threads },
         gpus: gpus
             .into_iter()
-            .map(|memory| Gpu {
-                name: String::new(),
-                memory: ByteSize(memory),
-            })
+            .map(|memory| Gpu { name: String::new(), memory: ByteSize(memory) })
             .collect(),
         rates: Rates::default(),
     })
 }
 
 fn map() -> impl Strategy<Value = DeviceMap> {
-    prop_oneof![
-        Just(DeviceMap::Auto),
-        Just(DeviceMap::Balanced),
-        Just(DeviceMap::Sequential)
-    ]
+    prop_oneof![Just(DeviceMap::Auto), Just(DeviceMap::Balanced), Just(DeviceMap::Sequential)]
 }
 
 /// The shortages of a workload that does not fit.
@@ -222,11 +181,7 @@ fn least_seconds_on_cpu(workload: &Table, machine: &Inventory) -> Option<f64> {
     for storage in STORAGES {
         for layers in workload.layer_settings(Processors::Cpu) {
             for settings in workload.head_settings(&layers) {
-                let option = ExecutionOption {
-                    settings,
-                    storage,
-                    processors: Processors::Cpu,
-                };
+                let option = ExecutionOption { settings, storage, processors: Processors::Cpu };
                 let (layers, head) = (workload.layers(&option), workload.head(&option));
                 let phases = layers.host.iter().chain(&head.host);
                 if phases.map(PhaseMemory::bytes).max() > budget {
@@ -236,11 +191,7 @@ fn least_seconds_on_cpu(workload: &Table, machine: &Inventory) -> Option<f64> {
                 let flop = work.layer_flop + work.layer_host_flop;
                 let (compute, read) = (flop / rate, work.layer_read / disk);
                 let layer = work.layer_moved / disk
-                    + if option.settings.prefetch {
-                        compute.max(read)
-                    } else {
-                        compute + read
-                    };
+                    + if option.settings.prefetch { compute.max(read) } else { compute + read };
                 let all = layer * workload.num_hidden_layers as f64
                     + (work.once_moved + head.work.once_moved) / disk
                     + head.work.once_flop / rate;
@@ -309,14 +260,8 @@ proptest! {
 fn one_row(needs: &[(Phase, u64)], flop: f64) -> Row {
     Row {
         layers: Demand {
-            host: needs
-                .iter()
-                .map(|(phase, bytes)| memory(*phase, vec![*bytes]))
-                .collect(),
-            work: Work {
-                layer_flop: flop,
-                ..Work::default()
-            },
+            host: needs.iter().map(|(phase, bytes)| memory(*phase, vec![*bytes])).collect(),
+            work: Work { layer_flop: flop, ..Work::default() },
             ..Demand::default()
         },
         ..Row::default()
@@ -325,10 +270,7 @@ fn one_row(needs: &[(Phase, u64)], flop: f64) -> Row {
 
 fn cpu_only(memory: u64) -> Inventory {
     Inventory {
-        cpu: Cpu {
-            memory: Some(ByteSize(memory)),
-            threads: 1,
-        },
+        cpu: Cpu { memory: Some(ByteSize(memory)), threads: 1 },
         gpus: Vec::new(),
         rates: Rates::default(),
     }
@@ -349,19 +291,14 @@ fn the_fastest_option_that_fits_is_taken() {
         ..Table::default()
     };
     let peak_with = |memory| {
-        let policy = Policy {
-            budget: Budget::of_cpu(ByteSize(memory)),
-            ..Policy::default()
-        };
+        let policy = Policy { budget: Budget::of_cpu(ByteSize(memory)), ..Policy::default() };
         plan(&workload, &cpu_only(1 << 30), &policy).map(|plan| plan.devices[0].peak.0)
     };
     assert_eq!(peak_with(900), Ok(900));
     assert_eq!(peak_with(899), Ok(500));
     assert_eq!(peak_with(300), Ok(300));
     let shortages = shortages(peak_with(299).unwrap_err());
-    let [shortage] = shortages.as_slice() else {
-        panic!("{shortages:?}")
-    };
+    let [shortage] = shortages.as_slice() else { panic!("{shortages:?}") };
     assert_eq!(
         (shortage.phase, shortage.needed, shortage.short_by()),
         (read, ByteSize(300), ByteSize(1))
@@ -381,15 +318,9 @@ fn without_a_budget_a_part_of_the_free_memory_is_used() {
 
 #[test]
 fn an_absent_device_is_refused_by_name() {
-    let policy = Policy {
-        budget: "cuda:1=1GiB".parse().unwrap(),
-        ..Policy::default()
-    };
+    let policy = Policy { budget: "cuda:1=1GiB".parse().unwrap(), ..Policy::default() };
     let Err(PlanFailure::Unusable(failure)) = plan(&Table::default(), &cpu_only(1), &policy) else {
         panic!("the policy names an absent GPU")
     };
-    assert!(
-        failure.is_usage && failure.message.contains("cuda:1 is not there"),
-        "{failure}"
-    );
+    assert!(failure.is_usage && failure.message.contains("cuda:1 is not there"), "{failure}");
 }

@@ -26,9 +26,7 @@ pub struct Sizes {
 
 impl Sizes {
     fn other_bytes(&self) -> ByteSize {
-        [self.head, self.kv_cache, self.workspace, self.held]
-            .into_iter()
-            .sum()
+        [self.head, self.kv_cache, self.workspace, self.held].into_iter().sum()
     }
 
     fn with(&self, layers: usize) -> ByteSize {
@@ -48,22 +46,12 @@ pub struct Residency {
 impl Residency {
     /// All layers stay in memory, without a budget.
     pub fn all(layers: usize) -> Self {
-        Self {
-            layers,
-            streamed: 0,
-            reads_ahead: false,
-            predicted: ByteSize::ZERO,
-        }
+        Self { layers, streamed: 0, reads_ahead: false, predicted: ByteSize::ZERO }
     }
 
     /// No layer stays in memory longer than its use.
     pub fn none(layers: usize) -> Self {
-        Self {
-            layers,
-            streamed: layers,
-            reads_ahead: layers > 1,
-            predicted: ByteSize::ZERO,
-        }
+        Self { layers, streamed: layers, reads_ahead: layers > 1, predicted: ByteSize::ZERO }
     }
 
     /// Keeps as many layers in memory as fit `budget`.
@@ -72,9 +60,9 @@ impl Residency {
     /// Fails when a single layer does not fit, with the missing bytes and flags that fit.
     pub fn settle(sizes: &Sizes, budget: ByteSize) -> Result<Self, Failure> {
         let room = budget.0.saturating_sub(sizes.other_bytes().0);
-        let slots = room.checked_div(sizes.layer.0).map_or(usize::MAX, |slots| {
-            usize::try_from(slots).unwrap_or(usize::MAX)
-        });
+        let slots = room
+            .checked_div(sizes.layer.0)
+            .map_or(usize::MAX, |slots| usize::try_from(slots).unwrap_or(usize::MAX));
         if sizes.with(1) > budget {
             return Err(shortage(sizes, budget));
         }
@@ -165,12 +153,7 @@ mod tests {
 
     fn settled(budget: u64) -> (usize, usize, bool, u64) {
         let found = Residency::settle(&sizes(), ByteSize(budget)).unwrap();
-        (
-            found.resident(),
-            found.streamed(),
-            found.reads_ahead(),
-            found.predicted().0,
-        )
+        (found.resident(), found.streamed(), found.reads_ahead(), found.predicted().0)
     }
 
     #[test]
@@ -188,10 +171,7 @@ mod tests {
     #[test]
     fn too_little_is_refused_with_what_is_missing_and_what_would_do() {
         let failure = Residency::settle(&sizes(), ByteSize(149)).unwrap_err();
-        assert_eq!(
-            failure.message,
-            "the model does not fit into 149 B: 1 B are missing"
-        );
+        assert_eq!(failure.message, "the model does not fit into 149 B: 1 B are missing");
         assert_eq!(
             failure.hint.unwrap(),
             "use --max-memory cpu=1MiB, a smaller --max-tokens or a shorter prompt"
@@ -211,10 +191,7 @@ mod tests {
 
     #[test]
     fn a_model_of_one_layer_is_in_memory_or_refused() {
-        let one = Sizes {
-            layers: 1,
-            ..sizes()
-        };
+        let one = Sizes { layers: 1, ..sizes() };
         let found = Residency::settle(&one, ByteSize(150)).unwrap();
         assert_eq!((found.resident(), found.streamed()), (1, 0));
         assert!(Residency::settle(&one, ByteSize(149)).is_err());

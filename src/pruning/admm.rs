@@ -88,10 +88,7 @@ impl<'a> Admm<'a> {
     /// Inverts in f64, and rounds the result.
     #[must_use]
     pub(super) fn precise(self) -> Self {
-        Self {
-            is_precise: true,
-            ..self
-        }
+        Self { is_precise: true, ..self }
     }
 
     /// Relaxes iterations by α, between 1 and 2.
@@ -153,15 +150,11 @@ impl<'a> Admm<'a> {
             true => {
                 let mut wide: Vec<f64> = shifted.collect();
                 let inverted = inverse(&mut wide, n);
-                wide.par_iter()
-                    .map(|&value| value as f32)
-                    .collect_into_vec(&mut self.inverse);
+                wide.par_iter().map(|&value| value as f32).collect_into_vec(&mut self.inverse);
                 inverted
             }
             false => {
-                shifted
-                    .map(|value| value as f32)
-                    .collect_into_vec(&mut self.inverse);
+                shifted.map(|value| value as f32).collect_into_vec(&mut self.inverse);
                 inverse(&mut self.inverse, n)
             }
         };
@@ -207,17 +200,9 @@ impl<'a> Admm<'a> {
 
     /// The number of weights in which the support differs from another.
     pub(super) fn changes_from(&self, other: &[bool]) -> usize {
-        let pairs = self
-            .is_kept
-            .par_chunks(1 << 16)
-            .zip(other.par_chunks(1 << 16));
+        let pairs = self.is_kept.par_chunks(1 << 16).zip(other.par_chunks(1 << 16));
         pairs
-            .map(|(now, then)| {
-                now.iter()
-                    .zip(then)
-                    .filter(|(now, then)| now != then)
-                    .count()
-            })
+            .map(|(now, then)| now.iter().zip(then).filter(|(now, then)| now != then).count())
             .sum()
     }
 }
@@ -254,16 +239,11 @@ mod tests {
     #[test]
     fn iterations_follow_the_formulas_with_and_without_relaxation() {
         let (n, rows, kept) = (5_usize, 2, 4);
-        let gram: Vec<f32> = (0..n * n)
-            .map(|at| 0.6f32.powi(((at / n) as i32 - (at % n) as i32).abs()))
-            .collect();
-        let weights: Vec<f32> = (0..rows * n)
-            .map(|at| ((at * 37 % 61) as f32 - 30.0) / 20.0)
-            .collect();
-        let scaled_gram = ScaledGram {
-            gram: gram.clone(),
-            scale: vec![1.0; n],
-        };
+        let gram: Vec<f32> =
+            (0..n * n).map(|at| 0.6f32.powi(((at / n) as i32 - (at % n) as i32).abs())).collect();
+        let weights: Vec<f32> =
+            (0..rows * n).map(|at| ((at * 37 % 61) as f32 - 30.0) / 20.0).collect();
+        let scaled_gram = ScaledGram { gram: gram.clone(), scale: vec![1.0; n] };
         for alpha in [1.0, 1.5] {
             let keeps = Keeps::OfMatrix(kept);
             let mut admm = Admm::begin(&scaled_gram, weights.clone(), keeps).relaxed(alpha as f32);
@@ -285,13 +265,11 @@ mod tests {
                 admm.set_rho(rho as f32).unwrap();
                 admm.step();
                 let inverse = inverse_of(&gram, n, rho);
-                let right: Vec<f64> = (0..rows * n)
-                    .map(|at| target[at] - v[at] + rho * d[at])
-                    .collect();
+                let right: Vec<f64> =
+                    (0..rows * n).map(|at| target[at] - v[at] + rho * d[at]).collect();
                 let b = times(&right, &|k, column| inverse[k * n + column]);
-                let relaxed: Vec<f64> = (0..rows * n)
-                    .map(|at| alpha * b[at] + (1.0 - alpha) * d[at])
-                    .collect();
+                let relaxed: Vec<f64> =
+                    (0..rows * n).map(|at| alpha * b[at] + (1.0 - alpha) * d[at]).collect();
                 let s: Vec<f64> = (0..rows * n).map(|at| relaxed[at] + v[at] / rho).collect();
                 d = largest(&s);
                 for at in 0..rows * n {

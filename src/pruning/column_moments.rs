@@ -38,10 +38,7 @@ struct SampleMoments {
 
 impl SampleMoments {
     fn new(width: usize) -> Self {
-        Self {
-            width,
-            sums: vec![0.0; 2 * width + 1],
-        }
+        Self { width, sums: vec![0.0; 2 * width + 1] }
     }
 }
 
@@ -182,10 +179,7 @@ mod tests {
     #[test]
     fn moments_by_hand() {
         let mut moments = ColumnMoments::new(2);
-        for rows in [
-            &[1.0f32, 2.0, 3.0, 2.0][..],
-            &[5.0, 0.0, 5.0, 4.0, 2.0, 2.0],
-        ] {
+        for rows in [&[1.0f32, 2.0, 3.0, 2.0][..], &[5.0, 0.0, 5.0, 4.0, 2.0, 2.0]] {
             let mut part = moments.part();
             part.add_rows(rows);
             moments.merge(part.numbers());

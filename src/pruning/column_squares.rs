@@ -107,11 +107,7 @@ mod tests {
         statistics.merge(sample.numbers());
         assert_eq!(statistics.mean(), [9.0, 0.0]);
         let mut sample = statistics.part();
-        let sums = ColumnSums {
-            tokens: 2,
-            squares: &[1.0, 16.0],
-            values: &[1.0, 4.0],
-        };
+        let sums = ColumnSums { tokens: 2, squares: &[1.0, 16.0], values: &[1.0, 4.0] };
         sample.add_sums(&sums);
         statistics.merge(sample.numbers());
         assert_eq!(statistics.mean(), [5.0, 8.0]);

@@ -16,15 +16,13 @@ use crate::linalg::select::{self as lowest, Radix};
 pub(super) fn widened(weight: &StoredMatrix, request: &Request<'_>) -> Result<Vec<f32>> {
     let columns = weight.columns();
     let mut wide = vec![0.0f32; weight.elements()];
-    wide.par_chunks_mut(columns.max(1))
-        .enumerate()
-        .try_for_each(|(row, wide)| {
-            weight.widen_rows(row, wide);
-            match lowest::first_not_finite(wide) {
-                Some(column) => Err(not_finite(request.name, "weight", row, column)),
-                None => Ok(()),
-            }
-        })?;
+    wide.par_chunks_mut(columns.max(1)).enumerate().try_for_each(|(row, wide)| {
+        weight.widen_rows(row, wide);
+        match lowest::first_not_finite(wide) {
+            Some(column) => Err(not_finite(request.name, "weight", row, column)),
+            None => Ok(()),
+        }
+    })?;
     Ok(wide)
 }
 
@@ -32,14 +30,11 @@ pub(super) fn widened(weight: &StoredMatrix, request: &Request<'_>) -> Result<Ve
 pub(super) fn kept_of(mask: &Mask) -> Vec<bool> {
     let (rows, columns) = (mask.rows(), mask.columns());
     let mut is_kept = vec![true; rows * columns];
-    is_kept
-        .par_chunks_mut(columns.max(1))
-        .enumerate()
-        .for_each(|(row, is_kept)| {
-            for (column, is_kept) in is_kept.iter_mut().enumerate() {
-                *is_kept = !mask.is_pruned(row, column);
-            }
-        });
+    is_kept.par_chunks_mut(columns.max(1)).enumerate().for_each(|(row, is_kept)| {
+        for (column, is_kept) in is_kept.iter_mut().enumerate() {
+            *is_kept = !mask.is_pruned(row, column);
+        }
+    });
     is_kept
 }
 
@@ -70,10 +65,7 @@ pub(super) fn zeros_of(weights: &[f32]) -> Vec<bool> {
 /// # Arguments
 /// * `is_zero`: from [`zeros_of`]
 pub(super) fn unmark(is_kept: &mut [bool], is_zero: &[bool]) {
-    is_kept
-        .par_iter_mut()
-        .zip(is_zero)
-        .for_each(|(is_kept, is_zero)| *is_kept &= !is_zero);
+    is_kept.par_iter_mut().zip(is_zero).for_each(|(is_kept, is_zero)| *is_kept &= !is_zero);
 }
 
 /// A rule for the weights that stay.
@@ -100,9 +92,7 @@ impl Keeps {
         match self {
             Self::OfMatrix(count) => largest_of_all(values, columns, count, is_kept),
             Self::OfGroups { n, m } => {
-                let rows = values
-                    .par_chunks(columns)
-                    .zip(is_kept.par_chunks_mut(columns));
+                let rows = values.par_chunks(columns).zip(is_kept.par_chunks_mut(columns));
                 rows.for_each_init(
                     Default::default,
                     |(scores, keys, is_lowest), (values, is_kept)| {
@@ -133,9 +123,7 @@ fn largest_of_all(values: &[f32], columns: usize, count: usize, is_kept: &mut [b
     let Some(limit) = score_at(values, columns, position as u64, magnitudes) else {
         return;
     };
-    let rows = values
-        .par_chunks(columns)
-        .zip(is_kept.par_chunks_mut(columns));
+    let rows = values.par_chunks(columns).zip(is_kept.par_chunks_mut(columns));
     let ties: Vec<(usize, usize)> = rows
         .map(|(values, is_kept)| {
             let (mut above, mut ties) = (0, 0);
@@ -231,27 +219,17 @@ mod tests {
 
     #[test]
     fn as_many_stay_as_the_rule_says_and_they_are_the_largest() {
-        let values: Vec<f32> = (0..120)
-            .map(|at| ((at * 37 % 61) as f32 - 30.0) / 3.0)
-            .collect();
+        let values: Vec<f32> = (0..120).map(|at| ((at * 37 % 61) as f32 - 30.0) / 3.0).collect();
         let mut is_kept = vec![false; 120];
         for count in [0, 1, 47, 119, 120] {
             Keeps::OfMatrix(count).largest(&values, 12, &mut is_kept);
             assert_eq!(is_kept.iter().filter(|kept| **kept).count(), count);
-            let lost = (0..120)
-                .filter(|&at| !is_kept[at])
-                .map(|at| values[at].abs());
-            let least = (0..120)
-                .filter(|&at| is_kept[at])
-                .map(|at| values[at].abs());
+            let lost = (0..120).filter(|&at| !is_kept[at]).map(|at| values[at].abs());
+            let least = (0..120).filter(|&at| is_kept[at]).map(|at| values[at].abs());
             let least = least.fold(f32::INFINITY, f32::min);
             assert!(lost.fold(0.0, f32::max) <= least, "{count}");
         }
         Keeps::OfGroups { n: 1, m: 4 }.largest(&values, 12, &mut is_kept);
-        assert!(
-            is_kept
-                .chunks(4)
-                .all(|group| group.iter().filter(|kept| **kept).count() == 3)
-        );
+        assert!(is_kept.chunks(4).all(|group| group.iter().filter(|kept| **kept).count() == 3));
     }
 }

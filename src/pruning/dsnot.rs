@@ -55,17 +55,11 @@ impl Refinement for Dsnot {
         of_method: Option<&'static dyn StatisticsKind>,
     ) -> &'static dyn StatisticsKind {
         // A Gram matrix comes with the moments.
-        of_method
-            .filter(|kind| kind.is_in_place())
-            .unwrap_or(&ColumnMomentsKind)
+        of_method.filter(|kind| kind.is_in_place()).unwrap_or(&ColumnMomentsKind)
     }
 
     fn options(&self) -> &'static [MethodOption] {
-        &[
-            MethodOption::DsnotCycles,
-            MethodOption::DsnotMlp,
-            MethodOption::DsnotPublished,
-        ]
+        &[MethodOption::DsnotCycles, MethodOption::DsnotMlp, MethodOption::DsnotPublished]
     }
 
     fn changes_weights(&self) -> bool {
@@ -101,16 +95,13 @@ impl Refinement for Dsnot {
         };
         let (rows, width) = (pruned.dense.rows(), pruned.dense.columns());
         let mut is_kept = kept_of(&pruned.mask);
-        is_kept
-            .par_chunks_mut(width.max(1))
-            .enumerate()
-            .for_each_init(
-                || vec![0.0f32; width],
-                |weights, (row, is_kept)| {
-                    pruned.dense.widen_rows(row, weights);
-                    columns.refine(weights, is_kept);
-                },
-            );
+        is_kept.par_chunks_mut(width.max(1)).enumerate().for_each_init(
+            || vec![0.0f32; width],
+            |weights, (row, is_kept)| {
+                pruned.dense.widen_rows(row, weights);
+                columns.refine(weights, is_kept);
+            },
+        );
         mask_of(&is_kept, rows, width)
     }
 }
@@ -129,11 +120,7 @@ struct SwapRule {
 impl SwapRule {
     /// Refines one row.
     fn refine(&self, weights: &[f32], is_kept: &mut [bool]) {
-        let share: Vec<f32> = weights
-            .iter()
-            .zip(&self.means)
-            .map(|(w, m)| w * m)
-            .collect();
+        let share: Vec<f32> = weights.iter().zip(&self.means).map(|(w, m)| w * m).collect();
         let mut scores = weights.to_vec();
         scores.iter_mut().for_each(|weight| *weight = weight.abs());
         wanda::score(&mut scores, &self.norms);
@@ -145,9 +132,8 @@ impl SwapRule {
                 ratio => ratio,
             })
             .collect();
-        let mut returning: Vec<usize> = (0..weights.len())
-            .filter(|&at| keys[at] != 0.0 || self.is_published)
-            .collect();
+        let mut returning: Vec<usize> =
+            (0..weights.len()).filter(|&at| keys[at] != 0.0 || self.is_published).collect();
         // Zero and minus zero are equal.
         returning.sort_by(|&one, &other| (keys[one] + 0.0).total_cmp(&(keys[other] + 0.0)));
         let mut kept: Vec<usize> = (0..weights.len()).filter(|&at| is_kept[at]).collect();
@@ -232,11 +218,7 @@ mod tests {
         let weights = [1.0, 2.0, -4.0, 5.0, 7.0];
         let refined = |is_published, cycles| {
             let mut is_kept = [false, false, true, true, true];
-            let rule = SwapRule {
-                is_published,
-                cycles,
-                ..columns(Pattern::Unstructured)
-            };
+            let rule = SwapRule { is_published, cycles, ..columns(Pattern::Unstructured) };
             rule.refine(&weights, &mut is_kept);
             is_kept
         };

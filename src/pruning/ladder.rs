@@ -47,22 +47,11 @@ struct Rungs {
 }
 
 /// For weights that compete over a whole matrix.
-const UNSTRUCTURED: Rungs = Rungs {
-    count: 8,
-    first: 0.03,
-    factor: 1.7,
-    iterations: 3,
-    relaxation: 1.5,
-};
+const UNSTRUCTURED: Rungs =
+    Rungs { count: 8, first: 0.03, factor: 1.7, iterations: 3, relaxation: 1.5 };
 
 /// For groups, whose few candidates settle sooner.
-const GROUPS: Rungs = Rungs {
-    count: 8,
-    first: 0.1,
-    factor: 1.4,
-    iterations: 4,
-    relaxation: 1.0,
-};
+const GROUPS: Rungs = Rungs { count: 8, first: 0.1, factor: 1.4, iterations: 4, relaxation: 1.0 };
 
 /// ADMM on a short ladder of penalties.
 #[derive(Debug, Clone, Copy)]
@@ -98,15 +87,8 @@ impl PruningMethod for Ladder {
 
     fn operations(&self, out_features: usize, in_features: usize) -> f64 {
         // Groups take a fifth more.
-        let Rungs {
-            count, iterations, ..
-        } = UNSTRUCTURED;
-        operations(
-            out_features,
-            in_features,
-            count * iterations + STEPS + 2,
-            count,
-        )
+        let Rungs { count, iterations, .. } = UNSTRUCTURED;
+        operations(out_features, in_features, count * iterations + STEPS + 2, count)
     }
 
     fn prune(&self, weight: &mut StoredMatrix, request: &Request<'_>) -> Result<Mask> {
@@ -118,10 +100,7 @@ impl PruningMethod for Ladder {
         let (keeps, rungs) = match request.target.pattern {
             Pattern::Unstructured => {
                 let all = rows * columns;
-                (
-                    Keeps::OfMatrix(all - request.target.count_of(all)),
-                    UNSTRUCTURED,
-                )
+                (Keeps::OfMatrix(all - request.target.count_of(all)), UNSTRUCTURED)
             }
             Pattern::NOfM { n, m } => (Keeps::OfGroups { n, m }, GROUPS),
         };
@@ -133,12 +112,7 @@ impl PruningMethod for Ladder {
                 admm.step();
             }
         }
-        let Admm {
-            target,
-            mut b,
-            is_kept,
-            ..
-        } = admm;
+        let Admm { target, mut b, is_kept, .. } = admm;
         refit(&gram, &target, &mut b, &is_kept, STEPS);
         b.par_chunks_mut(columns)
             .zip(&divisors)
@@ -172,10 +146,7 @@ mod tests {
 
     #[test]
     fn rows_are_divided_by_the_root_of_their_own_threshold() {
-        let target = Target {
-            ratio: 0.5,
-            pattern: Pattern::Unstructured,
-        };
+        let target = Target { ratio: 0.5, pattern: Pattern::Unstructured };
         let mut rows = [1.0, -4.0, 16.0, 2.0, 0.0, 0.0, 0.0, 3.0];
         assert_eq!(make_comparable(&mut rows, 4, target), [2.0, 1.0]);
         assert_eq!(rows, [0.5, -2.0, 8.0, 1.0, 0.0, 0.0, 0.0, 3.0]);

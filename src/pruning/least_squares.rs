@@ -42,19 +42,14 @@ impl ScaledGram {
         let diagonal = statistics.gram().diagonal();
         let mean = diagonal.iter().map(|value| f64::from(*value)).sum::<f64>() / n.max(1) as f64;
         let damp = (DAMPING * mean) as f32;
-        let scale: Vec<f32> = diagonal
-            .iter()
-            .map(|value| (value + damp).sqrt() + 1e-8)
-            .collect();
+        let scale: Vec<f32> = diagonal.iter().map(|value| (value + damp).sqrt() + 1e-8).collect();
         let mut gram = statistics.gram().square();
-        gram.par_chunks_mut(n.max(1))
-            .enumerate()
-            .for_each(|(row, values)| {
-                values[row] += damp;
-                for (value, scale_of) in values.iter_mut().zip(&scale) {
-                    *value = *value / scale_of / scale[row];
-                }
-            });
+        gram.par_chunks_mut(n.max(1)).enumerate().for_each(|(row, values)| {
+            values[row] += damp;
+            for (value, scale_of) in values.iter_mut().zip(&scale) {
+                *value = *value / scale_of / scale[row];
+            }
+        });
         Ok(Self { gram, scale })
     }
 
@@ -81,9 +76,7 @@ impl ScaledGram {
     /// Multiplies every row by s.
     pub(super) fn scaled(&self, mut weights: Vec<f32>) -> Vec<f32> {
         weights.par_chunks_mut(self.width().max(1)).for_each(|row| {
-            row.iter_mut()
-                .zip(&self.scale)
-                .for_each(|(value, scale)| *value *= scale);
+            row.iter_mut().zip(&self.scale).for_each(|(value, scale)| *value *= scale);
         });
         weights
     }
@@ -91,9 +84,7 @@ impl ScaledGram {
     /// Divides every row by s.
     pub(super) fn unscaled(&self, mut weights: Vec<f32>) -> Vec<f32> {
         weights.par_chunks_mut(self.width().max(1)).for_each(|row| {
-            row.iter_mut()
-                .zip(&self.scale)
-                .for_each(|(value, scale)| *value /= scale);
+            row.iter_mut().zip(&self.scale).for_each(|(value, scale)| *value /= scale);
         });
         weights
     }
@@ -137,10 +128,8 @@ pub(super) fn refit(
 ) {
     let n = gram.width().max(1);
     let mut buffers = Buffers::default();
-    for ((target, x), is_kept) in target
-        .chunks(ROWS * n)
-        .zip(x.chunks_mut(ROWS * n))
-        .zip(is_kept.chunks(ROWS * n))
+    for ((target, x), is_kept) in
+        target.chunks(ROWS * n).zip(x.chunks_mut(ROWS * n)).zip(is_kept.chunks(ROWS * n))
     {
         refit_rows(gram, target, x, is_kept, steps, &mut buffers);
     }
@@ -168,22 +157,15 @@ fn refit_rows(
     buffers: &mut Buffers,
 ) {
     let n = gram.width().max(1);
-    let Buffers {
-        residual,
-        direction,
-        product,
-        packed,
-    } = buffers;
+    let Buffers { residual, direction, product, packed } = buffers;
     for buffer in [&mut *residual, &mut *direction, &mut *product] {
         buffer.resize(x.len(), 0.0);
     }
-    x.par_chunks_mut(n)
-        .zip(is_kept.par_chunks(n))
-        .for_each(|(x, is_kept)| {
-            for (x, is_kept) in x.iter_mut().zip(is_kept) {
-                *x = if *is_kept { *x } else { 0.0 };
-            }
-        });
+    x.par_chunks_mut(n).zip(is_kept.par_chunks(n)).for_each(|(x, is_kept)| {
+        for (x, is_kept) in x.iter_mut().zip(is_kept) {
+            *x = if *is_kept { *x } else { 0.0 };
+        }
+    });
     gram.product(x, product, packed);
     // r = (target − x·Gs) on the mask, p = r, and r·r of every row.
     let mut norms: Vec<f64> = residual
@@ -194,11 +176,7 @@ fn refit_rows(
         .map(|(((residual, direction), product), (target, is_kept))| {
             let mut norm = 0.0;
             for at in 0..residual.len() {
-                let value = if is_kept[at] {
-                    target[at] - product[at]
-                } else {
-                    0.0
-                };
+                let value = if is_kept[at] { target[at] - product[at] } else { 0.0 };
                 residual[at] = value;
                 direction[at] = value;
                 norm += f64::from(value) * f64::from(value);
@@ -223,11 +201,7 @@ fn refit_rows(
                 let mut next = 0.0;
                 for at in 0..x.len() {
                     x[at] += alpha * direction[at];
-                    let change = if is_kept[at] {
-                        alpha * product[at]
-                    } else {
-                        0.0
-                    };
+                    let change = if is_kept[at] { alpha * product[at] } else { 0.0 };
                     residual[at] -= change;
                     next += f64::from(residual[at]) * f64::from(residual[at]);
                 }
@@ -265,9 +239,8 @@ mod tests {
     fn the_solution_has_no_gradient_on_the_kept_weights() {
         let (rows, n) = (5, 12);
         let gram = ScaledGram::of(&statistics(n, 200)).unwrap();
-        let weights: Vec<f32> = (0..rows * n)
-            .map(|at| ((at * 37 % 61) as f32 - 30.0) / 10.0)
-            .collect();
+        let weights: Vec<f32> =
+            (0..rows * n).map(|at| ((at * 37 % 61) as f32 - 30.0) / 10.0).collect();
         let is_kept: Vec<bool> = (0..rows * n).map(|at| at * 13 % 7 < 4).collect();
         let scaled = gram.scaled(weights);
         let mut target = vec![0.0; rows * n];

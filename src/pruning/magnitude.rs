@@ -47,27 +47,19 @@ mod tests {
             StoredMatrix::from_f32(StoredDtype::F16, weights.len() / columns, columns, weights);
         let request = Request::new("w", None, Target { ratio, pattern });
         let mask = prune(&Magnitude, &mut weight, &request).unwrap();
-        (0..weights.len())
-            .filter(|i| mask.is_pruned(i / columns, i % columns))
-            .collect()
+        (0..weights.len()).filter(|i| mask.is_pruned(i / columns, i % columns)).collect()
     }
 
     #[test]
     fn the_threshold_is_global_and_is_removed_too() {
         // Ascending |W|: 0, 1, 1, 2, 3, 4; position int(6 · 0.5) = 3 holds 2, so the weights 0, -1, 1 and -2 are removed.
         let weights = [0.0, -1.0, 1.0, 4.0, -2.0, 3.0];
-        assert_eq!(
-            pruned(&weights, 3, 0.5, Pattern::Unstructured),
-            [0, 1, 2, 4]
-        );
+        assert_eq!(pruned(&weights, 3, 0.5, Pattern::Unstructured), [0, 1, 2, 4]);
     }
 
     #[test]
     fn all_ties_of_the_threshold_are_removed() {
-        assert_eq!(
-            pruned(&[1.0, 1.0, 1.0, 5.0], 2, 0.25, Pattern::Unstructured),
-            [0, 1, 2]
-        );
+        assert_eq!(pruned(&[1.0, 1.0, 1.0, 5.0], 2, 0.25, Pattern::Unstructured), [0, 1, 2]);
     }
 
     #[test]
@@ -77,9 +69,6 @@ mod tests {
 
     #[test]
     fn groups_take_their_smallest_with_ties_to_the_lower_column() {
-        assert_eq!(
-            pruned(&[2.0, 1.0, -1.0, 1.0], 4, 0.5, Pattern::NOfM { n: 2, m: 4 }),
-            [1, 2]
-        );
+        assert_eq!(pruned(&[2.0, 1.0, -1.0, 1.0], 4, 0.5, Pattern::NOfM { n: 2, m: 4 }), [1, 2]);
     }
 }

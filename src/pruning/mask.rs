@@ -55,11 +55,7 @@ fn packed(flags: [u8; 8]) -> u8 {
 impl Mask {
     /// A mask that prunes nothing.
     pub fn none(rows: usize, columns: usize) -> Self {
-        Self {
-            rows,
-            columns,
-            bits: vec![0; (rows * columns).div_ceil(8)],
-        }
+        Self { rows, columns, bits: vec![0; (rows * columns).div_ceil(8)] }
     }
 
     /// The mask with these bits.
@@ -69,11 +65,7 @@ impl Mask {
     pub fn from_bits(rows: usize, columns: usize, bits: Vec<u8>) -> Self {
         let bytes = (rows * columns).div_ceil(8);
         assert_eq!(bits.len(), bytes, "a mask has a bit for every weight");
-        Self {
-            rows,
-            columns,
-            bits,
-        }
+        Self { rows, columns, bits }
     }
 
     /// Builds a mask row by row on all threads.
@@ -94,20 +86,16 @@ impl Mask {
         if columns == 0 {
             return Ok(mask);
         }
-        mask.bits
-            .par_chunks_mut(columns)
-            .enumerate()
-            .try_for_each_init(scratch, |scratch, (task, bits)| {
+        mask.bits.par_chunks_mut(columns).enumerate().try_for_each_init(
+            scratch,
+            |scratch, (task, bits)| {
                 for row_in_task in 0..ROWS_PER_TASK.min(rows - task * ROWS_PER_TASK) {
-                    let mut row = RowBits {
-                        bits,
-                        first: row_in_task * columns,
-                        columns,
-                    };
+                    let mut row = RowBits { bits, first: row_in_task * columns, columns };
                     fill(scratch, task * ROWS_PER_TASK + row_in_task, &mut row)?;
                 }
                 Ok(())
-            })?;
+            },
+        )?;
         Ok(mask)
     }
 
@@ -132,12 +120,7 @@ impl Mask {
     pub fn count(&self) -> u64 {
         self.bits
             .par_chunks(1 << 16)
-            .map(|bytes| {
-                bytes
-                    .iter()
-                    .map(|byte| u64::from(byte.count_ones()))
-                    .sum::<u64>()
-            })
+            .map(|bytes| bytes.iter().map(|byte| u64::from(byte.count_ones())).sum::<u64>())
             .sum()
     }
 
@@ -199,11 +182,7 @@ mod tests {
             for (row, column) in
                 (0..11).flat_map(|row| (0..columns).map(move |column| (row, column)))
             {
-                assert_eq!(
-                    mask.is_pruned(row, column),
-                    is_chosen(row, column),
-                    "{columns}"
-                );
+                assert_eq!(mask.is_pruned(row, column), is_chosen(row, column), "{columns}");
             }
         }
     }

@@ -126,13 +126,7 @@ impl<'a> Request<'a> {
             dsnot_mlp: false,
             dsnot_published: false,
         };
-        Self {
-            name,
-            statistics,
-            target,
-            options: &DEFAULT,
-            warn: &|_| (),
-        }
+        Self { name, statistics, target, options: &DEFAULT, warn: &|_| () }
     }
 
     /// The statistics as the type that the method's kind begins.

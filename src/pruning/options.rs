@@ -93,9 +93,7 @@ impl MethodOptions {
         Self {
             percdamp: self.percdamp.filter(|_| reads(MethodOption::Percdamp)),
             blocksize: self.blocksize.filter(|_| reads(MethodOption::Blocksize)),
-            dsnot_cycles: self
-                .dsnot_cycles
-                .filter(|_| reads(MethodOption::DsnotCycles)),
+            dsnot_cycles: self.dsnot_cycles.filter(|_| reads(MethodOption::DsnotCycles)),
             dsnot_mlp: self.dsnot_mlp && reads(MethodOption::DsnotMlp),
             dsnot_published: self.dsnot_published && reads(MethodOption::DsnotPublished),
         }
@@ -106,17 +104,10 @@ impl MethodOptions {
     /// # Errors
     /// Fails with the flag, for `method` in its message.
     pub fn check(&self, method: &str, read: &[MethodOption]) -> Result<(), Failure> {
-        if let Some(option) = self
-            .given()
-            .into_iter()
-            .find(|option| !read.contains(option))
-        {
+        if let Some(option) = self.given().into_iter().find(|option| !read.contains(option)) {
             let flag = option.flag();
-            return Err(
-                Failure::usage(format!("{method} does not read {flag}")).hint(format!(
-                    "leave {flag} out, or choose another --prune-method or --refine"
-                )),
-            );
+            return Err(Failure::usage(format!("{method} does not read {flag}"))
+                .hint(format!("leave {flag} out, or choose another --prune-method or --refine")));
         }
         let percdamp = self.percdamp();
         if !(percdamp.is_finite() && percdamp >= 0.0) {

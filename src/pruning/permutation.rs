@@ -72,19 +72,11 @@ pub fn choose(
     let kept_before = search.kept(&present)?;
     let dealt = search.deal()?;
     let assigned = search.assign(&dealt)?;
-    let mut best = ChannelOrder {
-        order: present,
-        kept_before,
-        kept_after: kept_before,
-    };
+    let mut best = ChannelOrder { order: present, kept_before, kept_after: kept_before };
     for order in [dealt, assigned] {
         let kept_after = search.kept(&order)?;
         if kept_after > best.kept_after {
-            best = ChannelOrder {
-                order,
-                kept_after,
-                ..best
-            };
+            best = ChannelOrder { order, kept_after, ..best };
         }
     }
     Ok(best)
@@ -108,12 +100,7 @@ impl<'a> ChannelSearch<'a> {
         score: &'a Score<'a>,
         (n, m): (usize, usize),
     ) -> Self {
-        Self {
-            weight,
-            scorer: Scorer::new(weight, request, score),
-            kept: m.saturating_sub(n),
-            m,
-        }
+        Self { weight, scorer: Scorer::new(weight, request, score), kept: m.saturating_sub(n), m }
     }
 
     /// The importance that the pattern keeps in an order.
@@ -128,10 +115,7 @@ impl<'a> ChannelSearch<'a> {
                 group.clear();
                 group.extend(columns.iter().map(|&column| scores[column]));
                 group.sort_unstable_by(|a, b| b.total_cmp(a));
-                sum += group[..self.kept]
-                    .iter()
-                    .map(|&score| f64::from(score))
-                    .sum::<f64>();
+                sum += group[..self.kept].iter().map(|&score| f64::from(score)).sum::<f64>();
             }
             sum
         })?;
@@ -234,16 +218,11 @@ impl<'a> ChannelSearch<'a> {
                     }
                 });
             let tile = GROUPS_PER_TASK;
-            gains
-                .par_chunks_mut(groups * tile)
-                .zip(limits.par_chunks(ROWS * tile))
-                .for_each(|(gains, limits)| {
-                    Arch::new().dispatch(AddLarger {
-                        limits,
-                        own: &own,
-                        gains,
-                    });
-                });
+            gains.par_chunks_mut(groups * tile).zip(limits.par_chunks(ROWS * tile)).for_each(
+                |(gains, limits)| {
+                    Arch::new().dispatch(AddLarger { limits, own: &own, gains });
+                },
+            );
         }
         Ok(())
     }
@@ -253,14 +232,14 @@ impl<'a> ChannelSearch<'a> {
         let columns = self.weight.columns();
         let rows = ROWS.min(self.weight.rows() - first);
         scores.resize(rows * columns, 0.0);
-        scores
-            .par_chunks_mut(columns.max(1))
-            .enumerate()
-            .try_for_each_init(Vec::new, |buffer, (at, row)| {
+        scores.par_chunks_mut(columns.max(1)).enumerate().try_for_each_init(
+            Vec::new,
+            |buffer, (at, row)| {
                 self.scorer.score(first + at, buffer)?;
                 row.copy_from_slice(buffer);
                 Ok(())
-            })
+            },
+        )
     }
 }
 

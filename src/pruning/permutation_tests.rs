@@ -14,10 +14,7 @@ fn matrix(rows: usize, columns: usize) -> StoredMatrix {
 }
 
 fn request() -> Request<'static> {
-    let target = Target {
-        ratio: 0.5,
-        pattern: Pattern::NOfM { n: 2, m: 4 },
-    };
+    let target = Target { ratio: 0.5, pattern: Pattern::NOfM { n: 2, m: 4 } };
     Request::new("model.layers.0.mlp.down_proj", None, target)
 }
 
@@ -52,14 +49,7 @@ fn an_assignment_is_the_best_exchange_of_the_columns_at_a_place() {
     let mut gains = vec![0.0; 9];
     search.gains(&start, 0, &mut gains).unwrap();
     // The six exchanges of three columns, at the first place of three groups.
-    let exchanges = [
-        [0, 1, 2],
-        [0, 2, 1],
-        [1, 0, 2],
-        [1, 2, 0],
-        [2, 0, 1],
-        [2, 1, 0],
-    ];
+    let exchanges = [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]];
     let value = |exchange: &[usize; 3]| {
         let mut order = start.clone();
         (0..3).for_each(|group| order[group * 4] = start[exchange[group] * 4]);
@@ -84,12 +74,9 @@ fn an_assignment_is_the_best_exchange_of_the_columns_at_a_place() {
 #[test]
 fn every_step_keeps_more_and_the_choice_never_less_than_the_present_order() {
     let request = request();
-    for (rows, columns, pattern) in [
-        (300, 172, (2, 4)),
-        (33, 64, (1, 2)),
-        (130, 64, (6, 8)),
-        (5, 4, (2, 4)),
-    ] {
+    for (rows, columns, pattern) in
+        [(300, 172, (2, 4)), (33, 64, (1, 2)), (130, 64, (6, 8)), (5, 4, (2, 4))]
+    {
         let weight = matrix(rows, columns);
         let chosen = choose(&weight, &request, &|_| (), pattern).unwrap();
         assert!(is_permutation(&chosen.order));
@@ -145,9 +132,7 @@ fn time_of_a_wide_matrix() {
         .map(|at| {
             let mut sum = 0.0;
             for _ in 0..4 {
-                state = state
-                    .wrapping_mul(6_364_136_223_846_793_005)
-                    .wrapping_add(1);
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                 sum += (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5;
             }
             sum * (1.0 + ((at % columns) as f32 * 0.7).sin().powi(8) * 3.0)

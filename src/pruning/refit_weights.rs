@@ -52,14 +52,8 @@ impl Refinement for RefitWeights {
     }
 
     fn refine(&self, pruned: AsPruned<'_>, request: &Request<'_>) -> Result<Mask> {
-        let AsPruned {
-            dense,
-            weight,
-            mask,
-        } = pruned;
-        let gram = request
-            .statistics_as::<InputGram>()?
-            .prepared(ScaledGram::of)?;
+        let AsPruned { dense, weight, mask } = pruned;
+        let gram = request.statistics_as::<InputGram>()?.prepared(ScaledGram::of)?;
         let mut is_kept = kept_of(&mask);
         let scaled = gram.scaled(widened(dense, request)?);
         unmark(&mut is_kept, &zeros_of(&scaled));

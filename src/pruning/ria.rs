@@ -92,10 +92,7 @@ impl PruningMethod for Ria {
 
 /// (|W_ij| / c_j + |W_ij| / r_i) · (√s_j)^½, in place of |W_ij|.
 fn score(magnitudes: &mut [f32], columns: &[f32], activations: &[f32]) {
-    let row = magnitudes
-        .iter()
-        .map(|&weight| f64::from(weight))
-        .sum::<f64>() as f32; // r_i
+    let row = magnitudes.iter().map(|&weight| f64::from(weight)).sum::<f64>() as f32; // r_i
     let shared = columns.iter().zip(activations);
     for (weight, (&column, activation)) in magnitudes.iter_mut().zip(shared) {
         // A weight of 0 is worth nothing, whatever it is divided by.
@@ -124,9 +121,7 @@ fn column_sums(weight: &StoredMatrix) -> Vec<f32> {
             sums
         })
         .collect();
-    (0..columns)
-        .map(|column| parts.iter().map(|sums| sums[column]).sum::<f64>() as f32)
-        .collect()
+    (0..columns).map(|column| parts.iter().map(|sums| sums[column]).sum::<f64>() as f32).collect()
 }
 
 #[cfg(test)]
@@ -138,10 +133,7 @@ mod tests {
     fn pruned(method: Ria, weights: &[f32], squares: [f32; 3], pattern: Pattern) -> Vec<usize> {
         let mut weight = StoredMatrix::from_f32(StoredDtype::F32, 2, 3, weights);
         let statistics = ColumnSquares::from_mean(squares.to_vec());
-        let target = Target {
-            ratio: 1.0 / 3.0,
-            pattern,
-        };
+        let target = Target { ratio: 1.0 / 3.0, pattern };
         let statistics = Statistics::Merged(Box::new(statistics));
         let request = Request::new("w", Some(&statistics), target);
         let mask = prune(&method, &mut weight, &request).unwrap();

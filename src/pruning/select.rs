@@ -109,11 +109,7 @@ impl<'a> Scorer<'a> {
         score: &'a Score<'a>,
     ) -> Self {
         let name = request.name;
-        Self {
-            weight,
-            name,
-            score,
-        }
+        Self { weight, name, score }
     }
 
     /// Makes a mask row by row: `select` sets the bits of a row from its scores.
@@ -132,11 +128,7 @@ impl<'a> Scorer<'a> {
     /// The n lowest of each aligned group of m, ties to the lower column.
     fn lowest_of_groups(&self, n: usize, m: usize) -> Result<Mask> {
         self.mask(|scratch, bits| {
-            let RowScratch {
-                scores,
-                keys,
-                is_pruned,
-            } = scratch;
+            let RowScratch { scores, keys, is_pruned } = scratch;
             lowest::lowest_of_groups(scores, m, n, keys, is_pruned);
             bits.set_where(|column| is_pruned[column]);
         })
@@ -165,11 +157,7 @@ impl<'a> Scorer<'a> {
             .ok_or_else(|| Failure::new(format!("`{}` has no {position} weights", self.name)))?;
         let value = self.count(Some(upper))?.value(rest);
         value.ok_or_else(|| {
-            Failure::new(format!(
-                "the scores of `{}` changed between two passes",
-                self.name
-            ))
-            .into()
+            Failure::new(format!("the scores of `{}` changed between two passes", self.name)).into()
         })
     }
 
@@ -179,22 +167,16 @@ impl<'a> Scorer<'a> {
         let rows = self.weight.rows();
         let counters = BufferPool::new();
         let new = || (Radix::new(upper), Vec::new());
-        (0..rows)
-            .into_par_iter()
-            .step_by(ROWS_PER_TASK)
-            .try_for_each(|first| {
-                counters.lend(new, |(counter, scores)| -> Result<()> {
-                    for row in first..rows.min(first + ROWS_PER_TASK) {
-                        self.score(row, scores)?;
-                        counter.feed(scores);
-                    }
-                    Ok(())
-                })
-            })?;
-        let counters = counters
-            .into_inner()
-            .into_iter()
-            .map(|(counter, _)| counter);
+        (0..rows).into_par_iter().step_by(ROWS_PER_TASK).try_for_each(|first| {
+            counters.lend(new, |(counter, scores)| -> Result<()> {
+                for row in first..rows.min(first + ROWS_PER_TASK) {
+                    self.score(row, scores)?;
+                    counter.feed(scores);
+                }
+                Ok(())
+            })
+        })?;
+        let counters = counters.into_inner().into_iter().map(|(counter, _)| counter);
         let all = counters.reduce(|one, other| one.merge(&other));
         Ok(all.unwrap_or_else(|| Radix::new(upper)))
     }

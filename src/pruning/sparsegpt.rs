@@ -60,9 +60,7 @@ impl PruningMethod for SparseGpt {
     }
 
     fn removes(&self, options: &MethodOptions) -> Removes {
-        Removes::FromBlocks {
-            columns: options.blocksize(),
-        }
+        Removes::FromBlocks { columns: options.blocksize() }
     }
 
     fn statistics(&self) -> Option<&'static dyn StatisticsKind> {
@@ -100,10 +98,7 @@ impl PruningMethod for SparseGpt {
             return Err(Failure::usage(format!(
                 "--blocksize {block} does not hold whole groups of {m}"
             ))
-            .hint(format!(
-                "use a multiple of {m}, like --blocksize {}",
-                32 * m
-            ))
+            .hint(format!("use a multiple of {m}, like --blocksize {}", 32 * m))
             .into());
         }
         let statistics = request.statistics_as::<InputGram>()?;
@@ -166,11 +161,7 @@ impl InverseFactor {
             match inverse_factor(&mut h, n) {
                 Ok(()) => return Ok(Self { u: h, is_dead }),
                 Err(NotPositive) => {
-                    let next = if percdamp > 0.0 {
-                        percdamp * 10.0
-                    } else {
-                        1e-4
-                    };
+                    let next = if percdamp > 0.0 { percdamp * 10.0 } else { 1e-4 };
                     (request.warn)(format!(
                         "the inputs of `{}` are too alike for a damping of {percdamp}: it is raised to {next}",
                         request.name
@@ -208,13 +199,7 @@ impl ColumnBlock {
             own.extend_from_slice(&u[row * columns + first..row * columns + last]);
         }
         let squares = (0..width).map(|at| own[at * (width + 1)]);
-        Self {
-            first,
-            last,
-            columns,
-            squares: squares.map(|value| value * value).collect(),
-            u: own,
-        }
+        Self { first, last, columns, squares: squares.map(|value| value * value).collect(), u: own }
     }
 
     fn width(&self) -> usize {

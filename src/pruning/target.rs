@@ -37,14 +37,11 @@ impl FromStr for Pattern {
             .split_once(':')
             .ok_or_else(|| bad("it is neither `unstructured` nor N:M".into()))?;
         let number = |part: &str| {
-            part.parse::<usize>()
-                .map_err(|_| bad(format!("`{part}` is not a number")))
+            part.parse::<usize>().map_err(|_| bad(format!("`{part}` is not a number")))
         };
         let (n, m) = (number(n)?, number(m)?);
         if n == 0 || n >= m {
-            return Err(bad(format!(
-                "N must lie between 1 and M - 1, and {n} of {m} does not"
-            )));
+            return Err(bad(format!("N must lie between 1 and M - 1, and {n} of {m} does not")));
         }
         Ok(Self::NOfM { n, m })
     }
@@ -97,26 +94,16 @@ mod tests {
         }
         for text in ["4:2", "0:4", "2:2", "2-4", "a:4", "dense"] {
             let failure = text.parse::<Pattern>().unwrap_err();
-            assert!(
-                failure.is_usage && failure.message.contains(text),
-                "{failure}"
-            );
+            assert!(failure.is_usage && failure.message.contains(text), "{failure}");
         }
     }
 
     #[test]
     fn counts_truncate_like_python() {
-        let target = |ratio| Target {
-            ratio,
-            pattern: Pattern::Unstructured,
-        };
+        let target = |ratio| Target { ratio, pattern: Pattern::Unstructured };
         // int(172 * 0.6) = 103, int(688 * 0.5) = 344, int(10 * 0.7) = 7 in CPython 3.11.
         assert_eq!(
-            (
-                target(0.6).count_of(172),
-                target(0.5).count_of(688),
-                target(0.7).count_of(10)
-            ),
+            (target(0.6).count_of(172), target(0.5).count_of(688), target(0.7).count_of(10)),
             (103, 344, 7)
         );
     }

@@ -46,12 +46,7 @@ pub struct Technique {
 impl Technique {
     /// A method with default options, and no refinement.
     pub fn of(method: &'static dyn PruningMethod) -> Self {
-        Self {
-            method,
-            options: MethodOptions::default(),
-            refinement: None,
-            permutes: None,
-        }
+        Self { method, options: MethodOptions::default(), refinement: None, permutes: None }
     }
 
     /// Checks that method and refinement go together, and the options.
@@ -136,9 +131,7 @@ impl Technique {
         let of_method = self.method.operations(out_features, in_features);
         let refinement = self.refinement;
         of_method
-            + refinement.map_or(0.0, |refinement| {
-                refinement.operations(out_features, in_features)
-            })
+            + refinement.map_or(0.0, |refinement| refinement.operations(out_features, in_features))
     }
 
     /// Prunes and refines one matrix. The caller writes the zeros.
@@ -146,23 +139,14 @@ impl Technique {
     /// # Errors
     /// Fails on weights or statistics that are not finite, naming matrix, row and column.
     pub fn prune(&self, weight: &mut StoredMatrix, request: &Request<'_>) -> Result<Mask> {
-        let request = Request {
-            options: &self.options,
-            ..*request
-        };
-        let refinement = self
-            .refinement
-            .filter(|_| !request.target.removes_nothing());
+        let request = Request { options: &self.options, ..*request };
+        let refinement = self.refinement.filter(|_| !request.target.removes_nothing());
         let Some(refinement) = refinement else {
             return method::prune(self.method, weight, &request);
         };
         let dense = weight.clone();
         let mask = method::prune(self.method, weight, &request)?;
-        let pruned = AsPruned {
-            dense: &dense,
-            weight,
-            mask,
-        };
+        let pruned = AsPruned { dense: &dense, weight, mask };
         refinement.refine(pruned, &request)
     }
 }

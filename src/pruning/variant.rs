@@ -129,9 +129,7 @@ fn count_pruned(scorer: &Scorer<'_>, rows: usize, alphas: &[f64]) -> Result<Vec<
         .try_reduce(
             || vec![0; alphas.len()],
             |mut one, other| {
-                one.iter_mut()
-                    .zip(&other)
-                    .for_each(|(count, more)| *count += more);
+                one.iter_mut().zip(&other).for_each(|(count, more)| *count += more);
                 Ok(one)
             },
         )
@@ -165,16 +163,13 @@ impl SortedRow {
     /// c_t, or `None` where even the lowest score is more than the share.
     fn threshold(&self, alpha: f64) -> Option<f32> {
         let share = self.sum * alpha as f32;
-        let count = self
-            .cumulative
-            .partition_point(|&cumulative| cumulative <= share);
+        let count = self.cumulative.partition_point(|&cumulative| cumulative <= share);
         count.checked_sub(1).map(|last| self.ascending[last])
     }
 
     fn pruned(&self, alpha: f64) -> usize {
-        self.threshold(alpha).map_or(0, |threshold| {
-            self.ascending.partition_point(|&score| score <= threshold)
-        })
+        self.threshold(alpha)
+            .map_or(0, |threshold| self.ascending.partition_point(|&score| score <= threshold))
     }
 }
 
@@ -189,11 +184,7 @@ mod tests {
         assert_eq!((row.threshold(0.35), row.pruned(0.35)), (Some(2.0), 2));
         assert_eq!((row.threshold(0.05), row.pruned(0.05)), (None, 0));
         let ties = SortedRow::new(&[1.0, 1.0, 1.0, 1.0]);
-        assert_eq!(
-            ties.pruned(0.3),
-            4,
-            "everything up to the threshold's value is removed"
-        );
+        assert_eq!(ties.pruned(0.3), 4, "everything up to the threshold's value is removed");
     }
 
     #[test]

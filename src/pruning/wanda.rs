@@ -81,34 +81,21 @@ mod tests {
         let statistics = Statistics::Merged(Box::new(statistics));
         let request = Request::new("model.layers.0.mlp.up_proj", Some(&statistics), target);
         let mask = prune(&Wanda, &mut weight, &request)?;
-        Ok((0..weights.len())
-            .map(|i| mask.is_pruned(i / columns, i % columns))
-            .collect())
+        Ok((0..weights.len()).map(|i| mask.is_pruned(i / columns, i % columns)).collect())
     }
 
     #[test]
     fn wanda_weighs_magnitudes_by_input_norms_and_prunes_each_row_alike() {
         // Scores of row 0: 4·1, 1·2, 1·3, 1·0; of row 1: 1·1, 9·2, 8·3, 7·0.
         let weights = [4.0, -1.0, 1.0, 1.0, 1.0, 9.0, -8.0, 7.0];
-        let mask = mask_of(
-            &weights,
-            4,
-            &[1.0, 4.0, 9.0, 0.0],
-            0.5,
-            Pattern::Unstructured,
-        )
-        .unwrap();
+        let mask = mask_of(&weights, 4, &[1.0, 4.0, 9.0, 0.0], 0.5, Pattern::Unstructured).unwrap();
         assert_eq!(mask, [false, true, false, true, true, false, false, true]);
     }
 
     #[test]
     fn wanda_removes_exactly_k_per_row_with_ties_to_the_lower_column() {
         let mask = mask_of(&[1.0; 14], 7, &[1.0; 7], 0.5, Pattern::Unstructured).unwrap();
-        assert_eq!(
-            mask[..7],
-            [true, true, true, false, false, false, false],
-            "int(7 * 0.5) = 3"
-        );
+        assert_eq!(mask[..7], [true, true, true, false, false, false, false], "int(7 * 0.5) = 3");
         assert_eq!(mask[..7], mask[7..]);
     }
 
@@ -131,15 +118,9 @@ mod tests {
             .unwrap_err()
             .to_string();
         assert!(nan.contains("`model.layers.0.mlp.up_proj` has a weight that is NaN or infinite at row 0, column 1"), "{nan}");
-        let inf = mask_of(
-            &[1.0, 1.0],
-            2,
-            &[1.0, f32::INFINITY],
-            0.5,
-            Pattern::Unstructured,
-        )
-        .unwrap_err()
-        .to_string();
+        let inf = mask_of(&[1.0, 1.0], 2, &[1.0, f32::INFINITY], 0.5, Pattern::Unstructured)
+            .unwrap_err()
+            .to_string();
         assert!(inf.contains("column 1 has a mean square of inf"), "{inf}");
     }
 

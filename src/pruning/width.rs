@@ -103,12 +103,8 @@ pub fn gather_rows(matrix: &StoredMatrix, rows: &[usize]) -> Result<StoredMatrix
 pub fn gather_columns(matrix: &StoredMatrix, columns: &[usize]) -> Result<StoredMatrix> {
     let each = matrix.dtype().bytes();
     let mut some = StoredMatrix::zeros(matrix.dtype(), matrix.rows(), columns.len())?;
-    let rows = matrix
-        .as_bytes()
-        .chunks_exact((matrix.columns() * each).max(1));
-    let out = some
-        .as_bytes_mut()
-        .chunks_exact_mut((columns.len() * each).max(1));
+    let rows = matrix.as_bytes().chunks_exact((matrix.columns() * each).max(1));
+    let out = some.as_bytes_mut().chunks_exact_mut((columns.len() * each).max(1));
     for (out, row) in out.zip(rows) {
         for (out, column) in out.chunks_exact_mut(each).zip(columns) {
             out.copy_from_slice(&row[column * each..][..each]);
@@ -141,13 +137,10 @@ pub fn refit_columns(
     let scaled = ScaledGram::of(statistics)?;
     let (n, k) = (scaled.width(), kept.len());
     let mut exact: Vec<f64> = vec![0.0; k * k];
-    exact
-        .par_chunks_mut(k.max(1))
-        .zip(kept.par_iter())
-        .for_each(|(out, row)| {
-            let row = &scaled.gram[row * n..][..n];
-            pick(row, kept, out, f64::from);
-        });
+    exact.par_chunks_mut(k.max(1)).zip(kept.par_iter()).for_each(|(out, row)| {
+        let row = &scaled.gram[row * n..][..n];
+        pick(row, kept, out, f64::from);
+    });
     if inverse(&mut exact, k).is_err() {
         return Err(Failure::new(format!("the inputs of `{name}` have no inverse"))
             .detail("they are not finite, or zero in all samples")
@@ -224,9 +217,7 @@ fn product_of_kept(
 /// The kept columns of rows of length `n`.
 fn kept_columns(rows: &[f32], n: usize, kept: &[usize]) -> Vec<f32> {
     let mut some = vec![0.0; rows.len() / n.max(1) * kept.len()];
-    let pairs = some
-        .chunks_exact_mut(kept.len().max(1))
-        .zip(rows.chunks_exact(n.max(1)));
+    let pairs = some.chunks_exact_mut(kept.len().max(1)).zip(rows.chunks_exact(n.max(1)));
     for (out, row) in pairs {
         pick(row, kept, out, |value| value);
     }
@@ -295,14 +286,9 @@ mod tests {
             let mut values = [0.0; 2];
             refitted.widen_rows(row, &mut values);
             for column in kept {
-                let dense: f32 = (0..4)
-                    .map(|j| weights[row * 4 + j] * gram[j * 4 + column])
-                    .sum();
+                let dense: f32 = (0..4).map(|j| weights[row * 4 + j] * gram[j * 4 + column]).sum();
                 let fitted: f32 = (0..2).map(|j| values[j] * gram[kept[j] * 4 + column]).sum();
-                assert!(
-                    (dense - fitted).abs() < 1e-3 * gram[column * 5],
-                    "{dense} {fitted}"
-                );
+                assert!((dense - fitted).abs() < 1e-3 * gram[column * 5], "{dense} {fitted}");
             }
         }
     }
@@ -358,14 +344,8 @@ mod tests {
         assert_eq!(channels_of(&[0, 2], 2), [0, 1, 4, 5]);
         assert!(channel_scores(&weight, &[f64::NAN; 4], "w").is_err());
         let columns = gather_columns(&weight, &[1, 3]).unwrap();
-        assert_eq!(
-            columns,
-            StoredMatrix::from_f32(StoredDtype::F32, 2, 2, &[0., 1., 3., 1.])
-        );
+        assert_eq!(columns, StoredMatrix::from_f32(StoredDtype::F32, 2, 2, &[0., 1., 3., 1.]));
         let rows = gather_rows(&weight, &[1]).unwrap();
-        assert_eq!(
-            rows,
-            StoredMatrix::from_f32(StoredDtype::F32, 1, 4, &[1., 3., 0., 1.])
-        );
+        assert_eq!(rows, StoredMatrix::from_f32(StoredDtype::F32, 1, 4, &[1., 3., 0., 1.]));
     }
 }

@@ -109,11 +109,7 @@ pub fn pass_bytes(weights: usize, dtype_bytes: usize, piece: usize) -> ByteSize 
 
 impl Scales {
     fn report(&self, offset: f32) -> QuantizedMatrix {
-        QuantizedMatrix {
-            offset,
-            zeros_before: self.zeros_before,
-            zeros_after: self.zeros_after,
-        }
+        QuantizedMatrix { offset, zeros_before: self.zeros_before, zeros_after: self.zeros_after }
     }
 }
 
@@ -135,18 +131,10 @@ impl<'a> QuantizePass<'a> {
         journal: &mut dyn QuantizeJournal,
         events: &dyn Events,
     ) -> Result<Self> {
-        let mut pass = Self {
-            source,
-            format,
-            piece,
-            states: BTreeMap::new(),
-            known,
-        };
-        let entries = matrices.iter().map(|name| {
-            source
-                .entry(name)
-                .with_context(|| format!("tensor `{name}` is missing"))
-        });
+        let mut pass = Self { source, format, piece, states: BTreeMap::new(), known };
+        let entries = matrices
+            .iter()
+            .map(|name| source.entry(name).with_context(|| format!("tensor `{name}` is missing")));
         let entries = entries.collect::<Result<Vec<_>>>()?;
         let bytes = entries.iter().map(|entry| entry.bytes).sum();
         let mut meter = Meter::start(events, "scales", bytes);
@@ -225,8 +213,7 @@ impl<'a> QuantizePass<'a> {
 
     /// The parts of a matrix in the output.
     fn parts(&self, entry: &TensorEntry, state: &str) -> Vec<PlannedTensor> {
-        self.format
-            .tensors(&entry.name, entry.elements(), state.len())
+        self.format.tensors(&entry.name, entry.elements(), state.len())
     }
 
     /// Returns whether all parts of a matrix are written, and its zeros are known.
@@ -236,10 +223,7 @@ impl<'a> QuantizePass<'a> {
     }
 
     fn totals(&self) -> QuantizedTotals {
-        let entries = self
-            .states
-            .keys()
-            .filter_map(|name| self.source.entry(name));
+        let entries = self.states.keys().filter_map(|name| self.source.entry(name));
         QuantizedTotals {
             matrices: self.states.len(),
             weights: entries.map(|entry| entry.elements() as u64).sum(),
@@ -265,15 +249,10 @@ impl<'a> QuantizePass<'a> {
             stream.finish()
         };
         let bytes = |values: &[f32]| -> Vec<u8> {
-            values
-                .iter()
-                .flat_map(|value| value.to_le_bytes())
-                .collect()
+            values.iter().flat_map(|value| value.to_le_bytes()).collect()
         };
         let has_codes = writer.is_recorded(&entry.name);
-        let mut codes = (!has_codes)
-            .then(|| writer.begin(&entry.name))
-            .transpose()?;
+        let mut codes = (!has_codes).then(|| writer.begin(&entry.name)).transpose()?;
         let scales = self.quantise(entry, &mut |packed| match &mut codes {
             Some(codes) => codes.write(packed),
             None => Ok(()),
@@ -320,19 +299,15 @@ impl<'a> QuantizePass<'a> {
             other => anyhow::bail!("tensor `{}` is stored as {other}", entry.name),
         };
         let weights = entry.elements();
-        let mut scales = Scales {
-            absmax: vec![0.0; nf4::blocks(weights)],
-            zeros_before: 0,
-            zeros_after: 0,
-        };
+        let mut scales =
+            Scales { absmax: vec![0.0; nf4::blocks(weights)], zeros_before: 0, zeros_after: 0 };
         let (mut stored, mut wide, mut packed) = (Vec::new(), Vec::new(), Vec::new());
         for start in (0..weights).step_by(self.piece) {
             let count = self.piece.min(weights - start);
             stored.resize(count * dtype.bytes(), 0);
             wide.resize(count, 0.0);
             packed.resize(nf4::packed_bytes(count), 0);
-            self.source
-                .read(entry, (start * dtype.bytes()) as u64, &mut stored)?;
+            self.source.read(entry, (start * dtype.bytes()) as u64, &mut stored)?;
             widen(dtype, &stored, &mut wide);
             if let Some(at) = first_not_finite(&wide) {
                 return Err(
@@ -352,10 +327,7 @@ impl<'a> QuantizePass<'a> {
             let absmax = &mut scales.absmax[first..first + nf4::blocks(count)];
             nf4::quantise(&wide, &mut packed, absmax);
             scales.zeros_before += wide.iter().filter(|&&weight| weight == 0.0).count() as u64;
-            let codes = packed
-                .iter()
-                .flat_map(|byte| [byte >> 4, byte & 15])
-                .take(count);
+            let codes = packed.iter().flat_map(|byte| [byte >> 4, byte & 15]).take(count);
             scales.zeros_after += codes.filter(|&code| code == ZERO_CODE).count() as u64;
             put(&packed)?;
         }

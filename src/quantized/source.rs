@@ -69,19 +69,10 @@ impl QuantizedSource {
         let entries: Vec<TensorEntry> = base
             .tensors()
             .filter(|entry| !is_part(entry))
-            .map(|entry| {
-                presented
-                    .remove(&entry.name)
-                    .unwrap_or_else(|| entry.clone())
-            })
+            .map(|entry| presented.remove(&entry.name).unwrap_or_else(|| entry.clone()))
             .collect();
         let names = entries.iter().map(|entry| entry.name.clone());
-        Ok(Self {
-            by_name: names.zip(0..).collect(),
-            entries,
-            matrices,
-            base,
-        })
+        Ok(Self { by_name: names.zip(0..).collect(), entries, matrices, base })
     }
 
     /// Every tensor as it is presented.
@@ -117,10 +108,7 @@ impl CodedMatrix {
             Dtype::BF16 => StoredDtype::Bf16,
             _ => StoredDtype::F32,
         };
-        let weights = parsed
-            .shape
-            .iter()
-            .try_fold(1usize, |all, &one| all.checked_mul(one));
+        let weights = parsed.shape.iter().try_fold(1usize, |all, &one| all.checked_mul(one));
         let bytes = weights.and_then(|weights| weights.checked_mul(dtype.bytes()));
         let Some((weights, bytes)) = weights.zip(bytes) else {
             return Err(broken(name, format!("its shape is {:?}", parsed.shape)).into());
@@ -149,12 +137,7 @@ impl CodedMatrix {
             offset: packed.offset,
             bytes: bytes as u64,
         };
-        let matrix = Self {
-            packed,
-            absmax,
-            dtype,
-            nested,
-        };
+        let matrix = Self { packed, absmax, dtype, nested };
         Ok((entry, matrix))
     }
 
@@ -249,8 +232,7 @@ impl WeightSource for QuantizedSource {
         for from in (first - first % BLOCK..last).step_by(PIECE) {
             let range = from.max(first)..last.min(from + PIECE);
             packed.resize(nf4::packed_bytes(range.end) - range.start / 2, 0);
-            self.base
-                .read(&matrix.packed, (range.start / 2) as u64, &mut packed)?;
+            self.base.read(&matrix.packed, (range.start / 2) as u64, &mut packed)?;
             let blocks = range.start / BLOCK..nf4::blocks(range.end);
             let scales = matrix.scales(&self.base, blocks)?;
             wide.resize(range.len(), 0.0);

@@ -84,11 +84,8 @@ impl FourBitFormat {
     /// The JSON of a `quant_state`, as bitsandbytes writes it; `offset` is the mean of the scales.
     pub(super) fn state_json(self, entry: &TensorEntry, offset: f32) -> Result<String> {
         let dtype = python_dtype(entry.dtype).ok_or_else(|| {
-            Failure::new(format!(
-                "tensor `{}` is stored as {}",
-                entry.name, entry.dtype
-            ))
-            .detail("f32, f16 and bf16 can be quantised")
+            Failure::new(format!("tensor `{}` is stored as {}", entry.name, entry.dtype))
+                .detail("f32, f16 and bf16 can be quantised")
         })?;
         let shape = &entry.shape;
         let nested = match self {
@@ -147,9 +144,7 @@ impl QuantState {
             .map_err(|error| broken(name, format!("its quant_state cannot be read: {error}")))?;
         let is_known = state.quant_type == "nf4"
             && state.blocksize == BLOCK
-            && state
-                .nested_blocksize
-                .is_none_or(|size| size == NESTED_BLOCK)
+            && state.nested_blocksize.is_none_or(|size| size == NESTED_BLOCK)
             && state.nested_blocksize.is_some() == state.nested_offset.is_some();
         if !is_known {
             return Err(Failure::new(format!("tensor `{name}` has a 4-bit format that is not read"))
@@ -168,11 +163,7 @@ impl QuantState {
         let dtypes = [Dtype::F32, Dtype::F16, Dtype::BF16].into_iter();
         let mut known = dtypes.filter(|&dtype| python_dtype(dtype) == Some(&self.dtype));
         known.next().ok_or_else(|| {
-            broken(
-                name,
-                format!("its quant_state has the dtype `{}`", self.dtype),
-            )
-            .into()
+            broken(name, format!("its quant_state has the dtype `{}`", self.dtype)).into()
         })
     }
 }
@@ -186,12 +177,7 @@ pub(super) fn broken(name: &str, why: String) -> Failure {
 
 /// The bytes of the codebook and of the nested map.
 pub(super) fn maps() -> [Vec<u8>; 2] {
-    let bytes = |values: &[f32]| {
-        values
-            .iter()
-            .flat_map(|value| value.to_le_bytes())
-            .collect()
-    };
+    let bytes = |values: &[f32]| values.iter().flat_map(|value| value.to_le_bytes()).collect();
     [bytes(&CODEBOOK), bytes(DynamicMap::signed().values())]
 }
 
@@ -225,11 +211,7 @@ mod tests {
                 .map(|error| error.to_string())
         };
         assert_eq!(with("", ""), None);
-        for (from, to) in [
-            ("nf4", "fp4"),
-            ("64", "128"),
-            ("}", r#", "nested_blocksize": 256}"#),
-        ] {
+        for (from, to) in [("nf4", "fp4"), ("64", "128"), ("}", r#", "nested_blocksize": 256}"#)] {
             assert!(with(from, to).unwrap().contains("not read"), "{to}");
         }
         assert!(with("[2, 2]", "\"\"").unwrap().contains("broken"));

@@ -88,9 +88,7 @@ impl Recipe {
             if !models.contains(base) {
                 return Err(slice
                     .place
-                    .failure(format!(
-                        "the base model `{base}` is no source of this slice"
-                    ))
+                    .failure(format!("the base model `{base}` is no source of this slice"))
                     .hint("add it with the layer range of the others"));
             }
         }
@@ -120,11 +118,7 @@ fn check_lengths(slice: &SliceRecipe) -> Result<(), Failure> {
     let Some(first) = slice.sources.first() else {
         return Ok(());
     };
-    match slice
-        .sources
-        .iter()
-        .find(|source| source.layer_range.len() != first.layer_range.len())
-    {
+    match slice.sources.iter().find(|source| source.layer_range.len() != first.layer_range.len()) {
         None => Ok(()),
         Some(other) => Err(other.place.failure(format!(
             "the sources of a slice have different numbers of layers: {} of `{}`, {} of `{}`",
@@ -157,9 +151,7 @@ fn check_model_scope(declaration: &Declaration, parameters: &Parameters) -> Resu
             return Err(setting
                 .place
                 .failure(format!("`{name}` has one value for all models of a slice"))
-                .hint(format!(
-                    "move `{name}` to the `parameters` of the slice or of the recipe"
-                )));
+                .hint(format!("move `{name}` to the `parameters` of the slice or of the recipe")));
         }
         return Err(not_of(declaration, parameter, &setting.place));
     }

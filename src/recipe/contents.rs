@@ -147,10 +147,8 @@ impl Recipe {
     /// Fails when the file cannot be read, and as [`Recipe::from_yaml`].
     pub fn load(path: &Path, methods: &[Declaration]) -> Result<Self> {
         let text = read_given(path, Expected::Settings).map_err(|error| {
-            let failure = Failure::new(format!(
-                "cannot read a recipe from `{}`: {error}",
-                path.display()
-            ));
+            let failure =
+                Failure::new(format!("cannot read a recipe from `{}`: {error}", path.display()));
             with_remedy(failure, &error)
         })?;
         Self::from_yaml(&text, &path.display().to_string(), methods)
@@ -184,21 +182,12 @@ impl Recipe {
         let (inputs, module_parameters) = inputs(&mut fields)?;
         let recipe = Self {
             merge_method: name,
-            base_model: fields
-                .take("base_model")
-                .map(ModelSpec::from_node)
-                .transpose()?,
+            base_model: fields.take("base_model").map(ModelSpec::from_node).transpose()?,
             inputs,
             module_parameters,
             parameters: Parameters::from_node(fields.take("parameters"))?,
-            dtype: fields
-                .take("dtype")
-                .map(MergeDtype::from_node)
-                .transpose()?,
-            out_dtype: fields
-                .take("out_dtype")
-                .map(MergeDtype::from_node)
-                .transpose()?,
+            dtype: fields.take("dtype").map(MergeDtype::from_node).transpose()?,
+            out_dtype: fields.take("out_dtype").map(MergeDtype::from_node).transpose()?,
             tokenizer: tokenizer(&mut fields)?,
             chat_template: fields
                 .take("chat_template")
@@ -243,9 +232,7 @@ pub(super) fn declaration<'a>(
     }
     if OTHER_METHODS.contains(&name) {
         return Err(place
-            .failure(format!(
-                "the method `{name}` does not exist in this version"
-            ))
+            .failure(format!("the method `{name}` does not exist in this version"))
             .detail(format!("methods: {}", listed(known))));
     }
     let message = format!("no merge method is called `{name}`");
@@ -267,9 +254,7 @@ fn inputs(fields: &mut Fields) -> Result<(MergeInputs, Parameters), Failure> {
             match [module.take("models"), module.take("slices")] {
                 [Some(models), None] => Ok((models_of(models)?, parameters)),
                 [None, Some(slices)] => Ok((slices_of(slices)?, parameters)),
-                _ => Err(module
-                    .place
-                    .failure("a module holds either `models` or `slices`")),
+                _ => Err(module.place.failure("a module holds either `models` or `slices`")),
             }
         }
         _ => Err(fields
@@ -299,10 +284,7 @@ fn slices_of(node: Node) -> Result<MergeInputs, Failure> {
         let sources = some_of(fields.require("sources", "a slice")?, "`sources`")?;
         let base_model = fields.take("base_model").map(ModelSpec::from_node);
         Ok(SliceRecipe {
-            sources: sources
-                .into_iter()
-                .map(slice_source)
-                .collect::<Result<_, _>>()?,
+            sources: sources.into_iter().map(slice_source).collect::<Result<_, _>>()?,
             base_model: base_model.transpose()?,
             parameters: Parameters::from_node(fields.take("parameters"))?,
             place: fields.place,
@@ -317,10 +299,7 @@ fn slice_source(node: Node) -> Result<SliceSource, Failure> {
     let range = fields.require("layer_range", "a source")?;
     let place = range.place.clone();
     let ends = range.list("`layer_range`")?;
-    let ends: Vec<usize> = ends
-        .iter()
-        .map(|end| end.count("a layer"))
-        .collect::<Result<_, _>>()?;
+    let ends: Vec<usize> = ends.iter().map(|end| end.count("a layer")).collect::<Result<_, _>>()?;
     let &[start, end] = ends.as_slice() else {
         return Err(place.failure(format!(
             "`layer_range` holds {} numbers; it is [first layer, layer after the last]",

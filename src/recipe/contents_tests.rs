@@ -45,10 +45,7 @@ fn every_configuration_of_the_goldens_is_read_or_its_method_is_refused() {
     refused.sort();
     assert!(count >= 30, "{count}");
     assert_eq!(refused.len(), 4, "{refused:#?}");
-    for (error, name) in refused
-        .iter()
-        .zip(["karcher", "multislerp", "nuslerp", "sce"])
-    {
+    for (error, name) in refused.iter().zip(["karcher", "multislerp", "nuslerp", "sce"]) {
         let line = format!("line 1: the method `{name}` does not exist in this version");
         assert!(error.contains(&line), "{error}");
     }
@@ -86,9 +83,7 @@ chat_template: auto
     )
     .unwrap();
     assert_eq!(recipe.base_model, Some(model("owner/base@v1")));
-    let MergeInputs::Models(inputs) = &recipe.inputs else {
-        panic!("models")
-    };
+    let MergeInputs::Models(inputs) = &recipe.inputs else { panic!("models") };
     assert_eq!(inputs[0].model, model("a+lora@main"));
     assert_eq!(inputs[1].model.model, "x+y");
     assert_eq!(inputs[1].model.revision.as_deref(), Some("z"));
@@ -110,10 +105,7 @@ chat_template: auto
     assert_eq!(
         tokenizer.tokens,
         [
-            (
-                "<|user|>".into(),
-                row(Some(token(TokenName::Text("</s>".into()))), false)
-            ),
+            ("<|user|>".into(), row(Some(token(TokenName::Text("</s>".into()))), false)),
             ("7".into(), row(Some(token(TokenName::Id(7))), true)),
             ("x".into(), row(Some(TokenRow::Zero), false)),
             ("y".into(), row(Some(TokenRow::Model(model("b@c"))), false)),
@@ -145,9 +137,7 @@ parameters: {scale: 5}
         |parameters: &Parameters| parameters.get(Parameter::Scale).unwrap().cases[0].points[0];
     assert_eq!(scale(&recipe.module_parameters), 4.0);
     assert_eq!(scale(&recipe.parameters), 5.0);
-    let MergeInputs::Slices(slices) = &recipe.inputs else {
-        panic!("slices")
-    };
+    let MergeInputs::Slices(slices) = &recipe.inputs else { panic!("slices") };
     assert_eq!(slices[1].sources[0].layer_range, 1..4);
     let written = recipe.to_yaml(str::to_string);
     assert_eq!(read(&written), Ok(recipe), "{written}");
@@ -165,9 +155,7 @@ models:
     )
     .unwrap();
     let written = recipe.to_yaml(without_folders);
-    let MergeInputs::Models(inputs) = read(&written).unwrap().inputs else {
-        panic!("models")
-    };
+    let MergeInputs::Models(inputs) = read(&written).unwrap().inputs else { panic!("models") };
     let names: Vec<String> = inputs.iter().map(|input| input.model.to_string()).collect();
     assert_eq!(names, ["a+b", "owner/name@v1", "z"]);
 }
@@ -185,32 +173,17 @@ fn unknown_keys_and_wrong_kinds_are_refused_with_their_line() {
     refuses(&[
         ("parmeters: {}", "line 4: a recipe has no key `parmeters`"),
         ("parmeters: {}", "hint: write `parameters`"),
-        (
-            "parmeters: {}",
-            "known here: `merge_method`, `base_model`, `models`",
-        ),
+        ("parmeters: {}", "known here: `merge_method`, `base_model`, `models`"),
         ("name: x", "line 4: a recipe has no key `name`"),
-        (
-            "parameters: {lamda: 1}",
-            "line 4: no parameter is called `lamda`",
-        ),
+        ("parameters: {lamda: 1}", "line 4: no parameter is called `lamda`"),
         ("parameters: {lamda: 1}", "hint: write `lambda`"),
-        (
-            "parameters: {t: 1}",
-            "line 4: the method `ties` has no parameter `t`",
-        ),
-        (
-            "parameters: {t: 1}",
-            "it has `weight`, `density`, `normalize`, `rescale`, `lambda`",
-        ),
+        ("parameters: {t: 1}", "line 4: the method `ties` has no parameter `t`"),
+        ("parameters: {t: 1}", "it has `weight`, `density`, `normalize`, `rescale`, `lambda`"),
         (
             "parameters: [1]",
             "line 4: `parameters` must be a map of keys and values, found a list of 1",
         ),
-        (
-            "parameters: {lambda: x}",
-            "line 4: `lambda` must be a finite decimal number, found `x`",
-        ),
+        ("parameters: {lambda: x}", "line 4: `lambda` must be a finite decimal number, found `x`"),
         (
             "parameters: {lambda: true}",
             "line 4: `lambda` must be a finite decimal number, found `true`",
@@ -236,22 +209,13 @@ fn unknown_keys_and_wrong_kinds_are_refused_with_their_line() {
             "line 4: a filter must be a map of keys and values, found `2`",
         ),
         ("parameters: {lambda: [{vaule: 1}]}", "hint: write `value`"),
-        (
-            "parameters: {lambda: [{filter: x}]}",
-            "line 4: a filter needs `value`",
-        ),
-        (
-            "parameters: {density: 1.5}",
-            "line 4: `density` is 1.5; it lies between 0 and 1",
-        ),
+        ("parameters: {lambda: [{filter: x}]}", "line 4: a filter needs `value`"),
+        ("parameters: {density: 1.5}", "line 4: `density` is 1.5; it lies between 0 and 1"),
         (
             "parameters:\n  density:\n    - 0.5\n    - -1",
             "line 7: `density` is -1; it lies between 0 and 1",
         ),
-        (
-            "parameters: {normalize: 2}",
-            "line 4: `normalize` must be true or false, found `2`",
-        ),
+        ("parameters: {normalize: 2}", "line 4: `normalize` must be true or false, found `2`"),
     ]);
 }
 
@@ -282,15 +246,9 @@ fn wrong_dtypes_tokenizers_and_templates_are_refused_with_their_line() {
             "tokenizer: {tokens: {x: {source: {kind: zero, model: a}}}}",
             "the kind `zero` has no other key",
         ),
-        (
-            "chat_template: 7",
-            "line 4: `chat_template` must be text, found `7`",
-        ),
+        ("chat_template: 7", "line 4: `chat_template` must be text, found `7`"),
         ("chat_template: 7", "hint: write it in quotes: \"7\""),
-        (
-            "slices: []",
-            "a recipe holds exactly one of `models`, `slices` and `modules`",
-        ),
+        ("slices: []", "a recipe holds exactly one of `models`, `slices` and `modules`"),
     ]);
 }
 
@@ -349,10 +307,7 @@ fn any_setting() -> impl Strategy<Value = Setting> {
         filter: filter.filter(|filter| filter != "*"),
         points,
     });
-    prop::collection::vec(case, 1..4).prop_map(|cases| Setting {
-        place: Place::Flags,
-        cases,
-    })
+    prop::collection::vec(case, 1..4).prop_map(|cases| Setting { place: Place::Flags, cases })
 }
 
 proptest! {

@@ -41,8 +41,7 @@ impl Fields {
 
     /// Removes and returns the value of a key that must be there.
     pub(super) fn require(&mut self, key: &str, what: &str) -> Result<Node, Failure> {
-        self.take(key)
-            .ok_or_else(|| self.place.failure(format!("{what} needs `{key}`")))
+        self.take(key).ok_or_else(|| self.place.failure(format!("{what} needs `{key}`")))
     }
 }
 
@@ -56,9 +55,8 @@ pub(super) fn entries(node: Node, what: &str) -> Result<Vec<Entry>, Failure> {
 
 /// The refusal of a name, with a proposal and the list of known names.
 pub(super) fn unknown(place: &Place, message: &str, given: &str, known: &[&str]) -> Failure {
-    let failure = place
-        .failure(message)
-        .detail(format!("known here: {}", listed(known.iter().copied())));
+    let failure =
+        place.failure(message).detail(format!("known here: {}", listed(known.iter().copied())));
     match meant(given, known.iter().copied()) {
         Some(name) => failure.hint(format!("write `{name}`")),
         None => failure,
@@ -72,8 +70,7 @@ impl Node {
 
     /// The refusal of a value of another kind.
     pub(super) fn wrong(&self, what: impl fmt::Display, expected: &str) -> Failure {
-        self.place
-            .failure(format!("{what} must be {expected}, found {}", self.shown()))
+        self.place.failure(format!("{what} must be {expected}, found {}", self.shown()))
     }
 
     pub(super) fn scalar(&self) -> Option<&Scalar> {

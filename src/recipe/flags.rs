@@ -78,11 +78,8 @@ impl Recipe {
             (source, _) => source,
         });
         let inputs = specs.into_iter().zip(per_model);
-        let inputs = inputs.map(|(model, parameters)| ModelInput {
-            place: Place::Flags,
-            model,
-            parameters,
-        });
+        let inputs =
+            inputs.map(|(model, parameters)| ModelInput { place: Place::Flags, model, parameters });
         let recipe = Self {
             inputs: MergeInputs::Models(inputs.collect()),
             base_model,
@@ -100,10 +97,7 @@ impl Recipe {
 }
 
 fn spec(text: &str) -> Result<ModelSpec, Failure> {
-    text.parse().map_err(|failure| Failure {
-        is_usage: true,
-        ..failure
-    })
+    text.parse().map_err(|failure| Failure { is_usage: true, ..failure })
 }
 
 /// The parameters of each of `count` models.
@@ -112,9 +106,7 @@ fn model_parameters(
     declaration: &Declaration,
     count: usize,
 ) -> Result<Vec<Parameters>, Failure> {
-    let needs_weight = declaration
-        .per_model
-        .contains(&(Parameter::Weight, Otherwise::Required));
+    let needs_weight = declaration.per_model.contains(&(Parameter::Weight, Otherwise::Required));
     let weight = match flags.weight.as_slice() {
         [] if needs_weight => &[1.0],
         given => given,
@@ -228,18 +220,14 @@ tokenizer_source: base
         let recipe = Recipe::from_flags(with_base, &methods()).unwrap();
         assert_eq!(recipe.base_model, Some(model("base")));
         assert_eq!(recipe.models().len(), 2);
-        let vocabulary = FlagRecipe {
-            tokenizer: Some(TokenizerSource::Base),
-            ..flags("linear", &["a", "b"])
-        };
+        let vocabulary =
+            FlagRecipe { tokenizer: Some(TokenizerSource::Base), ..flags("linear", &["a", "b"]) };
         let recipe = Recipe::from_flags(vocabulary, &methods()).unwrap();
         let tokenizer = recipe.tokenizer.unwrap();
         assert_eq!(tokenizer.source, TokenizerSource::Model(model("base")));
         // A method without weights gets none.
         let recipe = Recipe::from_flags(flags("model_stock", &["a", "b"]), &methods()).unwrap();
-        let MergeInputs::Models(inputs) = &recipe.inputs else {
-            panic!("models")
-        };
+        let MergeInputs::Models(inputs) = &recipe.inputs else { panic!("models") };
         assert!(inputs.iter().all(|input| input.parameters.is_empty()));
     }
 
@@ -247,50 +235,29 @@ tokenizer_source: base
     fn flags_that_do_not_fit_are_refused_as_usage() {
         for (given, error) in [
             (flags("ties", &[]), "a merge needs models"),
+            (flags("sce", &["a"]), "the method `sce` does not exist in this version"),
             (
-                flags("sce", &["a"]),
-                "the method `sce` does not exist in this version",
-            ),
-            (
-                FlagRecipe {
-                    base: None,
-                    ..flags("ties", &["a"])
-                },
+                FlagRecipe { base: None, ..flags("ties", &["a"]) },
                 "the method `ties` needs a base model\nhint: add --base MODEL",
             ),
             (
-                FlagRecipe {
-                    weight: vec![1.0, 2.0, 3.0],
-                    ..flags("ties", &["a", "b"])
-                },
+                FlagRecipe { weight: vec![1.0, 2.0, 3.0], ..flags("ties", &["a", "b"]) },
                 "--weight has 3 values for 2 models",
             ),
             (
-                FlagRecipe {
-                    density: vec![0.5],
-                    ..flags("linear", &["a"])
-                },
+                FlagRecipe { density: vec![0.5], ..flags("linear", &["a"]) },
                 "the method `linear` has no parameter `density`",
             ),
             (
-                FlagRecipe {
-                    density: vec![1.5],
-                    ..flags("ties", &["a"])
-                },
+                FlagRecipe { density: vec![1.5], ..flags("ties", &["a"]) },
                 "`density` is 1.5; it lies between 0 and 1",
             ),
             (
-                FlagRecipe {
-                    lambda: Some(f64::NAN),
-                    ..flags("ties", &["a"])
-                },
+                FlagRecipe { lambda: Some(f64::NAN), ..flags("ties", &["a"]) },
                 "`lambda` is NaN; it must be a finite number",
             ),
             (
-                FlagRecipe {
-                    t: Some(0.5),
-                    ..flags("ties", &["a"])
-                },
+                FlagRecipe { t: Some(0.5), ..flags("ties", &["a"]) },
                 "the method `ties` has no parameter `t`",
             ),
             (flags("ties", &["a+b+c"]), "`a+b+c` does not name a model"),

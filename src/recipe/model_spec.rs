@@ -37,11 +37,7 @@ impl FromStr for ModelSpec {
             return Err(unreadable(text, "it holds more than one `+`"));
         }
         let (model, revision) = path_and_revision(model)?;
-        Ok(Self {
-            model,
-            revision,
-            adapter: adapter.map(path_and_revision).transpose()?,
-        })
+        Ok(Self { model, revision, adapter: adapter.map(path_and_revision).transpose()? })
     }
 }
 
@@ -76,11 +72,7 @@ impl ModelSpec {
         }
         let mut fields = Fields::open(node, "a model", &["model", "lora"])?;
         let (model, revision) = path_of(fields.require("model", "a model")?)?;
-        Ok(Self {
-            model,
-            revision,
-            adapter: fields.take("lora").map(path_of).transpose()?,
-        })
+        Ok(Self { model, revision, adapter: fields.take("lora").map(path_of).transpose()? })
     }
 
     /// True where the form of text says the same to every reader.
@@ -141,18 +133,13 @@ mod tests {
         let all = spec("owner/name@v1+other/lora@main").unwrap();
         assert_eq!(all.model, "owner/name");
         assert_eq!(all.revision.as_deref(), Some("v1"));
-        assert_eq!(
-            all.adapter,
-            Some(("other/lora".into(), Some("main".into())))
-        );
+        assert_eq!(all.adapter, Some(("other/lora".into(), Some("main".into()))));
         for text in ["a", "a@b", "a+b", "a@b+c", "a+b@c", "../a/b+/c/d"] {
             let spec = spec(text).unwrap();
             assert_eq!(spec.to_string(), text);
             assert!(spec.is_plain());
         }
-        for text in [
-            "", "+", "a+", "+a", "@", "a@", "a@b@c", "a+b+c", "a+b@", "a++b",
-        ] {
+        for text in ["", "+", "a+", "+a", "@", "a@", "a@b@c", "a+b+c", "a+b@", "a++b"] {
             assert!(spec(text).is_err(), "{text}");
         }
     }
@@ -164,10 +151,7 @@ mod tests {
         std::fs::create_dir(&odd).unwrap();
         let odd = odd.display().to_string();
         let alone = spec(&odd).unwrap();
-        assert_eq!(
-            (alone.model.as_str(), alone.revision.as_ref()),
-            (&*odd, None)
-        );
+        assert_eq!((alone.model.as_str(), alone.revision.as_ref()), (&*odd, None));
         assert!(!alone.is_plain());
         let with_base = spec(&format!("base@v1+{odd}")).unwrap();
         assert_eq!(with_base.adapter, Some((odd, None)));

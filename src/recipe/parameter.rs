@@ -65,17 +65,12 @@ impl Parameter {
 
     /// The parameter of this name.
     pub fn named(name: &str) -> Option<Self> {
-        Self::ALL
-            .into_iter()
-            .find(|parameter| parameter.name() == name)
+        Self::ALL.into_iter().find(|parameter| parameter.name() == name)
     }
 
     /// True for a parameter that is `true` or `false`.
     pub fn is_switch(self) -> bool {
-        matches!(
-            self,
-            Self::Normalize | Self::Rescale | Self::FilterWise | Self::Int8Mask
-        )
+        matches!(self, Self::Normalize | Self::Rescale | Self::FilterWise | Self::Int8Mask)
     }
 
     /// The values that make sense.

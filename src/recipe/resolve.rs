@@ -138,10 +138,7 @@ impl Recipe {
             tensors: Vec::new(),
         };
         let (Some(first), Some(last)) = (slices.first(), slices.last()) else {
-            return Ok(Resolved {
-                tensors: Vec::new(),
-                left_out: BTreeSet::new(),
-            });
+            return Ok(Resolved { tensors: Vec::new(), left_out: BTreeSet::new() });
         };
         resolver.outside(EMBEDDING, EMBEDDING, first)?;
         let mut layer = 0;
@@ -151,10 +148,7 @@ impl Recipe {
         resolver.outside(NORM, NORM, last)?;
         resolver.head(last)?;
         resolver.mismatches.refuse(layer)?;
-        Ok(Resolved {
-            left_out: left_out(shapes),
-            tensors: resolver.tensors,
-        })
+        Ok(Resolved { left_out: left_out(shapes), tensors: resolver.tensors })
     }
 
     fn count_layers(&self, models: &ByModel<'_>) -> Result<usize, Failure> {
@@ -186,14 +180,11 @@ impl Recipe {
                     )));
                 }
             }
-            count += slice
-                .sources
-                .first()
-                .map_or(0, |source| source.layer_range.len());
+            count += slice.sources.first().map_or(0, |source| source.layer_range.len());
             if count > MOST_LAYERS {
-                return Err(slice.place.failure(format!(
-                    "the output has more than {MOST_LAYERS} layers up to here"
-                )));
+                return Err(slice
+                    .place
+                    .failure(format!("the output has more than {MOST_LAYERS} layers up to here")));
             }
         }
         Ok(count)
@@ -247,12 +238,7 @@ impl Resolver<'_> {
         // A tied head has the embedding's values, so filters by name do not untie it.
         self.outside(HEAD, EMBEDDING, last)?;
         let embedding = self.tensors.first();
-        if self
-            .tensors
-            .last()
-            .zip(embedding)
-            .is_some_and(|(head, of)| head.is_merged_like(of))
-        {
+        if self.tensors.last().zip(embedding).is_some_and(|(head, of)| head.is_merged_like(of)) {
             self.tensors.pop();
         }
         Ok(())
@@ -260,16 +246,9 @@ impl Resolver<'_> {
 
     /// Adds the layers of a slice, from layer `layer` of the output on.
     fn slice(&mut self, slice: &SliceRecipe, layer: &mut usize) -> Result<(), Failure> {
-        let count = slice
-            .sources
-            .first()
-            .map_or(0, |source| source.layer_range.len());
+        let count = slice.sources.first().map_or(0, |source| source.layer_range.len());
         for i in 0..count {
-            let t = if count > 1 {
-                i as f64 / (count - 1) as f64
-            } else {
-                1.0
-            };
+            let t = if count > 1 { i as f64 / (count - 1) as f64 } else { 1.0 };
             let prefixes = slice.sources.iter();
             let prefixes: Vec<String> = prefixes
                 .map(|source| format!("{LAYERS}{}.", source.layer_range.start + i))
@@ -320,29 +299,17 @@ impl Resolver<'_> {
         names: Vec<String>,
     ) -> Result<(), Failure> {
         let base = self.recipe.base_of(slice);
-        let wide = [
-            &slice.parameters,
-            &self.recipe.module_parameters,
-            &self.recipe.parameters,
-        ];
+        let wide = [&slice.parameters, &self.recipe.module_parameters, &self.recipe.parameters];
         let mut sources = Vec::with_capacity(names.len());
         for (source, tensor) in slice.sources.iter().zip(names) {
             let is_subtracted =
                 self.declaration.base_model == BaseModel::Required && base == Some(&source.model);
-            let declared = if is_subtracted {
-                &[]
-            } else {
-                self.declaration.per_model
-            };
+            let declared = if is_subtracted { &[] } else { self.declaration.per_model };
             let scopes = std::iter::once(&source.parameters).chain(wide);
             let values = values(declared, scopes, &tensor, t).map_err(|parameter| {
                 self.missing(parameter, &tensor, Some(&source.model), &source.place)
             })?;
-            sources.push(TensorSource {
-                model: self.models[&source.model].0,
-                tensor,
-                values,
-            });
+            sources.push(TensorSource { model: self.models[&source.model].0, tensor, values });
         }
         let shared = values(self.declaration.shared, wide, &name, t)
             .map_err(|parameter| self.missing(parameter, &name, None, &slice.place))?;
@@ -404,26 +371,20 @@ impl Mismatches {
     fn compare(&mut self, suffix: &str, name: &str, model: &ModelSpec, shape: &[usize]) {
         let Some((expected, at)) = self.expected.get(suffix) else {
             let at = format!("`{name}` of `{model}`");
-            self.expected
-                .insert(suffix.to_string(), (shape.to_vec(), at));
+            self.expected.insert(suffix.to_string(), (shape.to_vec(), at));
             return;
         };
         // Vocabularies may differ; the merge decides on that.
         let has_tokens = [EMBEDDING, HEAD].contains(&name);
         let skip = usize::from(has_tokens);
         if expected.len() != shape.len() || expected.iter().skip(skip).ne(shape.iter().skip(skip)) {
-            self.shapes.push(format!(
-                "`{name}` of `{model}` is {shape:?}, {at} is {expected:?}"
-            ));
+            self.shapes.push(format!("`{name}` of `{model}` is {shape:?}, {at} is {expected:?}"));
         }
     }
 
     fn refuse(mut self, layers: usize) -> Result<(), Failure> {
         if self.lacking.is_empty() {
-            let some = self
-                .layers_with
-                .iter()
-                .filter(|(_, count)| **count != layers);
+            let some = self.layers_with.iter().filter(|(_, count)| **count != layers);
             let some = some.map(|(name, count)| format!("`{name}`: in {count} of {layers} layers"));
             self.lacking.extend(some);
         }
@@ -478,15 +439,12 @@ fn left_out(shapes: &[ModelShape]) -> BTreeSet<String> {
         EMBEDDING | NORM => true,
         HEAD => shape.has_head(),
         _ => {
-            let layer = name
-                .strip_prefix(LAYERS)
-                .and_then(|name| name.split_once('.'));
+            let layer = name.strip_prefix(LAYERS).and_then(|name| name.split_once('.'));
             let layer = layer.and_then(|(layer, _)| layer.parse::<usize>().ok());
             layer.is_some_and(|layer| layer < shape.num_hidden_layers) && !is_buffer(name)
         }
     };
-    let names = shapes
-        .iter()
-        .flat_map(|shape| shape.tensors.keys().filter(|name| !is_used(shape, name)));
+    let names =
+        shapes.iter().flat_map(|shape| shape.tensors.keys().filter(|name| !is_used(shape, name)));
     names.cloned().collect()
 }

@@ -33,9 +33,7 @@ fn over_layers(
     let layers = resolved.tensors.iter().filter(|tensor| {
         tensor.layer.is_some() && tensor.name.ends_with(&format!(".{name}.weight"))
     });
-    layers
-        .map(|tensor| tensor.sources[source].values.number(parameter))
-        .collect()
+    layers.map(|tensor| tensor.sources[source].values.number(parameter)).collect()
 }
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
@@ -62,14 +60,8 @@ parameters: {normalize: false}
 ",
     );
     // t = 0, 1/4, 1/2, 3/4, 1. Three points: x = 2t = 0, 0.5, 1, 1.5, 2. Two points: x = t, 1 - 0.75 t.
-    assert_eq!(
-        over_layers(&resolved, O, 0, Weight),
-        [0.0, 0.25, 0.5, 0.75, 1.0]
-    );
-    assert_eq!(
-        over_layers(&resolved, DOWN, 0, Weight),
-        [1.0, 0.8125, 0.625, 0.4375, 0.25]
-    );
+    assert_eq!(over_layers(&resolved, O, 0, Weight), [0.0, 0.25, 0.5, 0.75, 1.0]);
+    assert_eq!(over_layers(&resolved, DOWN, 0, Weight), [1.0, 0.8125, 0.625, 0.4375, 0.25]);
     assert_eq!(over_layers(&resolved, LAYER_NORM, 0, Weight), [0.6; 5]);
     assert_eq!(over_layers(&resolved, O, 1, Weight), [0.5; 5]);
     let norm = tensor(&resolved, NORM);
@@ -142,28 +134,13 @@ parameters: {lambda: 1.1}
 ",
     );
     // Second slice: t = 0, 1/2, 1 over its three layers.
-    assert_eq!(
-        over_layers(&resolved, O, 1, Weight),
-        [1.0, 1.0, 0.2, 0.5 * 0.2 + 0.5 * 1.0, 1.0]
-    );
-    assert_eq!(
-        over_layers(&resolved, O, 1, Density),
-        [0.5, 0.5, 0.4, 0.4, 0.4]
-    );
-    assert_eq!(
-        over_layers(&resolved, O, 2, Weight),
-        [0.3, 0.3, 0.6, 0.6, 0.6]
-    );
-    assert_eq!(
-        over_layers(&resolved, O, 2, Density),
-        [0.7, 0.7, 0.9, 0.9, 0.9]
-    );
+    assert_eq!(over_layers(&resolved, O, 1, Weight), [1.0, 1.0, 0.2, 0.5 * 0.2 + 0.5 * 1.0, 1.0]);
+    assert_eq!(over_layers(&resolved, O, 1, Density), [0.5, 0.5, 0.4, 0.4, 0.4]);
+    assert_eq!(over_layers(&resolved, O, 2, Weight), [0.3, 0.3, 0.6, 0.6, 0.6]);
+    assert_eq!(over_layers(&resolved, O, 2, Density), [0.7, 0.7, 0.9, 0.9, 0.9]);
     let weights = |name| {
         let sources = &tensor(&resolved, name).sources;
-        (
-            sources[1].values.number(Weight),
-            sources[2].values.number(Weight),
-        )
+        (sources[1].values.number(Weight), sources[2].values.number(Weight))
     };
     // The embedding has the first slice's parameters, norm and head those of the last with t = 0.
     assert_eq!(weights(EMBEDDING), (1.0, 0.3));
@@ -193,10 +170,7 @@ parameters:
         tensor(&resolved, &name).shared.number(T)
     };
     // Five points over five layers: x = 4t is the layer.
-    assert_eq!(
-        [0, 1, 2, 3, 4].map(|layer| t(O, layer)),
-        [0.0, 0.5, 0.3, 0.7, 1.0]
-    );
+    assert_eq!([0, 1, 2, 3, 4].map(|layer| t(O, layer)), [0.0, 0.5, 0.3, 0.7, 1.0]);
     let halfway = |a: f64, b: f64| 0.5 * a + 0.5 * b;
     assert_eq!(
         [0, 1, 2, 3, 4].map(|layer| t(DOWN, layer)),
@@ -249,27 +223,15 @@ slices:
         ]
     );
     let scale = |name: &str| {
-        let layers = resolved
-            .tensors
-            .iter()
-            .filter(|tensor| tensor.name.contains(name));
+        let layers = resolved.tensors.iter().filter(|tensor| tensor.name.contains(name));
         let scales = layers.map(|tensor| tensor.sources[0].values.get(Scale));
         scales.collect::<Vec<_>>()
     };
     let none = None;
-    assert_eq!(
-        scale(O),
-        [none, none, none, Some(0.5), Some(0.5), none, none]
-    );
-    assert_eq!(
-        scale(DOWN),
-        [none, none, none, Some(0.0), Some(0.0), none, none]
-    );
+    assert_eq!(scale(O), [none, none, none, Some(0.5), Some(0.5), none, none]);
+    assert_eq!(scale(DOWN), [none, none, none, Some(0.0), Some(0.0), none, none]);
     // Layer 3 of the input is layer 4 of the output; layer 3 of the output is not meant.
-    assert_eq!(
-        scale(LAYER_NORM),
-        [none, none, none, none, Some(2.0), none, none]
-    );
+    assert_eq!(scale(LAYER_NORM), [none, none, none, none, Some(2.0), none, none]);
     let recipe = read(
         "merge_method: passthrough\nslices:\n- sources: [{model: a, layer_range: [4, 5]}]\n- sources: [{model: a, layer_range: [0, 5]}]\n",
     );
@@ -292,10 +254,7 @@ parameters:
     assert_eq!(layer(0).shared.get(T), Some(0.5));
     // t = 1 in a slice of one layer: the last point.
     assert_eq!(layer(1).shared.get(T), Some(0.9));
-    assert_eq!(
-        layer(1).sources[1].tensor,
-        format!("model.layers.0.{O}.weight")
-    );
+    assert_eq!(layer(1).sources[1].tensor, format!("model.layers.0.{O}.weight"));
 }
 
 #[test]
@@ -318,10 +277,7 @@ parameters: {weight: 4}
     assert_eq!(over_layers(&resolved, O, 0, Weight), [1.0; 5]);
     assert_eq!(over_layers(&resolved, DOWN, 0, Weight), [2.0; 5]);
     assert_eq!(over_layers(&resolved, LAYER_NORM, 0, Weight), [3.0; 5]);
-    assert_eq!(
-        tensor(&resolved, HEAD).sources[0].values.get(Weight),
-        Some(4.0)
-    );
+    assert_eq!(tensor(&resolved, HEAD).sources[0].values.get(Weight), Some(4.0));
 }
 
 const TWO: &str = "merge_method: linear
@@ -346,10 +302,7 @@ models:
     let text =
         "merge_method: linear\nbase_model: b\nmodels: [{model: a, parameters: {weight: 1}}]\n";
     let refused = refusal(text, &[shape(2), shape(2)]);
-    assert!(
-        refused.contains("hint: `base_model` is one of the models"),
-        "{refused}"
-    );
+    assert!(refused.contains("hint: `base_model` is one of the models"), "{refused}");
     let text = "merge_method: slerp\nbase_model: a\nmodels: [{model: a}, {model: b}]\n";
     let refused = refusal(text, &[shape(2), shape(2)]);
     let missing = "line 3: the method `slerp` needs `t`, which has no value for `model.embed_tokens.weight`\n";
@@ -364,32 +317,21 @@ fn layers_that_a_model_does_not_have_are_refused() {
         "`x.yml` line 4: the layer range [3, 6] ends behind the last layer of `a`, which has 5 layers"
     );
     let refused = refusal(TWO, &[shape(5), shape(4)]);
-    assert!(
-        refused.contains("the models have different numbers of layers"),
-        "{refused}"
-    );
-    assert!(
-        refused.contains("`b`: 4 layers\nhint: write `slices`"),
-        "{refused}"
-    );
+    assert!(refused.contains("the models have different numbers of layers"), "{refused}");
+    assert!(refused.contains("`b`: 4 layers\nhint: write `slices`"), "{refused}");
     let many = "  - *s\n".repeat(1000);
     let text = format!(
         "merge_method: passthrough\nslices:\n  - &s {{sources: [{{model: a, layer_range: [0, 5]}}]}}\n{many}"
     );
     let refused = refusal(&text, &[shape(5)]);
     // 4096 / 5 = 819.2: slice 820 is too many; slice 1 stands on line 3.
-    assert!(
-        refused.contains("line 822: the output has more than 4096 layers"),
-        "{refused}"
-    );
+    assert!(refused.contains("line 822: the output has more than 4096 layers"), "{refused}");
 }
 
 #[test]
 fn models_with_other_tensors_or_shapes_are_refused_with_a_list() {
     let mut other = shape(2);
-    other
-        .tensors
-        .insert("model.layers.1.self_attn.q_proj.bias".into(), vec![8]);
+    other.tensors.insert("model.layers.1.self_attn.q_proj.bias".into(), vec![8]);
     assert_eq!(
         refusal(TWO, &[shape(2), other.clone()]),
         "some models have tensors that others lack\n  `a` has no `model.layers.1.self_attn.q_proj.bias`"
@@ -415,10 +357,7 @@ fn models_with_other_tensors_or_shapes_are_refused_with_a_list() {
     let mut without = shape(2);
     without.tensors.remove(NORM);
     let refused = refusal(TWO, &[shape(2), without]);
-    assert!(
-        refused.contains("`b` has no `model.norm.weight`"),
-        "{refused}"
-    );
+    assert!(refused.contains("`b` has no `model.norm.weight`"), "{refused}");
 }
 
 #[test]
@@ -431,10 +370,7 @@ fn vocabularies_may_differ_in_rows_only() {
     assert!(recipe.resolve(&linear, &[shape(2), more.clone()]).is_ok());
     more.tensors.insert(HEAD.into(), vec![40, 9]);
     let refused = refusal(TWO, &[shape(2), more]);
-    assert!(
-        refused.contains("`lm_head.weight` of `b` is [40, 9]"),
-        "{refused}"
-    );
+    assert!(refused.contains("`lm_head.weight` of `b` is [40, 9]"), "{refused}");
 }
 
 #[test]
@@ -444,9 +380,7 @@ fn a_head_is_tied_where_it_is_the_embedding_of_the_output() {
     let mut tied = shape(2);
     tied.tie_word_embeddings = true;
     // The stored head of a tied model is not used.
-    let resolved = recipe
-        .resolve(&linear, &[tied.clone(), tied.clone()])
-        .unwrap();
+    let resolved = recipe.resolve(&linear, &[tied.clone(), tied.clone()]).unwrap();
     assert!(resolved.tensors.iter().all(|tensor| tensor.name != HEAD));
     assert_eq!(resolved.left_out.iter().collect::<Vec<_>>(), [HEAD]);
     // With a model that has a head, the embedding of the tied one stands in for its head.
@@ -460,9 +394,7 @@ fn a_head_is_tied_where_it_is_the_embedding_of_the_output() {
     let filtered = "merge_method: linear\nmodels:\n- {model: a, parameters: {weight: [{filter: embed_tokens, value: 3}, {value: 1}]}}\n\
         - {model: b, parameters: {weight: 1}}";
     let resolved = read(filtered).unwrap();
-    let resolved = resolved
-        .resolve(&linear, &[tied.clone(), tied.clone()])
-        .unwrap();
+    let resolved = resolved.resolve(&linear, &[tied.clone(), tied.clone()]).unwrap();
     assert!(resolved.tensors.iter().all(|tensor| tensor.name != HEAD));
     // A stack whose head is the embedding of its last model has another embedding.
     let stack = "merge_method: passthrough\nslices:\n- sources: [{model: a, layer_range: [0, 2]}]\n- sources: [{model: MODEL, layer_range: [1, 2]}]";

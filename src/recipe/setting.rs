@@ -40,14 +40,8 @@ pub struct Case {
 impl Setting {
     /// One value for all tensors.
     pub fn scalar(value: f64, place: Place) -> Self {
-        let case = Case {
-            filter: None,
-            points: vec![value],
-        };
-        Self {
-            place,
-            cases: vec![case],
-        }
+        let case = Case { filter: None, points: vec![value] };
+        Self { place, cases: vec![case] }
     }
 
     /// Returns the value for a tensor at depth `t` (0..=1), or nothing where no filter matches.
@@ -69,10 +63,7 @@ impl Setting {
                 let cases = cases.map(|item| Case::from_node(parameter, item));
                 cases.collect::<Result<_, _>>()?
             }
-            _ => vec![Case {
-                filter: None,
-                points: points(parameter, node)?,
-            }],
+            _ => vec![Case { filter: None, points: points(parameter, node)? }],
         };
         Ok(Self { place, cases })
     }
@@ -143,9 +134,7 @@ pub(super) fn check_range(parameter: Parameter, value: f64, place: &Place) -> Re
         return Err(place.failure(format!("`{name}` is {value}; it must be a finite number")));
     }
     let (start, end) = (range.start(), range.end());
-    Err(place.failure(format!(
-        "`{name}` is {value}; it lies between {start} and {end}"
-    )))
+    Err(place.failure(format!("`{name}` is {value}; it lies between {start} and {end}")))
 }
 
 /// The settings of one scope, by parameter.
@@ -165,9 +154,7 @@ impl Parameters {
 
     /// All settings, ordered by parameter.
     pub fn iter(&self) -> impl Iterator<Item = (Parameter, &Setting)> {
-        self.0
-            .iter()
-            .map(|(parameter, setting)| (*parameter, setting))
+        self.0.iter().map(|(parameter, setting)| (*parameter, setting))
     }
 
     /// True for a scope that sets nothing.
@@ -204,10 +191,7 @@ mod tests {
             filter: filter.map(str::to_string),
             points: points.to_vec(),
         });
-        Setting {
-            place: Place::Flags,
-            cases: cases.collect(),
-        }
+        Setting { place: Place::Flags, cases: cases.collect() }
     }
 
     #[test]

@@ -29,16 +29,8 @@ pub(super) fn methods() -> Vec<Declaration> {
         ..of(name, per_model, shared)
     };
     vec![
-        without_base(
-            "linear",
-            1..=usize::MAX,
-            &[(Weight, Required)],
-            &[(Normalize, Is(1.0))],
-        ),
-        Declaration {
-            models: 2..=2,
-            ..of("slerp", &[], &[(T, Required)])
-        },
+        without_base("linear", 1..=usize::MAX, &[(Weight, Required)], &[(Normalize, Is(1.0))]),
+        Declaration { models: 2..=2, ..of("slerp", &[], &[(T, Required)]) },
         of("task_arithmetic", DIFFERENCES, SHARED),
         of("ties", DIFFERENCES, TIES),
         of("dare_linear", DIFFERENCES, SHARED),
@@ -47,10 +39,7 @@ pub(super) fn methods() -> Vec<Declaration> {
         of("della_linear", WITH_EPSILON, SHARED),
         of("breadcrumbs", WITH_GAMMA, SHARED),
         of("breadcrumbs_ties", WITH_GAMMA, SHARED),
-        Declaration {
-            models: 3..=usize::MAX,
-            ..of("model_stock", &[], &[(FilterWise, Is(0.0))])
-        },
+        Declaration { models: 3..=usize::MAX, ..of("model_stock", &[], &[(FilterWise, Is(0.0))]) },
         without_base("passthrough", 1..=1, &[(Scale, Absent)], &[]),
     ]
 }
@@ -82,9 +71,5 @@ pub(super) fn shape(layers: usize) -> ModelShape {
             tensors.insert(format!("model.layers.{layer}.{name}.weight"), shape);
         }
     }
-    ModelShape {
-        num_hidden_layers: layers,
-        tie_word_embeddings: false,
-        tensors,
-    }
+    ModelShape { num_hidden_layers: layers, tie_word_embeddings: false, tensors }
 }

@@ -62,11 +62,7 @@ pub enum TokenName {
 impl TokenizerRecipe {
     /// A tokenizer without rules for single tokens.
     pub fn of(source: TokenizerSource) -> Self {
-        Self {
-            source,
-            tokens: Vec::new(),
-            pad_to_multiple_of: None,
-        }
+        Self { source, tokens: Vec::new(), pad_to_multiple_of: None }
     }
 
     /// Reads the map under `tokenizer`.
@@ -111,10 +107,7 @@ impl TokenRecipe {
         let mut fields = Fields::open(node, "a token", &["source", "force"])?;
         let source = fields.take("source").map(TokenRow::from_node);
         let force = fields.take("force").map(|force| force.switch("`force`"));
-        Ok(Self {
-            source: source.transpose()?,
-            force: force.transpose()?.unwrap_or(false),
-        })
+        Ok(Self { source: source.transpose()?, force: force.transpose()?.unwrap_or(false) })
     }
 }
 
@@ -132,9 +125,9 @@ impl TokenRow {
         let kind = fields.require("kind", "a token's source")?;
         match kind.text("`kind`")?.as_str() {
             "zero" => match known.iter().find_map(|key| fields.take(key)) {
-                Some(more) => Err(more
-                    .place
-                    .failure("a token's source of the kind `zero` has no other key")),
+                Some(more) => {
+                    Err(more.place.failure("a token's source of the kind `zero` has no other key"))
+                }
                 None => Ok(Self::Zero),
             },
             "model_token" => {

@@ -27,10 +27,7 @@ impl Recipe {
     /// Writes the recipe as YAML that mergekit reads. `shown` gives the text for each path of a model or an adapter: the path itself,
     /// or [`without_folders`] for a file that is published.
     pub fn to_yaml(&self, shown: impl Fn(&str) -> String) -> String {
-        let mut writer = YamlWriter {
-            text: String::new(),
-            shown: &shown,
-        };
+        let mut writer = YamlWriter { text: String::new(), shown: &shown };
         writer.recipe(self);
         writer.text
     }
@@ -173,10 +170,7 @@ impl YamlWriter<'_> {
             }
             TokenRow::Token(model, TokenName::Id(id)) => (model, format!("token_id: {id}")),
         };
-        format!(
-            "{{kind: model_token, model: {}, {token}}}",
-            self.model(model)
-        )
+        format!("{{kind: model_token, model: {}, {token}}}", self.model(model))
     }
 
     /// A model in one line.
@@ -238,17 +232,12 @@ fn points(parameter: Parameter, points: &[f64]) -> String {
 
 /// Text as a scalar: without quotes where every reader takes it for text.
 fn quoted(text: &str) -> String {
-    let scalar = Scalar {
-        text: text.to_string(),
-        is_plain: true,
-    };
+    let scalar = Scalar { text: text.to_string(), is_plain: true };
     let is_word = text.starts_with(|first: char| first.is_ascii_alphabetic() || first == '/')
         || text.starts_with("./")
         || text.starts_with("../");
     let is_plain = is_word
-        && text
-            .chars()
-            .all(|c| c.is_ascii_alphanumeric() || "_./+@-".contains(c))
+        && text.chars().all(|c| c.is_ascii_alphanumeric() || "_./+@-".contains(c))
         && !scalar.is_null()
         && scalar.switch().is_none();
     if is_plain {

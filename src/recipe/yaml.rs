@@ -112,10 +112,9 @@ impl Node {
             + match &self.content {
                 Content::Scalar(scalar) => scalar.text.len(),
                 Content::List(items) => items.iter().map(Self::size).sum(),
-                Content::Map(entries) => entries
-                    .iter()
-                    .map(|entry| entry.key.len() + entry.value.size())
-                    .sum(),
+                Content::Map(entries) => {
+                    entries.iter().map(|entry| entry.key.len() + entry.value.size()).sum()
+                }
             }
     }
 
@@ -143,13 +142,8 @@ pub(super) fn compose(text: &str, file: &Arc<str>) -> Result<Node> {
         .into());
     }
     let mut parser = Parser::new_from_str(text.trim_start_matches('\u{feff}'));
-    let mut composer = Composer {
-        file,
-        open: Vec::new(),
-        anchors: BTreeMap::new(),
-        size: 0,
-        document: None,
-    };
+    let mut composer =
+        Composer { file, open: Vec::new(), anchors: BTreeMap::new(), size: 0, document: None };
     let unreadable = Failure::new(format!("`{file}` cannot be read as YAML"));
     loop {
         let event = blaming(unreadable.clone(), || parser.next_event())?;
@@ -267,9 +261,7 @@ impl Composer<'_> {
         if self.open.len() + more <= DEEPEST {
             return Ok(());
         }
-        Err(place.failure(format!(
-            "lists and maps stand in more than {DEEPEST} others"
-        )))
+        Err(place.failure(format!("lists and maps stand in more than {DEEPEST} others")))
     }
 
     fn grow(&mut self, place: &Place, size: usize) -> Result<(), Failure> {
@@ -311,11 +303,7 @@ impl Composer<'_> {
             // The parser places nothing where the next token is.
             node.place = place.clone();
         }
-        entries.push(Entry {
-            place,
-            key,
-            value: node,
-        });
+        entries.push(Entry { place, key, value: node });
         Ok(())
     }
 }
@@ -335,14 +323,10 @@ fn is_text(tag: Option<&Tag>, place: &Place) -> Result<bool, Failure> {
 /// The key that a node is.
 fn key_of(node: Node, keys: &mut BTreeSet<String>) -> Result<(Place, String), Failure> {
     let Content::Scalar(scalar) = node.content else {
-        return Err(node
-            .place
-            .failure("a key must be a word, not a list or a map"));
+        return Err(node.place.failure("a key must be a word, not a list or a map"));
     };
     if !keys.insert(scalar.text.clone()) {
-        return Err(node
-            .place
-            .failure(format!("the key `{}` stands here twice", scalar.text)));
+        return Err(node.place.failure(format!("the key `{}` stands here twice", scalar.text)));
     }
     Ok((node.place, scalar.text))
 }
@@ -355,9 +339,7 @@ fn merge(node: Node, merged: &mut Vec<Node>) -> Result<(), Failure> {
     };
     for map in maps {
         if !matches!(map.content, Content::Map(_)) {
-            return Err(map
-                .place
-                .failure(format!("`<<` merges maps, found {}", map.shown())));
+            return Err(map.place.failure(format!("`<<` merges maps, found {}", map.shown())));
         }
         merged.push(map);
     }
@@ -369,10 +351,7 @@ fn with_merged(mut node: Node, mut keys: BTreeSet<String>, merged: Vec<Node>) ->
     if let Content::Map(entries) = &mut node.content {
         for map in merged {
             if let Content::Map(more) = map.content {
-                entries.extend(
-                    more.into_iter()
-                        .filter(|entry| keys.insert(entry.key.clone())),
-                );
+                entries.extend(more.into_iter().filter(|entry| keys.insert(entry.key.clone())));
             }
         }
     }

@@ -59,9 +59,7 @@ fn scalars_are_those_of_pyyaml() {
 #[test]
 fn aliases_and_merged_maps_are_unfolded() {
     let text = "a: &a {w: 1, d: 2}\nb: *a\nc:\n  <<: *a\n  w: 3\n";
-    let Content::Map(entries) = node(text).unwrap().content else {
-        panic!("a map")
-    };
+    let Content::Map(entries) = node(text).unwrap().content else { panic!("a map") };
     let shown: Vec<Vec<(String, f64)>> = entries
         .iter()
         .map(|entry| match &entry.value.content {
@@ -73,10 +71,7 @@ fn aliases_and_merged_maps_are_unfolded() {
         })
         .collect();
     let pairs = |pairs: &[(&str, f64)]| -> Vec<(String, f64)> {
-        pairs
-            .iter()
-            .map(|(key, value)| (key.to_string(), *value))
-            .collect()
+        pairs.iter().map(|(key, value)| (key.to_string(), *value)).collect()
     };
     assert_eq!(shown[1], pairs(&[("w", 1.0), ("d", 2.0)]));
     // A key of the map itself wins over a merged one.
@@ -88,22 +83,10 @@ fn hostile_files_give_one_error_with_the_line() {
     for (text, error) in [
         (String::new(), "`x.yml` is empty"),
         ("# only a comment\n".into(), "`x.yml` is empty"),
-        (
-            "a: 1\n---\nb: 2\n".into(),
-            "`x.yml` line 2: a second document begins",
-        ),
-        (
-            "a: 1\na: 2\n".into(),
-            "`x.yml` line 2: the key `a` stands here twice",
-        ),
-        (
-            "a:\n\tb: 1\n".into(),
-            "`x.yml` line 2: this is not YAML: tabs disallowed",
-        ),
-        (
-            "a: [1, 2\nb: 3\n".into(),
-            "`x.yml` line 2: this is not YAML",
-        ),
+        ("a: 1\n---\nb: 2\n".into(), "`x.yml` line 2: a second document begins"),
+        ("a: 1\na: 2\n".into(), "`x.yml` line 2: the key `a` stands here twice"),
+        ("a:\n\tb: 1\n".into(), "`x.yml` line 2: this is not YAML: tabs disallowed"),
+        ("a: [1, 2\nb: 3\n".into(), "`x.yml` line 2: this is not YAML"),
         ("a: 'x\n".into(), "`x.yml` line 1: this is not YAML"),
         (
             "a: *b\n".into(),
@@ -113,52 +96,21 @@ fn hostile_files_give_one_error_with_the_line() {
             "a: 1\nb: &b [1, *b]\n".into(),
             "`x.yml` line 2: this alias stands inside the node it repeats",
         ),
-        (
-            "a: &a\n  b: &b\n    - *a\n".into(),
-            "`x.yml` line 3: this alias stands inside",
-        ),
-        (
-            "a: !!python/object/apply:os.system [ls]\n".into(),
-            "`x.yml` line 1: the tag",
-        ),
+        ("a: &a\n  b: &b\n    - *a\n".into(), "`x.yml` line 3: this alias stands inside"),
+        ("a: !!python/object/apply:os.system [ls]\n".into(), "`x.yml` line 1: the tag"),
         ("a: !mine 1\n".into(), "`x.yml` line 1: the tag `!mine`"),
-        (
-            "? [1, 2]\n: 3\n".into(),
-            "`x.yml` line 1: a key must be a word",
-        ),
-        (
-            "a: &a [1]\n*a : 2\n".into(),
-            "`x.yml` line 2: a key must be a word",
-        ),
-        (
-            "a:\n  <<: 7\n".into(),
-            "`x.yml` line 2: `<<` merges maps, found `7`",
-        ),
-        (
-            "[".repeat(100),
-            "`x.yml` line 1: lists and maps stand in more than 32 others",
-        ),
-        (
-            "[".repeat(100_000),
-            "`x.yml` line 1: this is not YAML: recursion limit exceeded",
-        ),
-        (
-            "- ".repeat(100_000),
-            "`x.yml` line 1: lists and maps stand in more than 32 others",
-        ),
+        ("? [1, 2]\n: 3\n".into(), "`x.yml` line 1: a key must be a word"),
+        ("a: &a [1]\n*a : 2\n".into(), "`x.yml` line 2: a key must be a word"),
+        ("a:\n  <<: 7\n".into(), "`x.yml` line 2: `<<` merges maps, found `7`"),
+        ("[".repeat(100), "`x.yml` line 1: lists and maps stand in more than 32 others"),
+        ("[".repeat(100_000), "`x.yml` line 1: this is not YAML: recursion limit exceeded"),
+        ("- ".repeat(100_000), "`x.yml` line 1: lists and maps stand in more than 32 others"),
         ("? ".repeat(100_000), "`x.yml` line 1: a key must be a word"),
-        (
-            format!("a: {}", "x".repeat(1 << 20)),
-            "`x.yml` is too large for a recipe: 1048579 bytes",
-        ),
+        (format!("a: {}", "x".repeat(1 << 20)), "`x.yml` is too large for a recipe: 1048579 bytes"),
         ("a: \u{0}b\n".into(), "`x.yml` line 1: this is not YAML"),
     ] {
         let found = node(&text).map(|_| ()).unwrap_err();
-        assert!(
-            found.contains(error),
-            "{}: {found}",
-            &text[..text.len().min(60)]
-        );
+        assert!(found.contains(error), "{}: {found}", &text[..text.len().min(60)]);
     }
 }
 
@@ -181,17 +133,10 @@ fn aliases_that_unfold_without_end_are_refused() {
         text
     };
     for (text, error) in [
-        (
-            bomb,
-            "`x.yml` line 6: the recipe is larger than 4194304 bytes once",
-        ),
+        (bomb, "`x.yml` line 6: the recipe is larger than 4194304 bytes once"),
         (merge_bomb, "once its aliases are unfolded"),
         (
-            format!(
-                "a: &a {}\nb: [{}]\n",
-                "x".repeat(100_000),
-                vec!["*a"; 50].join(",")
-            ),
+            format!("a: &a {}\nb: [{}]\n", "x".repeat(100_000), vec!["*a"; 50].join(",")),
             "once its aliases are unfolded",
         ),
     ] {

@@ -54,11 +54,7 @@ impl MaskFile {
             matrices.insert(projection, (layer_bytes, bytes));
             layer_bytes += bytes as u64;
         }
-        let masks = Self {
-            file,
-            matrices,
-            layer_bytes,
-        };
+        let masks = Self { file, matrices, layer_bytes };
         for index in 0..config.num_hidden_layers {
             for (&projection, &(offset, _)) in &masks.matrices {
                 let (rows, columns) = projection.shape(config);
@@ -148,12 +144,7 @@ impl BaseLayers {
     ) -> Self {
         let resident = resident.min(config.num_hidden_layers);
         Self {
-            reader: BaseReader {
-                source,
-                config,
-                part,
-                masks,
-            },
+            reader: BaseReader { source, config, part, masks },
             reads_ahead,
             resident: vec![None; resident],
             ahead: None,
@@ -179,9 +170,9 @@ impl BaseLayers {
     /// Reads a layer that is not resident, unless it was read ahead.
     fn read(&mut self, index: usize) -> Result<BaseLayer> {
         let layer = match self.ahead.take() {
-            Some((ahead, reading)) if ahead == index => reading
-                .join()
-                .map_err(|_| anyhow!("the reader of layer {index} panicked"))?,
+            Some((ahead, reading)) if ahead == index => {
+                reading.join().map_err(|_| anyhow!("the reader of layer {index} panicked"))?
+            }
             _ => self.reader.read(index),
         };
         let layer = layer.with_context(|| format!("in model.layers.{index}"))?;

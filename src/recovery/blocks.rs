@@ -99,9 +99,7 @@ struct TrainedBlock {
 impl TrainedBlock {
     fn values(&self) -> Vec<Cow<'_, [f32]>> {
         let values = self.parameters.values.iter();
-        values
-            .map(|values| Cow::Borrowed(values.as_slice()))
-            .collect()
+        values.map(|values| Cow::Borrowed(values.as_slice())).collect()
     }
 }
 
@@ -186,18 +184,13 @@ impl BlockTrainer<'_> {
         let squares = collected.iter().map(|one| sum_of_squares(one)).sum::<f64>();
         if !(sum.is_finite() && squares.is_finite()) {
             return Err(Diverged {
-                what: format!(
-                    "loss or gradients of layer {} are not finite",
-                    layer.index()
-                ),
+                what: format!("loss or gradients of layer {} are not finite", layer.index()),
                 at,
             }
             .into());
         }
         self.spare.take(layer, self.part);
-        let factor = self
-            .max_grad_norm
-            .and_then(|limit| clip_factor(squares.sqrt(), limit));
+        let factor = self.max_grad_norm.and_then(|limit| clip_factor(squares.sqrt(), limit));
         clock.measure(Phase::Update, || {
             for (place, values) in values.iter_mut().enumerate() {
                 let gradient = &mut collected[place];
@@ -205,8 +198,7 @@ impl BlockTrainer<'_> {
                     scale(gradient, factor);
                 }
                 let state = &mut trained.states[place];
-                self.optimizer
-                    .update(at, values, gradient, kept[place].as_ref(), state);
+                self.optimizer.update(at, values, gradient, kept[place].as_ref(), state);
             }
         });
         Ok(sum / elements as f64)
@@ -221,10 +213,7 @@ impl BlockTrainer<'_> {
         let parameters = self.part.initial(&self.config, base, self.seed)?;
         let states = parameters.values.iter();
         let states = states.map(|values| vec![0; self.optimizer.state_bytes(values.len())]);
-        let mut trained = TrainedBlock {
-            states: states.collect(),
-            parameters,
-        };
+        let mut trained = TrainedBlock { states: states.collect(), parameters };
         let index = base.layer.index();
         let mut losses = Vec::new();
         self.events.emit(Event::PhaseStarted {
@@ -235,10 +224,7 @@ impl BlockTrainer<'_> {
         let start = Instant::now();
         for step in 0..self.schedule.steps {
             let samples = (self.batch)(index, step);
-            let at = TrainingStep {
-                number: step + 1,
-                rate: self.schedule.rate_of(step),
-            };
+            let at = TrainingStep { number: step + 1, rate: self.schedule.rate_of(step) };
             let error = self.step(base, &mut trained, &samples, at, compute)?;
             losses.push(error);
             self.events.emit(Event::TrainingStep {
@@ -274,22 +260,10 @@ impl Editor for BlockTrainer<'_> {
         let (trained, loss) = self.train(&base, compute)?;
         let recovered = self
             .part
-            .applied(
-                &self.config,
-                base,
-                &trained.values(),
-                self.rounding,
-                &mut self.spare,
-            )?
+            .applied(&self.config, base, &trained.values(), self.rounding, &mut self.spare)?
             .layer;
         drop(trained);
-        self.output.finish(
-            self.part,
-            &recovered,
-            &before,
-            (start, Some(loss)),
-            self.events,
-        )?;
+        self.output.finish(self.part, &recovered, &before, (start, Some(loss)), self.events)?;
         self.forward_states(&recovered, compute)?;
         Ok(recovered)
     }

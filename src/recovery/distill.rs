@@ -43,12 +43,7 @@ impl Distillation {
             None => Head::load(&*source, &config),
             Some(rows) => Head::at_rest(&source, &config, rows),
         };
-        Ok(Self {
-            head: head.context("in the teacher's head")?,
-            source,
-            config,
-            weight,
-        })
+        Ok(Self { head: head.context("in the teacher's head")?, source, config, weight })
     }
 
     /// Returns the last hidden states of the dense model for some examples, in f32.
@@ -74,9 +69,8 @@ impl Distillation {
             examples.try_for_each(|(at, example)| states.put(at, embedding.rows(example.tokens)?))
         })?;
         for index in 0..self.config.num_hidden_layers {
-            let layer = clock.measure(Phase::Read, || {
-                DecoderLayer::load(&*self.source, &self.config, index)
-            });
+            let layer = clock
+                .measure(Phase::Read, || DecoderLayer::load(&*self.source, &self.config, index));
             let layer = layer.context("in the teacher")?;
             for at in 0..count {
                 events.check()?;

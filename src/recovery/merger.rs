@@ -45,16 +45,9 @@ impl Editor for Merger<'_> {
         let values = self.shelf.best_values(index)?;
         let merged = self
             .part
-            .applied(
-                self.config,
-                base,
-                &values,
-                self.rounding,
-                &mut SpareMemory::default(),
-            )?
+            .applied(self.config, base, &values, self.rounding, &mut SpareMemory::default())?
             .layer;
-        self.output
-            .finish(self.part, &merged, &before, (start, None), self.events)?;
+        self.output.finish(self.part, &merged, &before, (start, None), self.events)?;
         Ok(merged)
     }
 

@@ -111,9 +111,7 @@ impl TrainedPart {
             shape: [1, config.hidden_size],
         });
         let matrices = self.projections.iter().flat_map(of_matrix);
-        matrices
-            .chain(norms.into_iter().filter(|_| self.norms))
-            .collect()
+        matrices.chain(norms.into_iter().filter(|_| self.norms)).collect()
     }
 
     /// The parameters of a layer before the training.
@@ -130,10 +128,7 @@ impl TrainedPart {
         base: &BaseLayer,
         seed: u64,
     ) -> Result<LayerParameters> {
-        let mut all = LayerParameters {
-            values: Vec::new(),
-            kept: Vec::new(),
-        };
+        let mut all = LayerParameters { values: Vec::new(), kept: Vec::new() };
         for spec in self.parameters(config) {
             let (values, kept) = match spec.name {
                 ParameterName::Weight(projection) => {
@@ -310,9 +305,7 @@ fn stored(values: &[f32], rounding: Bf16Rounding, mut matrix: StoredMatrix) -> S
     let dtype = matrix.dtype();
     match dtype {
         StoredDtype::Bf16 => round_to_bf16(values, rounding, matrix.as_bytes_mut()),
-        StoredDtype::F32 => matrix
-            .as_bytes_mut()
-            .copy_from_slice(bytemuck::cast_slice(values)),
+        StoredDtype::F32 => matrix.as_bytes_mut().copy_from_slice(bytemuck::cast_slice(values)),
         StoredDtype::F16 => {
             let mut narrow = Vec::new();
             convert::narrow(dtype, values, &mut narrow);

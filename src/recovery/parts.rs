@@ -88,11 +88,7 @@ pub struct Diverged {
 impl fmt::Display for Diverged {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let TrainingStep { number, rate } = self.at;
-        write!(
-            formatter,
-            "{} in step {number}, with a learning rate of {rate:e}",
-            self.what
-        )
+        write!(formatter, "{} in step {number}, with a learning rate of {rate:e}", self.what)
     }
 }
 

@@ -50,13 +50,7 @@ enum DataKind {
 }
 
 impl DataKind {
-    const ALL: [Self; 5] = [
-        Self::Values,
-        Self::Gradient,
-        Self::State,
-        Self::Kept,
-        Self::Best,
-    ];
+    const ALL: [Self; 5] = [Self::Values, Self::Gradient, Self::State, Self::Kept, Self::Best];
 }
 
 #[derive(Debug)]
@@ -87,23 +81,14 @@ impl Shelf {
         layers: usize,
         place: &ShelfPlace,
     ) -> Result<Self> {
-        let state_bytes = specs
-            .iter()
-            .map(|spec| optimizer.state_bytes(spec.elements()))
-            .collect();
+        let state_bytes = specs.iter().map(|spec| optimizer.state_bytes(spec.elements())).collect();
         let store = match place {
             ShelfPlace::Memory => {
                 ShelfStore::Memory(vec![vec![ShelvedParameter::default(); specs.len()]; layers])
             }
             ShelfPlace::File(folder) => ShelfStore::File(spill_file(folder, "parameters")?),
         };
-        Ok(Self {
-            specs,
-            state_bytes,
-            layers,
-            store,
-            has_best: false,
-        })
+        Ok(Self { specs, state_bytes, layers, store, has_best: false })
     }
 
     /// The bytes of a shelf of these parameters: in memory, or in the file.
@@ -115,11 +100,7 @@ impl Shelf {
     ) -> u64 {
         let each = specs.iter().map(|spec| {
             let elements = spec.elements();
-            let mask = if spec.has_mask() {
-                elements.div_ceil(8)
-            } else {
-                0
-            };
+            let mask = if spec.has_mask() { elements.div_ceil(8) } else { 0 };
             let values = if has_best { 3 } else { 2 };
             values * 4 * elements + optimizer.state_bytes(elements) + mask
         });
@@ -152,12 +133,8 @@ impl Shelf {
             let state = vec![0; self.state_bytes[at]];
             match &mut self.store {
                 ShelfStore::Memory(slots) => {
-                    slots[layer][at] = ShelvedParameter {
-                        values,
-                        state,
-                        kept,
-                        ..ShelvedParameter::default()
-                    };
+                    slots[layer][at] =
+                        ShelvedParameter { values, state, kept, ..ShelvedParameter::default() };
                 }
                 ShelfStore::File(_) => {
                     self.write(layer, at, DataKind::Values, bytemuck::cast_slice(&values))?;
@@ -208,9 +185,7 @@ impl Shelf {
     /// # Errors
     /// Fails when the file cannot be read.
     pub fn kept(&self, layer: usize) -> Result<Vec<Option<KeptMask>>> {
-        (0..self.specs.len())
-            .map(|at| self.mask(layer, at))
-            .collect()
+        (0..self.specs.len()).map(|at| self.mask(layer, at)).collect()
     }
 
     fn mask(&self, layer: usize, at: usize) -> Result<Option<KeptMask>> {
@@ -235,12 +210,7 @@ impl Shelf {
             match &mut self.store {
                 ShelfStore::Memory(slots) => slots[layer][at].gradient = gradient,
                 ShelfStore::File(_) => {
-                    self.write(
-                        layer,
-                        at,
-                        DataKind::Gradient,
-                        bytemuck::cast_slice(&gradient),
-                    )?;
+                    self.write(layer, at, DataKind::Gradient, bytemuck::cast_slice(&gradient))?;
                 }
             }
         }
@@ -256,12 +226,7 @@ impl Shelf {
             if let ShelfStore::Memory(slots) = &mut self.store {
                 let slot = &mut slots[layer][at];
                 let mut gradient = std::mem::take(&mut slot.gradient);
-                let ShelvedParameter {
-                    values,
-                    state,
-                    kept,
-                    ..
-                } = slot;
+                let ShelvedParameter { values, state, kept, .. } = slot;
                 change(values, &mut gradient, kept.as_ref(), state);
                 continue;
             }

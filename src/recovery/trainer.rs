@@ -128,9 +128,7 @@ impl<'a> Trainer<'a> {
         let layers = self.parts.config.num_hidden_layers;
         let taught = self.taught(examples)?;
         let mut inputs = self.inputs_for(examples.len())?;
-        self.embed(examples, &mut |example, state| {
-            inputs.put(0, example, state)
-        })?;
+        self.embed(examples, &mut |example, state| inputs.put(0, example, state))?;
         let mut kept = Vec::new();
         for index in 0..layers {
             // Behind the last layer comes the last one that is not kept.
@@ -169,11 +167,7 @@ impl<'a> Trainer<'a> {
         // Between here and the end of the update nothing may stop the run.
         self.parts.events.check()?;
         self.update(norm, at)?;
-        Ok(StepOutcome {
-            loss,
-            norm,
-            predicted,
-        })
+        Ok(StepOutcome { loss, norm, predicted })
     }
 
     /// Returns the mean loss over the predicted tokens of examples, in nat.
@@ -184,14 +178,8 @@ impl<'a> Trainer<'a> {
         let parts = &self.parts;
         let folder = parts.spill_folder.as_deref();
         let (seqlen, hidden_size) = (parts.seqlen, parts.config.hidden_size);
-        let mut states = HiddenStates::new(
-            folder,
-            "held-out",
-            examples.len(),
-            seqlen,
-            hidden_size,
-            DType::F32,
-        )?;
+        let mut states =
+            HiddenStates::new(folder, "held-out", examples.len(), seqlen, hidden_size, DType::F32)?;
         self.embed(examples, &mut |example, state| states.put(example, state))?;
         let layers = self.parts.config.num_hidden_layers;
         for index in 0..layers {
@@ -253,21 +241,12 @@ impl<'a> Trainer<'a> {
         let parts = &self.parts;
         let (seqlen, hidden_size) = (parts.seqlen, parts.config.hidden_size);
         let folder = parts.spill_folder.as_deref();
-        HiddenStates::new(
-            folder,
-            "gradients",
-            examples,
-            seqlen,
-            hidden_size,
-            DType::F32,
-        )
+        HiddenStates::new(folder, "gradients", examples, seqlen, hidden_size, DType::F32)
     }
 
     fn base(&mut self, index: usize, next: Option<usize>) -> Result<BaseLayer> {
         let parts = &mut self.parts;
-        parts
-            .clock
-            .measure(Phase::Read, || parts.base.take(index, next))
+        parts.clock.measure(Phase::Read, || parts.base.take(index, next))
     }
 
     /// The layer that the current values make, with its masks.
@@ -276,9 +255,7 @@ impl<'a> Trainer<'a> {
         let (parts, spare) = (&self.parts, &mut self.spare);
         parts.clock.measure(Phase::Update, || {
             let (values, rounding) = (parts.shelf.values(index)?, Bf16Rounding::Nearest);
-            let layer = parts
-                .part
-                .applied(&parts.config, base, &values, rounding, spare)?;
+            let layer = parts.part.applied(&parts.config, base, &values, rounding, spare)?;
             // The frozen weights are gone, unless they stay for the next step.
             memory::release_freed();
             Ok(layer)
@@ -308,12 +285,7 @@ impl<'a> Trainer<'a> {
         state: &Tensor,
         keeps: bool,
     ) -> Result<(Tensor, Option<KeptActivations>)> {
-        let TrainerParts {
-            compute,
-            clock,
-            events,
-            ..
-        } = &mut self.parts;
+        let TrainerParts { compute, clock, events, .. } = &mut self.parts;
         events.check()?;
         clock.measure(Phase::Forward, || {
             if !keeps {
@@ -392,21 +364,19 @@ impl<'a> Trainer<'a> {
                 parts.events.check()?;
                 let (state, dy) = (inputs.get(index, example)?, gradients.get(example)?);
                 let (layer, compute) = (&layer.layer, &mut parts.compute);
-                let dx = parts
-                    .clock
-                    .measure(Phase::Backward, || match of_examples.next() {
-                        Some(mut kept) => {
-                            let context = compute.context();
-                            let dx =
-                                layer.backward_kept(&state, &dy, &mut kept, &mut of_layer, context);
-                            self.spare.activations.push(kept);
-                            dx
-                        }
-                        None => {
-                            let sample = (example, &state, &dy);
-                            compute.backward_one(layer, sample, &mut of_layer)
-                        }
-                    })?;
+                let dx = parts.clock.measure(Phase::Backward, || match of_examples.next() {
+                    Some(mut kept) => {
+                        let context = compute.context();
+                        let dx =
+                            layer.backward_kept(&state, &dy, &mut kept, &mut of_layer, context);
+                        self.spare.activations.push(kept);
+                        dx
+                    }
+                    None => {
+                        let sample = (example, &state, &dy);
+                        compute.backward_one(layer, sample, &mut of_layer)
+                    }
+                })?;
                 gradients.put(example, dx)?;
             }
             parts.compute.collect_gradients(&mut of_layer)?;
@@ -422,19 +392,10 @@ impl<'a> Trainer<'a> {
 
     fn update(&mut self, norm: f64, at: TrainingStep) -> Result<()> {
         self.is_updating = true;
-        let TrainerParts {
-            shelf,
-            optimizer,
-            max_grad_norm,
-            clock,
-            ..
-        } = &mut self.parts;
+        let TrainerParts { shelf, optimizer, max_grad_norm, clock, .. } = &mut self.parts;
         let factor = max_grad_norm.and_then(|limit| clip_factor(norm, limit));
         // Bias corrections count the steps of the states.
-        let at = TrainingStep {
-            number: at.number - self.restarted_after,
-            ..at
-        };
+        let at = TrainingStep { number: at.number - self.restarted_after, ..at };
         clock.measure(Phase::Update, || {
             (0..shelf.layers()).try_for_each(|layer| {
                 shelf.update(layer, &mut |values, gradient, kept, state| {
@@ -455,9 +416,5 @@ fn check_finite(what: &str, value: f64, at: TrainingStep) -> Result<()> {
     if value.is_finite() {
         return Ok(());
     }
-    Err(Diverged {
-        what: format!("the {what} is {value}"),
-        at,
-    }
-    .into())
+    Err(Diverged { what: format!("the {what} is {value}"), at }.into())
 }

@@ -55,11 +55,7 @@ pub fn model_name(
     }
     let mut name = String::new();
     for c in full.chars() {
-        let c = if c.is_ascii_alphanumeric() || "._".contains(c) {
-            c
-        } else {
-            '-'
-        };
+        let c = if c.is_ascii_alphanumeric() || "._".contains(c) { c } else { '-' };
         // The hub refuses `--` and `..`.
         if c.is_ascii_alphanumeric() || !name.ends_with(c) {
             name.push(c);
@@ -129,11 +125,7 @@ fn changes(record: &PruningRecord) -> String {
         percent(sparsity.ratio)
     );
     let layers = record.layer_drop.as_ref().map(|drop| {
-        format!(
-            "with {} of its {} layers",
-            drop.kept.len(),
-            drop.kept.len() + drop.dropped.len()
-        )
+        format!("with {} of its {} layers", drop.kept.len(), drop.kept.len() + drop.dropped.len())
     });
     let width = record.width_drop.as_ref().map(|drop| {
         let refit = match drop.is_refitted {
@@ -162,14 +154,7 @@ fn front_matter(record: &PruningRecord, source: &CardSource) -> String {
     for key in INHERITED {
         entry(key, source.front_matter.get(key));
     }
-    entry(
-        "base_model",
-        &record
-            .base_model()
-            .map(String::from)
-            .into_iter()
-            .collect::<Vec<_>>(),
-    );
+    entry("base_model", &record.base_model().map(String::from).into_iter().collect::<Vec<_>>());
     entry("library_name", &["transformers".to_string()]);
     entry("pipeline_tag", &["text-generation".to_string()]);
     let mut tags = vec!["prune", "pruned"];
@@ -195,10 +180,7 @@ fn rows(record: &PruningRecord, source: &CardSource) -> Vec<(&'static str, Strin
         rows.push(("Pruned before", asked_for(before)));
     }
     if let Some(drop) = &record.layer_drop {
-        rows.push((
-            "Layers dropped",
-            format!("{}; counted from 0 in the source", drop.in_words()),
-        ));
+        rows.push(("Layers dropped", format!("{}; counted from 0 in the source", drop.in_words())));
         let [before, after] = drop.parameters;
         rows.push(("Parameters", format!("{after}, {before} in the source")));
     }
@@ -207,18 +189,10 @@ fn rows(record: &PruningRecord, source: &CardSource) -> Vec<(&'static str, Strin
         let [before, after] = drop.parameters;
         rows.push(("Parameters", format!("{after}, {before} before")));
     }
-    let globs = |globs: &[String]| {
-        globs
-            .iter()
-            .map(|glob| code(glob))
-            .collect::<Vec<_>>()
-            .join(", ")
-    };
+    let globs =
+        |globs: &[String]| globs.iter().map(|glob| code(glob)).collect::<Vec<_>>().join(", ");
     let mut matrices = format!("{} of {}", pruning.matrices, pruning.matrices_in_model);
-    for (word, texts) in [
-        ("included", &pruning.include),
-        ("excluded", &pruning.exclude),
-    ] {
+    for (word, texts) in [("included", &pruning.include), ("excluded", &pruning.exclude)] {
         if !texts.is_empty() {
             matrices += &format!("; {word}: {}", globs(texts));
         }
@@ -229,12 +203,7 @@ fn rows(record: &PruningRecord, source: &CardSource) -> Vec<(&'static str, Strin
     }
     rows.push((
         "Zeros",
-        format!(
-            "{} of {} weights ({})",
-            sparsity.zeros,
-            sparsity.weights,
-            percent(sparsity.ratio)
-        ),
+        format!("{} of {} weights ({})", sparsity.zeros, sparsity.weights, percent(sparsity.ratio)),
     ));
     if sparsity.zeros_before > 0 {
         rows.push(("Zeros in the source", sparsity.zeros_before.to_string()));
@@ -242,15 +211,8 @@ fn rows(record: &PruningRecord, source: &CardSource) -> Vec<(&'static str, Strin
     let calibration = match &record.calibration {
         None => "none".to_string(),
         Some(text) => {
-            let seed = text
-                .seed
-                .map_or(String::new(), |seed| format!(", seed {seed}"));
-            format!(
-                "{}: {} samples of {} tokens{seed}",
-                text_name(text),
-                text.windows,
-                text.seqlen
-            )
+            let seed = text.seed.map_or(String::new(), |seed| format!(", seed {seed}"));
+            format!("{}: {} samples of {} tokens{seed}", text_name(text), text.windows, text.seqlen)
         }
     };
     rows.push(("Calibration", calibration));
@@ -273,10 +235,7 @@ fn rows(record: &PruningRecord, source: &CardSource) -> Vec<(&'static str, Strin
     let arithmetic = &record.arithmetic;
     rows.push((
         "Arithmetic",
-        format!(
-            "{} ({}), weights in {}",
-            arithmetic.dtype, arithmetic.kernel, record.dtype
-        ),
+        format!("{} ({}), weights in {}", arithmetic.dtype, arithmetic.kernel, record.dtype),
     ));
     rows.push(("Program", format!("prune {}", record.prune_version)));
     rows
@@ -289,10 +248,7 @@ fn asked_for(pruning: &PruningReport) -> String {
         Some(_) => ", a ratio per layer",
         None => "",
     };
-    format!(
-        "{method}, {} {pattern}{layers}",
-        percent(pruning.sparsity_ratio)
-    )
+    format!("{method}, {} {pattern}{layers}", percent(pruning.sparsity_ratio))
 }
 
 fn source_row(record: &PruningRecord) -> String {
@@ -353,10 +309,7 @@ mod tests {
         assert_eq!(name("..my model--é|`"), "my-model-wanda-0.5");
         assert_eq!(name("\u{1b}"), "wanda-0.5");
         assert!(name(&"x".repeat(300)).len() <= 96);
-        assert_eq!(
-            model_name("m", &pruning("2:4"), (None, None)),
-            "m-wanda-2of4"
-        );
+        assert_eq!(model_name("m", &pruning("2:4"), (None, None)), "m-wanda-2of4");
     }
 
     #[test]

@@ -90,10 +90,7 @@ impl Protocol {
 impl<'a> RunComparison<'a> {
     /// Sorts runs into groups and series.
     pub fn of(runs: &'a [NamedRun]) -> Self {
-        let mut comparison = Self {
-            groups: Vec::new(),
-            left_out: Vec::new(),
-        };
+        let mut comparison = Self { groups: Vec::new(), left_out: Vec::new() };
         for run in runs {
             if let Err(why) = comparison.add(run) {
                 comparison.left_out.push((&run.name, why.to_string()));
@@ -122,17 +119,10 @@ impl<'a> RunComparison<'a> {
         let group = self.groups.iter().position(is_alike);
         let group = group.unwrap_or(self.groups.len());
         if group == self.groups.len() {
-            self.groups.push(ComparableRuns {
-                protocol,
-                series: Vec::new(),
-                dense: Vec::new(),
-            });
+            self.groups.push(ComparableRuns { protocol, series: Vec::new(), dense: Vec::new() });
         }
-        let point = ChartPoint {
-            sparsity: sparsity.ratio,
-            perplexity: pruned.perplexity,
-            run: &run.name,
-        };
+        let point =
+            ChartPoint { sparsity: sparsity.ratio, perplexity: pruned.perplexity, run: &run.name };
         self.groups[group].add(manifest, point);
         Ok(())
     }
@@ -151,11 +141,7 @@ impl<'a> ComparableRuns<'a> {
         let mut series = self.series.iter_mut();
         match series.find(|series| series.label == label && series.calibration == calibration) {
             Some(series) => series.points.push(point),
-            None => self.series.push(Series {
-                label,
-                calibration,
-                points: vec![point],
-            }),
+            None => self.series.push(Series { label, calibration, points: vec![point] }),
         }
     }
 
@@ -163,12 +149,7 @@ impl<'a> ComparableRuns<'a> {
     fn finish(&mut self) {
         let series = self.series.iter();
         let labels: Vec<String> = series.map(|series| series.label.clone()).collect();
-        for Series {
-            label,
-            calibration,
-            points,
-        } in &mut self.series
-        {
+        for Series { label, calibration, points } in &mut self.series {
             if labels.iter().filter(|other| *other == label).count() > 1 {
                 *label = format!("{label}, {calibration}");
             }
@@ -199,10 +180,7 @@ pub(super) fn method_label(manifest: &Manifest) -> String {
         label += ", ratios per layer";
     }
     if pruning.matrices < pruning.matrices_in_model {
-        label += &format!(
-            ", {} of {} matrices",
-            pruning.matrices, pruning.matrices_in_model
-        );
+        label += &format!(", {} of {} matrices", pruning.matrices, pruning.matrices_in_model);
     }
     label
 }
@@ -241,10 +219,7 @@ mod tests {
     fn run(name: &str, method: &str, ratio: f64, perplexity: f64) -> NamedRun {
         let mut manifest = made_up::manifest(method, ratio);
         made_up::evaluated(&mut manifest, 10.0, perplexity);
-        NamedRun {
-            name: name.into(),
-            manifest,
-        }
+        NamedRun { name: name.into(), manifest }
     }
 
     #[test]
@@ -259,11 +234,7 @@ mod tests {
         let group = &comparison.groups[0];
         let labels: Vec<&str> = group.series.iter().map(|one| one.label.as_str()).collect();
         assert_eq!(labels, ["wanda", "magnitude"]);
-        let names: Vec<&str> = group.series[0]
-            .points
-            .iter()
-            .map(|point| point.run)
-            .collect();
+        let names: Vec<&str> = group.series[0].points.iter().map(|point| point.run).collect();
         assert_eq!(names, ["c", "a"]);
         assert_eq!(group.dense, [10.0]);
     }
@@ -273,24 +244,13 @@ mod tests {
         let mut other_text = run("b", "wanda", 0.5, 12.0);
         other_text.manifest.evaluation.as_mut().unwrap().text_sha256 = "ffff".into();
         let mut fewer_windows = run("c", "wanda", 0.5, 12.0);
-        fewer_windows
-            .manifest
-            .perplexity
-            .pruned
-            .as_mut()
-            .unwrap()
-            .windows = 3;
+        fewer_windows.manifest.perplexity.pruned.as_mut().unwrap().windows = 3;
         let mut other_model = run("d", "wanda", 0.5, 12.0);
         other_model.manifest.model.identity = "another".into();
         let mut other_name = run("e", "wanda", 0.6, 13.0);
         other_name.manifest.model.path = "./same/model".into();
-        let runs = [
-            run("a", "wanda", 0.5, 12.0),
-            other_text,
-            fewer_windows,
-            other_model,
-            other_name,
-        ];
+        let runs =
+            [run("a", "wanda", 0.5, 12.0), other_text, fewer_windows, other_model, other_name];
         let comparison = RunComparison::of(&runs);
         assert_eq!(comparison.groups.len(), 4);
         assert_eq!(comparison.groups[0].series[0].points.len(), 2);
@@ -319,11 +279,7 @@ mod tests {
         let comparison = RunComparison::of(&runs);
         let series = &comparison.groups[0].series;
         assert_eq!(series.len(), 2);
-        assert!(
-            series[1].label.starts_with("wanda, text 128 × 64, seed 0"),
-            "{}",
-            series[1].label
-        );
+        assert!(series[1].label.starts_with("wanda, text 128 × 64, seed 0"), "{}", series[1].label);
     }
 
     #[test]
@@ -331,13 +287,7 @@ mod tests {
         let mut other = run("b", "wanda", 0.6, 12.0);
         other.manifest.perplexity.dense.as_mut().unwrap().perplexity = 10.2;
         let mut rounded = run("c", "wanda", 0.7, 12.0);
-        rounded
-            .manifest
-            .perplexity
-            .dense
-            .as_mut()
-            .unwrap()
-            .perplexity = 10.000_01;
+        rounded.manifest.perplexity.dense.as_mut().unwrap().perplexity = 10.000_01;
         let runs = [run("a", "wanda", 0.5, 12.0), other, rounded];
         assert_eq!(RunComparison::of(&runs).groups[0].dense, [10.0, 10.2]);
     }

@@ -39,10 +39,7 @@ impl DemoTable {
         let dense = self.rows.first().map_or(f64::NAN, |row| row.perplexity);
         let mut text = String::new();
         // Writing to a String cannot fail.
-        for line in wrapped(
-            &format!("Each model continues \"{}\"", self.prompt),
-            COLUMNS,
-        ) {
+        for line in wrapped(&format!("Each model continues \"{}\"", self.prompt), COLUMNS) {
             let _ = writeln!(text, "{line}");
         }
         let _ = writeln!(
@@ -72,10 +69,8 @@ impl DemoTable {
 fn wrapped(sentence: &str, columns: usize) -> Vec<String> {
     let mut lines = vec![String::new()];
     for word in sentence.split(' ') {
-        let word: String = word
-            .chars()
-            .map(|c| if c.is_control() { '\u{fffd}' } else { c })
-            .collect();
+        let word: String =
+            word.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect();
         let line = lines.last_mut().expect("there is always a line");
         if line.is_empty() {
             *line = word;
@@ -106,12 +101,7 @@ mod tests {
             prompt: format!("One {}", "day ".repeat(20)),
             rows: vec![
                 row("dense", 0.0, 2.0, "One day."),
-                row(
-                    "magnitude 60 %",
-                    0.6,
-                    12_345.678,
-                    &format!("One\nday {}", "word ".repeat(20)),
-                ),
+                row("magnitude 60 %", 0.6, 12_345.678, &format!("One\nday {}", "word ".repeat(20))),
             ],
         };
         let expected = format!(

@@ -18,11 +18,7 @@ pub(super) fn short_name(name: &str) -> &str {
 
 /// A perplexity with four digits.
 pub(super) fn finite(value: f64) -> String {
-    if value.is_finite() {
-        format!("{value:.4}")
-    } else {
-        "not finite".to_string()
-    }
+    if value.is_finite() { format!("{value:.4}") } else { "not finite".to_string() }
 }
 
 /// `35 ms`, `4.1 s`, `12 min 05 s`, `3 h 07 min`.
@@ -80,17 +76,7 @@ mod tests {
     #[test]
     fn durations_are_in_the_unit_a_person_would_choose() {
         let texts = [0.0, 0.0354, 0.3, 99.0, 725.0, 11_220.0].map(duration);
-        assert_eq!(
-            texts,
-            [
-                "0 ms",
-                "35 ms",
-                "0.3 s",
-                "99.0 s",
-                "12 min 05 s",
-                "3 h 07 min"
-            ]
-        );
+        assert_eq!(texts, ["0 ms", "35 ms", "0.3 s", "99.0 s", "12 min 05 s", "3 h 07 min"]);
     }
 
     #[test]

@@ -90,9 +90,7 @@ fn entry(line: &str) -> Option<(&str, &str)> {
 /// A line `- value` of a list.
 fn item_of(line: &str) -> Option<String> {
     let item = line.trim_start().strip_prefix('-')?;
-    item.starts_with([' ', '\t'])
-        .then(|| scalar(item))
-        .flatten()
+    item.starts_with([' ', '\t']).then(|| scalar(item)).flatten()
 }
 
 /// A value, or a list in brackets.
@@ -244,10 +242,7 @@ mod tests {
 
     #[test]
     fn a_block_without_its_end_or_its_beginning_is_none() {
-        let far = format!(
-            "---\nlicense: mit\n{}---\n",
-            "# filler\n".repeat(LONGEST / 9)
-        );
+        let far = format!("---\nlicense: mit\n{}---\n", "# filler\n".repeat(LONGEST / 9));
         for card in [
             "",
             "---",
@@ -282,10 +277,7 @@ mod tests {
         let hostile = "a\"b\\\n---\nlicense: mit\u{85}\u{2028}\u{7f}\u{feff}é: #";
         let yaml = quoted(hostile);
         assert_eq!(serde_json::from_str::<String>(&yaml).unwrap(), hostile);
-        assert!(
-            yaml.chars().all(|c| c == 'é' || (' '..='~').contains(&c)),
-            "{yaml}"
-        );
+        assert!(yaml.chars().all(|c| c == 'é' || (' '..='~').contains(&c)), "{yaml}");
         assert_eq!(quoted("2:4"), "\"2:4\"");
         let card = format!("---\nlicense: {yaml}\n---\n");
         assert_eq!(get(&card, "license"), [hostile]);

@@ -112,15 +112,11 @@ pub(super) fn notes(record: &GridRecord) -> Vec<String> {
         "pruned perplexity: mean ± sample deviation over seeds".to_string(),
         "time: mean of a cell; peak memory: the largest".to_string(),
     ];
-    let counts: Vec<String> = [
-        CellState::Finished,
-        CellState::Failed,
-        CellState::Unfinished,
-    ]
-    .into_iter()
-    .filter(|&state| record.count(state) > 0)
-    .map(|state| format!("{} {}", record.count(state), state.name()))
-    .collect();
+    let counts: Vec<String> = [CellState::Finished, CellState::Failed, CellState::Unfinished]
+        .into_iter()
+        .filter(|&state| record.count(state) > 0)
+        .map(|state| format!("{} {}", record.count(state), state.name()))
+        .collect();
     lines.push(format!("cells: {}", counts.join(", ")));
     for cell in &record.cells {
         if let Some(error) = &cell.error {
@@ -137,12 +133,7 @@ pub(super) fn means(record: &GridRecord) -> GridTable {
     columns.extend(record.columns.iter().cloned());
     columns.extend(["time", "peak memory"].map(String::from));
     let rows = record.methods.iter().map(|method| {
-        let of_method = || {
-            record
-                .cells
-                .iter()
-                .filter(|cell| cell.cell.method == *method)
-        };
+        let of_method = || record.cells.iter().filter(|cell| cell.cell.method == *method);
         let seconds: Vec<f64> = of_method().filter_map(|cell| cell.seconds).collect();
         let peak = of_method().filter_map(|cell| cell.peak_anonymous).max();
         let mut row = vec![method.clone()];
@@ -154,10 +145,7 @@ pub(super) fn means(record: &GridRecord) -> GridTable {
         row.push(peak.map_or_else(dash, |peak: ByteSize| peak.to_string()));
         row
     });
-    GridTable {
-        rows: rows.collect(),
-        columns,
-    }
+    GridTable { rows: rows.collect(), columns }
 }
 
 /// Every cell in one row.
@@ -167,13 +155,11 @@ pub(super) fn every_cell(record: &GridRecord) -> GridTable {
         vec![
             cell.name.clone(),
             cell.state.name().to_string(),
-            cell.sparsity
-                .map_or_else(dash, |sparsity| format!("{sparsity:.6}")),
+            cell.sparsity.map_or_else(dash, |sparsity| format!("{sparsity:.6}")),
             number(cell.dense_perplexity),
             number(cell.pruned_perplexity),
             cell.seconds.map_or_else(dash, duration),
-            cell.peak_anonymous
-                .map_or_else(dash, |peak| peak.to_string()),
+            cell.peak_anonymous.map_or_else(dash, |peak| peak.to_string()),
         ]
     });
     GridTable {
@@ -288,10 +274,7 @@ wanda-2of4-seed0 failed: no\u{1b} <text>
         });
         let record = GridRecord::of(cells.collect(), BTreeMap::new(), &[]);
         let text = text(&record);
-        assert!(
-            text.lines().all(|line| line.chars().count() <= LINE),
-            "{text}"
-        );
+        assert!(text.lines().all(|line| line.chars().count() <= LINE), "{text}");
         let expected = "
 method  0.4               0.5               0.6               0.7
 wanda   12.5000 ± 0.7071  12.5000 ± 0.7071  12.5000 ± 0.7071  12.5000 ± 0.7071

@@ -55,33 +55,18 @@ pub fn differences(comparison: &DenseComparison) -> Vec<String> {
         ));
         if let Some(first) = &comparison.first_changed {
             let value = |value: Option<f32>| value.map_or("not finite".into(), |v| v.to_string());
-            lines.push(format!(
-                "  {}, row {}, column {}",
-                first.tensor, first.row, first.column
-            ));
-            lines.push(format!(
-                "  {} there, {} here",
-                value(first.dense),
-                value(first.found)
-            ));
+            lines.push(format!("  {}, row {}, column {}", first.tensor, first.row, first.column));
+            lines.push(format!("  {} there, {} here", value(first.dense), value(first.found)));
         }
     }
     let unlike = &comparison.unlike;
     let names: Vec<String> = unlike.iter().map(|tensor| tensor.tensor.clone()).collect();
     let of = format!(" of {}", comparison.untouched);
     for (what, names, of) in [
-        (
-            "other tensors that differ",
-            &comparison.untouched_differing,
-            &*of,
-        ),
+        ("other tensors that differ", &comparison.untouched_differing, &*of),
         ("tensors missing here", &comparison.missing, ""),
         (&format!("tensors not in {dense}"), &comparison.added, ""),
-        (
-            "tensors of another dtype or shape, not compared",
-            &names,
-            "",
-        ),
+        ("tensors of another dtype or shape, not compared", &names, ""),
     ] {
         if !names.is_empty() {
             lines.push(format!("{what}: {}{of}", names.len()));
@@ -108,10 +93,9 @@ fn printed(lines: Vec<String>) -> Vec<String> {
 fn summary(inspection: &Inspection) -> String {
     let dtypes: Vec<String> = match &inspection.dtypes[..] {
         [one] => vec![one.dtype.clone()],
-        several => several
-            .iter()
-            .map(|share| format!("{} ({})", share.dtype, share.bytes))
-            .collect(),
+        several => {
+            several.iter().map(|share| format!("{} ({})", share.dtype, share.bytes)).collect()
+        }
     };
     let files: ByteSize = inspection.shards.iter().map(|shard| shard.bytes).sum();
     let count = match inspection.shards.len() {
@@ -129,10 +113,7 @@ fn summary(inspection: &Inspection) -> String {
                 inspection.parameters as f64 / 1e6
             ),
         ),
-        (
-            "stored as",
-            format!("{}, {files} in {count}", dtypes.join(", ")),
-        ),
+        ("stored as", format!("{}, {files} in {count}", dtypes.join(", "))),
         (
             "sparsity",
             format!(
@@ -152,18 +133,13 @@ fn summary(inspection: &Inspection) -> String {
     for (index, kind) in inspection.other.iter().enumerate() {
         rows.push((
             if index == 0 { "others" } else { "" },
-            format!(
-                "{}: {} of {} values are zero",
-                kind.kind, kind.zeros, kind.parameters
-            ),
+            format!("{}: {} of {} values are zero", kind.kind, kind.zeros, kind.parameters),
         ));
     }
     if let Some(record) = &inspection.pruning {
         rows.extend(pruning_rows(record));
     }
-    rows.into_iter()
-        .map(|(name, value)| format!("{name:<12}{value}\n"))
-        .collect()
+    rows.into_iter().map(|(name, value)| format!("{name:<12}{value}\n")).collect()
 }
 
 /// The facts of `pruning.json`.
@@ -192,14 +168,9 @@ fn pruning_rows(record: &PruningRecord) -> Vec<(&'static str, String)> {
         ("made from", made_from),
     ];
     if let Some(text) = &record.calibration {
-        let seed = text
-            .seed
-            .map_or(String::new(), |seed| format!(", seed {seed}"));
+        let seed = text.seed.map_or(String::new(), |seed| format!(", seed {seed}"));
         let (samples, seqlen) = (text.windows, text.seqlen);
-        rows.push((
-            "calibration",
-            format!("{}, {samples} of {seqlen} tokens{seed}", name(text)),
-        ));
+        rows.push(("calibration", format!("{}, {samples} of {seqlen} tokens{seed}", name(text))));
     }
     let measured = &record.perplexity;
     let reports = [("dense", measured.dense), ("pruned", measured.pruned)];
@@ -212,10 +183,7 @@ fn pruning_rows(record: &PruningRecord) -> Vec<(&'static str, String)> {
     }
     if let Some(text) = &record.evaluation {
         let (windows, seqlen) = (text.windows, text.seqlen);
-        rows.push((
-            "measured on",
-            format!("{}, {windows} windows of {seqlen} tokens", name(text)),
-        ));
+        rows.push(("measured on", format!("{}, {windows} windows of {seqlen} tokens", name(text))));
     }
     rows
 }
@@ -243,12 +211,8 @@ fn patterns(counts: &[PatternCount]) -> String {
 fn layers(inspection: &Inspection) -> String {
     let columns = columns(inspection);
     let headings = columns.iter().map(|heading| format!("{heading:>7}"));
-    let mut text = format!(
-        "{:<10}{}{:>7}  pattern\n",
-        "zeros %",
-        headings.collect::<String>(),
-        "all"
-    );
+    let mut text =
+        format!("{:<10}{}{:>7}  pattern\n", "zeros %", headings.collect::<String>(), "all");
     for layer in &inspection.layers {
         let cell = |column: &&str| {
             let mut matrices = layer.matrices.iter();
@@ -279,10 +243,8 @@ fn columns(inspection: &Inspection) -> Vec<&str> {
 }
 
 fn row(name: &str, cells: &[Option<Zeros>], all: Zeros, pattern: &str) -> String {
-    let cells: String = cells
-        .iter()
-        .map(|cell| format!("{:>7}", cell.map_or("-".to_string(), percent)))
-        .collect();
+    let cells: String =
+        cells.iter().map(|cell| format!("{:>7}", cell.map_or("-".to_string(), percent))).collect();
     let line = format!("{name:<10}{cells}{:>7}  {pattern}", percent(all));
     format!("{}\n", line.trim_end())
 }
@@ -355,10 +317,7 @@ fn comparison_lines(inspection: &Inspection, comparison: &DenseComparison) -> Ve
         ));
     }
     if comparison.zeros_before > 0 {
-        lines.push(format!(
-            "weights that were zero there already: {}",
-            comparison.zeros_before
-        ));
+        lines.push(format!("weights that were zero there already: {}", comparison.zeros_before));
     }
     lines.extend(differences(comparison));
     let has_new_zeros = inspection.sparsity.zeros > comparison.zeros_before;

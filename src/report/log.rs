@@ -11,11 +11,9 @@ pub fn file_name(method: &str) -> String {
 pub fn text(manifest: &Manifest) -> Option<String> {
     let method = &manifest.pruning.as_ref()?.method;
     let sparsity = manifest.sparsity?.ratio;
-    let perplexity = manifest.perplexity.pruned.map_or_else(
-        || "nan".to_string(),
-        |report| format!("{:.4}", report.perplexity),
-    );
-    Some(format!(
-        "method\tactual_sparsity\tppl_test\n{method}\t{sparsity:.4}\t{perplexity}\n"
-    ))
+    let perplexity = manifest
+        .perplexity
+        .pruned
+        .map_or_else(|| "nan".to_string(), |report| format!("{:.4}", report.perplexity));
+    Some(format!("method\tactual_sparsity\tppl_test\n{method}\t{sparsity:.4}\t{perplexity}\n"))
 }

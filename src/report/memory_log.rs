@@ -19,9 +19,9 @@ pub fn csv_row(
     started_unix_seconds: u64,
     total: Option<ByteSize>,
 ) -> String {
-    let (allocated, reserved, peak) = sample.gpu.map_or((0.0, 0.0, 0.0), |gpu| {
-        (gpu.allocated.gib(), gpu.reserved.gib(), gpu.peak.gib())
-    });
+    let (allocated, reserved, peak) = sample
+        .gpu
+        .map_or((0.0, 0.0, 0.0), |gpu| (gpu.allocated.gib(), gpu.reserved.gib(), gpu.peak.gib()));
     format!(
         "{},{},{allocated:.3},{reserved:.3},{peak:.3},{:.3},{:.2},{:.3}\n",
         timestamp(started_unix_seconds + sample.seconds as u64),
@@ -58,28 +58,18 @@ pub fn line(sample: &MemorySample, total: Option<ByteSize>) -> String {
 pub fn summary(samples: &[MemorySample], total: Option<ByteSize>) -> String {
     let rule = "=".repeat(80);
     let has_gpu = samples.iter().any(|sample| sample.gpu.is_some());
-    let mut text = format!(
-        "{rule}\nMEMORY USAGE SUMMARY (GiB)\n{rule}\n{:<30} ",
-        "Checkpoint"
-    );
+    let mut text = format!("{rule}\nMEMORY USAGE SUMMARY (GiB)\n{rule}\n{:<30} ", "Checkpoint");
     if has_gpu {
         let _ = write!(text, "{:>10} {:>10} ", "GPU Alloc", "GPU Peak");
     }
-    let _ = writeln!(
-        text,
-        "{:>12} {:>12} {:>12}\n{}",
-        "CPU Used",
-        "CPU Peak",
-        "CPU %",
-        "-".repeat(80)
-    );
+    let _ =
+        writeln!(text, "{:>12} {:>12} {:>12}\n{}", "CPU Used", "CPU Peak", "CPU %", "-".repeat(80));
     for sample in samples {
         // Writing to a String cannot fail.
         let _ = write!(text, "{:<30} ", sample.checkpoint);
         if has_gpu {
-            let (allocated, peak) = sample
-                .gpu
-                .map_or((0.0, 0.0), |gpu| (gpu.allocated.gib(), gpu.peak.gib()));
+            let (allocated, peak) =
+                sample.gpu.map_or((0.0, 0.0), |gpu| (gpu.allocated.gib(), gpu.peak.gib()));
             let _ = write!(text, "{allocated:>10.3} {peak:>10.3} ");
         }
         let _ = writeln!(
@@ -121,10 +111,7 @@ mod tests {
             gpu: None,
         };
         let row = csv_row(&sample, 1_766_880_900, Some(ByteSize(1 << 34)));
-        assert_eq!(
-            row,
-            "2025-12-28T00:15:30,02_model_loaded,0.000,0.000,0.000,0.500,3.12,1.500\n"
-        );
+        assert_eq!(row, "2025-12-28T00:15:30,02_model_loaded,0.000,0.000,0.000,0.500,3.12,1.500\n");
         assert_eq!(row.split(',').count(), CSV_HEADER.split(',').count());
         assert!(summary(&[sample], None).contains("Peak CPU Memory: 1.500 GiB"));
     }

@@ -6,11 +6,7 @@ use crate::run::merging::MergeReport;
 
 /// Returns `README.md` of a merged model, from a record without paths.
 pub fn text(report: &MergeReport) -> String {
-    let names: Vec<&str> = report
-        .models
-        .iter()
-        .map(|model| model.name.as_str())
-        .collect();
+    let names: Vec<&str> = report.models.iter().map(|model| model.name.as_str()).collect();
     let mut card = String::from("---\n");
     let on_hub = |name: &&&str| name.split('+').all(|part| part.contains('/'));
     let linked: Vec<&&str> = names.iter().filter(on_hub).collect();

@@ -50,14 +50,7 @@ pub(super) fn settings(merge: &MergeReport, row: &mut impl FnMut(&'static str, S
         row("vocabulary", tokens);
     }
     for measured in &merge.perplexities {
-        row(
-            "perplexity",
-            format!(
-                "{}, of {}",
-                finite(measured.report.perplexity),
-                measured.model
-            ),
-        );
+        row("perplexity", format!("{}, of {}", finite(measured.report.perplexity), measured.model));
     }
     if let Some(errors) = output_errors(merge) {
         row("output error", errors);
@@ -115,11 +108,7 @@ fn tensor(of: &MergedTensor) -> Vec<String> {
         of.name.clone(),
         numbers(shape, " × "),
         of.zeros.to_string(),
-        if kept.is_empty() {
-            "all".to_string()
-        } else {
-            numbers(kept, ", ")
-        },
+        if kept.is_empty() { "all".to_string() } else { numbers(kept, ", ") },
         errors(|of| of.output_errors?.before),
         errors(|of| Some(of.output_errors?.after)),
     ]

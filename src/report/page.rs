@@ -107,9 +107,7 @@ impl Report {
         let pictures = |prefix: &str, figures: &[Figure]| -> Vec<(String, String)> {
             let named = |figure: &Figure| format!("{prefix}{}.svg", figure.name);
             let figures = figures.iter();
-            figures
-                .map(|figure| (named(figure), figure.svg.clone()))
-                .collect()
+            figures.map(|figure| (named(figure), figure.svg.clone())).collect()
         };
         let mut all = comparison
             .as_ref()
@@ -117,10 +115,8 @@ impl Report {
         for (section, prefix) in sections.iter().zip(&prefixes) {
             all.extend(pictures(prefix, &section.figures));
         }
-        let versions: BTreeSet<&str> = runs
-            .iter()
-            .map(|run| run.manifest.prune_version.as_str())
-            .collect();
+        let versions: BTreeSet<&str> =
+            runs.iter().map(|run| run.manifest.prune_version.as_str()).collect();
         let html = render(&Page {
             title,
             style: include_str!("page.css"),
@@ -130,10 +126,7 @@ impl Report {
             version: env!("CARGO_PKG_VERSION"),
             versions: versions.into_iter().collect::<Vec<_>>().join(", "),
         })?;
-        Ok(Self {
-            html,
-            pictures: all,
-        })
+        Ok(Self { html, pictures: all })
     }
 }
 
@@ -149,9 +142,7 @@ pub fn of_grid(name: &str, record: &GridRecord) -> Result<String> {
         means: grid::means(record),
         notes: grid::notes(record),
         figures: perplexity::of_grid(record)?.into_iter().collect(),
-        settings: settings
-            .map(|(name, value)| (name.replace('_', "-"), value.clone()))
-            .collect(),
+        settings: settings.map(|(name, value)| (name.replace('_', "-"), value.clone())).collect(),
         cells: grid::every_cell(record),
     };
     render(&Page {
@@ -216,10 +207,7 @@ fn section<'a>(run: &'a NamedRun, prefix: &str) -> Result<RunSection<'a>> {
     let details = [
         ("Every matrix in numbers", settings::every_matrix(manifest)),
         ("Every tensor in numbers", merges::every_tensor(manifest)),
-        (
-            "Memory samples in numbers",
-            settings::every_memory_sample(manifest),
-        ),
+        ("Memory samples in numbers", settings::every_memory_sample(manifest)),
     ];
     Ok(RunSection {
         name: &run.name,
@@ -229,10 +217,7 @@ fn section<'a>(run: &'a NamedRun, prefix: &str) -> Result<RunSection<'a>> {
         figures: drawn.into_iter().flatten().collect(),
         lacks_errors: !manifest.layers.is_empty() && !has_errors && manifest.recovery.is_none(),
         settings: settings::settings(manifest),
-        details: details
-            .into_iter()
-            .filter(|(_, table)| !table.rows.is_empty())
-            .collect(),
+        details: details.into_iter().filter(|(_, table)| !table.rows.is_empty()).collect(),
     })
 }
 
@@ -253,17 +238,15 @@ fn summary(manifest: &Manifest) -> String {
         (None, None) => format!("An evaluation of {model}; nothing was pruned."),
     };
     let [first, second] = manifest.perplexity_names();
-    let measured: Vec<String> = [
-        (first, manifest.perplexity.dense),
-        (second, manifest.perplexity.pruned),
-    ]
-    .into_iter()
-    .filter_map(|(name, report)| {
-        let side = name.replace("perplexity", "");
-        let text = format!("{} {}", finite(report?.perplexity), side.trim());
-        Some(text.trim_end().to_string())
-    })
-    .collect();
+    let measured: Vec<String> =
+        [(first, manifest.perplexity.dense), (second, manifest.perplexity.pruned)]
+            .into_iter()
+            .filter_map(|(name, report)| {
+                let side = name.replace("perplexity", "");
+                let text = format!("{} {}", finite(report?.perplexity), side.trim());
+                Some(text.trim_end().to_string())
+            })
+            .collect();
     if !measured.is_empty() {
         let _ = write!(text, " Perplexity: {}.", measured.join(", "));
     }
@@ -275,10 +258,9 @@ fn prefixes(runs: &[NamedRun]) -> Vec<String> {
     let mut used = BTreeSet::new();
     match runs {
         [_] => vec![String::new()],
-        _ => runs
-            .iter()
-            .map(|run| unused(format!("{}-", file_name(&run.name)), &mut used))
-            .collect(),
+        _ => {
+            runs.iter().map(|run| unused(format!("{}-", file_name(&run.name)), &mut used)).collect()
+        }
     }
 }
 
@@ -316,18 +298,11 @@ mod tests {
     fn run(name: &str, method: &str, ratio: f64) -> NamedRun {
         let mut manifest = made_up::manifest(method, ratio);
         made_up::evaluated(&mut manifest, 10.0, 10.0 + 20.0 * ratio);
-        NamedRun {
-            name: name.into(),
-            manifest,
-        }
+        NamedRun { name: name.into(), manifest }
     }
 
     fn names(report: &Report) -> Vec<&str> {
-        report
-            .pictures
-            .iter()
-            .map(|(name, _)| name.as_str())
-            .collect()
+        report.pictures.iter().map(|(name, _)| name.as_str()).collect()
     }
 
     #[test]
@@ -365,10 +340,7 @@ mod tests {
         other.manifest.evaluation.as_mut().unwrap().text_sha256 = "0000".into();
         let report = Report::of(&[run("a", "wanda", 0.5), other]).unwrap();
         assert!(report.html.contains("they are on 2 charts"));
-        assert_eq!(
-            names(&report)[..2],
-            ["perplexity-1.svg", "perplexity-2.svg"]
-        );
+        assert_eq!(names(&report)[..2], ["perplexity-1.svg", "perplexity-2.svg"]);
     }
 
     #[test]
@@ -398,10 +370,7 @@ mod tests {
         let mut run = run("a\u{1b}[2J", "wanda\u{7}", 0.5);
         let manifest = &mut run.manifest;
         manifest.layers[0].matrices[0].name = "model.layers.0.\u{1b}]0;x\u{7}\u{202e}".into();
-        let second = NamedRun {
-            name: "b".into(),
-            ..run.clone()
-        };
+        let second = NamedRun { name: "b".into(), ..run.clone() };
         let report = Report::of(&[run, second]).unwrap();
         let is_control = |c: char| (c.is_control() && c != '\n') || c == '\u{202e}';
         assert!(!report.html.contains(is_control));

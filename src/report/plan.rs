@@ -71,9 +71,7 @@ pub fn text(plan: &Plan) -> String {
             Some(budget) => format!("of {budget}"),
             None => "(of unknown size)".to_string(),
         };
-        let phase = device
-            .peak_phase
-            .map_or_else(String::new, |phase| format!(", in {phase}"));
+        let phase = device.peak_phase.map_or_else(String::new, |phase| format!(", in {phase}"));
         line(&device.device, format!("peak {} {of}{phase}", device.peak));
     }
     for layers in &plan.layers {
@@ -84,11 +82,7 @@ pub fn text(plan: &Plan) -> String {
         };
         line(
             "layers",
-            format!(
-                "{which} on {}; weights from {}",
-                layers.devices.join(" and "),
-                layers.weights
-            ),
+            format!("{which} on {}; weights from {}", layers.devices.join(" and "), layers.weights),
         );
     }
     let states = &plan.hidden_states;
@@ -106,10 +100,7 @@ pub fn text(plan: &Plan) -> String {
             (true, _) => "GPU memory",
             (false, _) => "",
         };
-        line(
-            name,
-            format!("{:<16} {:>10}  {}", phase.phase, phase.bytes, parts(phase)),
-        );
+        line(name, format!("{:<16} {:>10}  {}", phase.phase, phase.bytes, parts(phase)));
     }
     line("time", time(&plan.time));
     for note in &plan.notes {
@@ -120,11 +111,7 @@ pub fn text(plan: &Plan) -> String {
 
 /// The largest parts, in words.
 fn parts(phase: &PhasePlan) -> String {
-    let mut parts: Vec<_> = phase
-        .parts
-        .iter()
-        .filter(|part| part.bytes > ByteSize::ZERO)
-        .collect();
+    let mut parts: Vec<_> = phase.parts.iter().filter(|part| part.bytes > ByteSize::ZERO).collect();
     parts.sort_by_key(|part| std::cmp::Reverse(part.bytes));
     let named: Vec<String> = parts
         .iter()
@@ -143,16 +130,8 @@ fn time(time: &TimeEstimate) -> String {
         of.push(format!("transfers {}", duration(time.transfers)));
     }
     // "about less than" is no estimate.
-    let about = if time.seconds < LEAST_SECONDS {
-        ""
-    } else {
-        "about "
-    };
-    format!(
-        "{about}{}: {}; some of them overlap",
-        duration(time.seconds),
-        of.join(", ")
-    )
+    let about = if time.seconds < LEAST_SECONDS { "" } else { "about " };
+    format!("{about}{}: {}; some of them overlap", duration(time.seconds), of.join(", "))
 }
 
 /// Seconds below which no number is written.
@@ -176,9 +155,6 @@ mod tests {
     #[test]
     fn durations_have_a_unit_a_person_would_choose() {
         let texts = [0.2, 5.4, 300.0, 7200.0, 300_000.0].map(duration);
-        assert_eq!(
-            texts,
-            ["less than a second", "5 s", "5 min", "2.0 h", "3.5 days"]
-        );
+        assert_eq!(texts, ["less than a second", "5 s", "5 min", "2.0 h", "3.5 days"]);
     }
 }

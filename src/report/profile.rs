@@ -15,9 +15,7 @@ pub fn text(profile: &ProfileReport) -> String {
         "part", "seconds", "of all", "GFLOP/s", "of peak"
     );
     for part in &profile.parts {
-        let gflops = part
-            .gflops
-            .map_or(String::new(), |gflops| format!("{gflops:.0}"));
+        let gflops = part.gflops.map_or(String::new(), |gflops| format!("{gflops:.0}"));
         let share = part.share_of_peak.map_or(String::new(), percent);
         let _ = writeln!(
             text,
@@ -27,11 +25,7 @@ pub fn text(profile: &ProfileReport) -> String {
             percent(part.seconds / all.max(f64::MIN_POSITIVE)),
         );
     }
-    let _ = write!(
-        text,
-        "peak of multiply-adds alone: {:.0} GFLOP/s in f32",
-        peak.f32
-    );
+    let _ = write!(text, "peak of multiply-adds alone: {:.0} GFLOP/s in f32", peak.f32);
     if let Some(bf16) = peak.bf16 {
         let _ = write!(text, ", {bf16:.0} in bf16");
     }
@@ -61,10 +55,7 @@ mod tests {
             parts: vec![part("read", 1.0, None), part("mlp", 3.0, Some(150.0))],
         };
         assert_eq!(text(&profile), "");
-        profile.peak = Some(PeakReport {
-            f32: 200.0,
-            bf16: None,
-        });
+        profile.peak = Some(PeakReport { f32: 200.0, bf16: None });
         assert_eq!(
             text(&profile),
             "part             seconds   of all   GFLOP/s   of peak\n\

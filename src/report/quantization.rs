@@ -18,13 +18,8 @@ pub fn text(report: &QuantizationReport) -> String {
         report.bytes_before,
         share(report.zeros_before),
         share(report.zeros_after),
-        report
-            .peak_anonymous
-            .map_or(String::new(), |peak| format!("{peak} of ")),
-        report
-            .plan
-            .cpu()
-            .map_or(ByteSize::ZERO, |device| device.peak),
+        report.peak_anonymous.map_or(String::new(), |peak| format!("{peak} of ")),
+        report.plan.cpu().map_or(ByteSize::ZERO, |device| device.peak),
         report.output
     )
 }

@@ -54,16 +54,10 @@ pub(super) fn rows(recovery: &RecoveryReport, layers: &[LayerReport]) -> Vec<(St
         })
         .collect();
     if !losses.is_empty() {
-        row(
-            "  loss left",
-            format!("{} % of the first step's, by layer", losses.join(", ")),
-        );
+        row("  loss left", format!("{} % of the first step's, by layer", losses.join(", ")));
     }
     if recovery.new_zeros > 0 {
-        row(
-            "  new zeros",
-            format!("{} trained weights became zero", recovery.new_zeros),
-        );
+        row("  new zeros", format!("{} trained weights became zero", recovery.new_zeros));
     }
     if let Some(adapter) = &recovery.adapter {
         row("adapter", adapter.clone());

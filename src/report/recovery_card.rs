@@ -47,33 +47,16 @@ fn rows(recovery: &RecoveryReport, perplexity: &Perplexities) -> Vec<(&'static s
         ("matrices", recovery.target_modules.join(", ")),
     ];
     rows.extend(recovery.rank.map(|rank| ("rank", rank.to_string())));
-    rows.push((
-        "optimizer",
-        format!("{}, rate {:.3e}", recovery.optim, recovery.rate),
-    ));
+    rows.push(("optimizer", format!("{}, rate {:.3e}", recovery.optim, recovery.rate)));
     rows.push(match recovery.steps.len() {
         0 => ("steps per layer", recovery.steps_of.to_string()),
         steps => ("steps", steps.to_string()),
     });
-    rows.push((
-        "text",
-        format!(
-            "{}, {} tokens",
-            recovery.text.dataset, recovery.text.tokens_used
-        ),
-    ));
+    rows.push(("text", format!("{}, {} tokens", recovery.text.dataset, recovery.text.tokens_used)));
     let of =
         |measured: crate::run::manifest::PerplexityReport| format!("{:.4}", measured.perplexity);
-    rows.extend(
-        perplexity
-            .dense
-            .map(|before| ("perplexity before", of(before))),
-    );
-    rows.extend(
-        perplexity
-            .pruned
-            .map(|after| ("perplexity after", of(after))),
-    );
+    rows.extend(perplexity.dense.map(|before| ("perplexity before", of(before))));
+    rows.extend(perplexity.pruned.map(|after| ("perplexity after", of(after))));
     rows
 }
 
@@ -84,11 +67,8 @@ mod tests {
     #[test]
     fn a_card_keeps_licence_and_base_and_names_the_training() {
         let source = FrontMatter::of(b"---\nlicense: llama2\nbase_model: a/b\ntags:\n- x\n---\n");
-        let recovery = RecoveryReport {
-            how: "lora".to_string(),
-            rank: Some(8),
-            ..RecoveryReport::default()
-        };
+        let recovery =
+            RecoveryReport { how: "lora".to_string(), rank: Some(8), ..RecoveryReport::default() };
         let card = text("pruned", (&recovery, &Perplexities::default()), &source);
         let head = FrontMatter::of(card.as_bytes());
         assert_eq!(head.get("license"), ["llama2"]);

@@ -22,13 +22,7 @@ pub(super) fn settings(manifest: &Manifest) -> Vec<(&'static str, String)> {
     let mut row = |name, value| rows.push((name, value));
     let model = &manifest.model;
     let millions = model.parameters as f64 / 1e6;
-    row(
-        "model",
-        format!(
-            "{} ({millions:.1} M parameters, {})",
-            model.path, model.bytes
-        ),
-    );
+    row("model", format!("{} ({millions:.1} M parameters, {})", model.path, model.bytes));
     if let Some(merge) = &manifest.merge {
         merges::settings(merge, &mut row);
     }
@@ -47,10 +41,9 @@ pub(super) fn settings(manifest: &Manifest) -> Vec<(&'static str, String)> {
         let (ratio, pattern) = (pruning.sparsity_ratio, &pruning.sparsity_type);
         row("method", method_label(manifest));
         row("ratio asked for", format!("{ratio} {pattern}"));
-        for (name, globs) in [
-            ("matrices included", &pruning.include),
-            ("matrices excluded", &pruning.exclude),
-        ] {
+        for (name, globs) in
+            [("matrices included", &pruning.include), ("matrices excluded", &pruning.exclude)]
+        {
             if !globs.is_empty() {
                 row(name, globs.join(", "));
             }
@@ -58,16 +51,11 @@ pub(super) fn settings(manifest: &Manifest) -> Vec<(&'static str, String)> {
     }
     if let Some(sparsity) = manifest.sparsity {
         let (ratio, zeros, weights) = (sparsity.ratio, sparsity.zeros, sparsity.weights);
-        row(
-            "sparsity reached",
-            format!("{ratio:.6}: {zeros} of {weights} weights"),
-        );
+        row("sparsity reached", format!("{ratio:.6}: {zeros} of {weights} weights"));
     }
     let [first, second] = manifest.perplexity_names();
-    for (name, report) in [
-        (first, manifest.perplexity.dense),
-        (second, manifest.perplexity.pruned),
-    ] {
+    for (name, report) in [(first, manifest.perplexity.dense), (second, manifest.perplexity.pruned)]
+    {
         if let Some(report) = report {
             row(name, perplexity(report));
         }
@@ -102,10 +90,7 @@ pub(super) fn settings(manifest: &Manifest) -> Vec<(&'static str, String)> {
         row("peak memory", format!("{peak} anonymous"));
     }
     if let Some(output) = &manifest.output {
-        row(
-            "result",
-            format!("{} (read back and verified)", output.model),
-        );
+        row("result", format!("{} (read back and verified)", output.model));
     }
     row("program", format!("prune {}", manifest.prune_version));
     row("command", manifest.arguments.join(" "));
@@ -155,12 +140,8 @@ pub(super) fn side_by_side(runs: &[NamedRun]) -> Table {
             vec![
                 run.name.clone(),
                 method_label(manifest),
-                or_dash(manifest.pruning.as_ref(), |pruning| {
-                    pruning.sparsity_ratio.to_string()
-                }),
-                or_dash(manifest.sparsity, |sparsity| {
-                    format!("{:.4}", sparsity.ratio)
-                }),
+                or_dash(manifest.pruning.as_ref(), |pruning| pruning.sparsity_ratio.to_string()),
+                or_dash(manifest.sparsity, |sparsity| format!("{:.4}", sparsity.ratio)),
                 or_dash(dense, finite),
                 or_dash(pruned, finite),
                 or_dash(pruned.zip(dense), |(pruned, dense)| finite(pruned / dense)),
@@ -191,9 +172,8 @@ pub(super) fn side_by_side(runs: &[NamedRun]) -> Table {
 
 /// The mean over all matrices with a measured error, with equal weights.
 fn mean_output_error(manifest: &Manifest) -> Option<f64> {
-    let errors: Vec<f64> = matrices(manifest)
-        .filter_map(|matrix| matrix.relative_output_error)
-        .collect();
+    let errors: Vec<f64> =
+        matrices(manifest).filter_map(|matrix| matrix.relative_output_error).collect();
     (!errors.is_empty()).then(|| errors.iter().sum::<f64>() / errors.len() as f64)
 }
 
@@ -213,9 +193,7 @@ pub(super) fn every_matrix(manifest: &Manifest) -> Table {
                 matrix.zeros.to_string(),
                 format!("{:.6}", matrix.zeros as f64 / weights.max(1.0)),
                 or_dash(matrix.relative_output_error, |error| format!("{error:.6}")),
-                or_dash(matrix.mask_sha256.as_ref(), |hash| {
-                    hash.chars().take(12).collect()
-                }),
+                or_dash(matrix.mask_sha256.as_ref(), |hash| hash.chars().take(12).collect()),
             ]
         })
         .collect();
@@ -247,10 +225,7 @@ pub(super) fn every_memory_sample(manifest: &Manifest) -> Table {
             ]
         })
         .collect();
-    Table {
-        columns: &["checkpoint", "seconds", "memory", "most since the last"],
-        rows,
-    }
+    Table { columns: &["checkpoint", "seconds", "memory", "most since the last"], rows }
 }
 
 fn or_dash<T>(value: Option<T>, text: impl FnOnce(T) -> String) -> String {

@@ -38,10 +38,7 @@ pub fn text(manifest: &Manifest) -> String {
     rows.add("peak memory", format!("{peak} anonymous{states}"));
     rows.devices(manifest);
     if let Some(output) = &manifest.output {
-        rows.add(
-            "result",
-            format!("{} (read back and verified)", output.model),
-        );
+        rows.add("result", format!("{} (read back and verified)", output.model));
     }
     let rows = rows.0;
     let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
@@ -60,10 +57,7 @@ impl TableRows {
     fn model(&mut self, manifest: &Manifest) {
         let model = &manifest.model;
         let millions = model.parameters as f64 / 1e6;
-        self.add(
-            "model",
-            format!("{} ({millions:.1} M parameters)", model.path),
-        );
+        self.add("model", format!("{} ({millions:.1} M parameters)", model.path));
         if let Some(merge) = &manifest.merge {
             for (name, value) in merges::rows(merge) {
                 self.add(&name, value);
@@ -100,10 +94,7 @@ impl TableRows {
         };
         self.add(
             "sparsity reached",
-            format!(
-                "{:.6} ({} of {} weights)",
-                sparsity.ratio, sparsity.zeros, sparsity.weights
-            ),
+            format!("{:.6} ({} of {} weights)", sparsity.ratio, sparsity.zeros, sparsity.weights),
         );
         if sparsity.zeros_before > 0 && manifest.recovery.is_none() {
             self.add(
@@ -133,14 +124,9 @@ impl TableRows {
             drop.deciding_scores().iter().copied().enumerate().collect();
         scores.sort_by(|(_, a), (_, b)| a.total_cmp(b));
         let shown = scores.iter().take(SCORES_SHOWN);
-        let shown: Vec<String> = shown
-            .map(|(layer, score)| format!("{layer}: {score:.4}"))
-            .collect();
-        let rest = if scores.len() > SCORES_SHOWN {
-            ", ..."
-        } else {
-            ""
-        };
+        let shown: Vec<String> =
+            shown.map(|(layer, score)| format!("{layer}: {score:.4}")).collect();
+        let rest = if scores.len() > SCORES_SHOWN { ", ..." } else { "" };
         self.add("  lowest scores", format!("{}{rest}", shown.join(", ")));
         let [before, after] = drop.parameters.map(|weights| weights as f64 / 1e6);
         self.add(
@@ -157,18 +143,16 @@ impl TableRows {
         let evaluation = manifest.evaluation.as_ref();
         let dataset = evaluation.map_or("evaluation text", |text| &text.dataset);
         let [first, second] = manifest.perplexity_names();
-        for (name, report) in [
-            (first, manifest.perplexity.dense),
-            (second, manifest.perplexity.pruned),
-        ] {
+        for (name, report) in
+            [(first, manifest.perplexity.dense), (second, manifest.perplexity.pruned)]
+        {
             if let Some(report) = report {
                 self.add(name, perplexity(&report, dataset));
             }
         }
-        for (name, text) in [
-            ("calibration text", &manifest.calibration),
-            ("evaluation text", &manifest.evaluation),
-        ] {
+        for (name, text) in
+            [("calibration text", &manifest.calibration), ("evaluation text", &manifest.evaluation)]
+        {
             if let Some(text) = text {
                 self.add(name, protocol_of(text));
             }
@@ -179,16 +163,9 @@ impl TableRows {
     fn phases(&mut self, manifest: &Manifest) {
         self.add("time", duration(manifest.seconds));
         let least = 0.005 * manifest.seconds;
-        for phase in manifest
-            .phases
-            .iter()
-            .filter(|phase| phase.seconds >= least)
-        {
+        for phase in manifest.phases.iter().filter(|phase| phase.seconds >= least) {
             let (time, peak) = (duration(phase.seconds), peak(phase.peak_anonymous));
-            self.add(
-                &format!("  {}", phase.phase),
-                format!("{time:>9}  peak {peak}"),
-            );
+            self.add(&format!("  {}", phase.phase), format!("{time:>9}  peak {peak}"));
         }
     }
 
@@ -206,15 +183,12 @@ impl TableRows {
                 };
                 manifest.fallbacks.iter().filter(fell).count()
             };
-            let falls: Vec<String> = [
-                FallbackOutcome::Cpu,
-                FallbackOutcome::Smaller,
-                FallbackOutcome::Retried,
-            ]
-            .into_iter()
-            .filter(|&outcome| of(outcome) > 0)
-            .map(|outcome| format!("{} {}", of(outcome), outcome.name()))
-            .collect();
+            let falls: Vec<String> =
+                [FallbackOutcome::Cpu, FallbackOutcome::Smaller, FallbackOutcome::Retried]
+                    .into_iter()
+                    .filter(|&outcome| of(outcome) > 0)
+                    .map(|outcome| format!("{} {}", of(outcome), outcome.name()))
+                    .collect();
             if !falls.is_empty() {
                 self.add(
                     "  out of memory",

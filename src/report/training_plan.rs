@@ -37,9 +37,7 @@ pub fn table(rows: &[TrainingRow]) -> String {
          | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n",
     );
     for row in rows {
-        let phase = row
-            .peak_phase
-            .map_or_else(String::new, |phase| phase.to_string());
+        let phase = row.peak_phase.map_or_else(String::new, |phase| phase.to_string());
         // Writing to a String cannot fail.
         let _ = writeln!(
             text,

@@ -19,15 +19,7 @@ mod tests {
 
     #[test]
     fn a_quoted_command_line_is_what_was_typed() {
-        let arguments = [
-            "prune",
-            "--save",
-            "my out/7b",
-            "--include",
-            "*.q_proj",
-            "it's",
-            "",
-        ];
+        let arguments = ["prune", "--save", "my out/7b", "--include", "*.q_proj", "it's", ""];
         let arguments = arguments.map(str::to_string);
         assert_eq!(
             quoted(&arguments),

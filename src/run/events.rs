@@ -150,11 +150,7 @@ pub trait Events: Sync {
 
     /// Ends the run between two units of work, if it should stop.
     fn check(&self) -> Result<(), Stopped> {
-        if self.is_stopping() {
-            Err(Stopped)
-        } else {
-            Ok(())
-        }
+        if self.is_stopping() { Err(Stopped) } else { Ok(()) }
     }
 
     /// Returns the function that ends the process when another process has taken a folder of this run. Another thread calls it.
@@ -164,16 +160,12 @@ pub trait Events: Sync {
 
     /// Emits an [`Event::Note`]. The text may quote a file, so control characters are escaped.
     fn note(&self, text: String) {
-        self.emit(Event::Note {
-            text: printable(&text).into_owned(),
-        });
+        self.emit(Event::Note { text: printable(&text).into_owned() });
     }
 
     /// Emits an [`Event::Warning`]. The text may quote a file, so control characters are escaped.
     fn warn(&self, text: String) {
-        self.emit(Event::Warning {
-            text: printable(&text).into_owned(),
-        });
+        self.emit(Event::Warning { text: printable(&text).into_owned() });
     }
 }
 
@@ -206,12 +198,8 @@ mod tests {
         recorder.note("tensor `\u{202e}x`".into());
         let events = recorder.0.into_inner().expect("one thread");
         let expected = [
-            Event::Warning {
-                text: "tensor `\\u{1b}[2J\\n`".into(),
-            },
-            Event::Note {
-                text: "tensor `\\u{202e}x`".into(),
-            },
+            Event::Warning { text: "tensor `\\u{1b}[2J\\n`".into() },
+            Event::Note { text: "tensor `\\u{202e}x`".into() },
         ];
         assert_eq!(events, expected);
     }

@@ -48,14 +48,7 @@ impl FallbackOutcome {
 
 impl fmt::Display for FallbackReport {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            device,
-            unit,
-            needed,
-            free,
-            budget,
-            outcome,
-        } = self;
+        let Self { device, unit, needed, free, budget, outcome } = self;
         write!(
             formatter,
             "GPU out of memory on {unit}, {} ({needed} needed, {free} free of {budget} on {device})",

@@ -204,12 +204,8 @@ impl GridRecord {
         let ratio = |cell: &GridCell| cell.sparsity_ratio.unwrap_or(f64::INFINITY);
         cells.sort_by(|one, other| {
             let (one, other) = (&one.cell, &other.cell);
-            let key = |cell: &GridCell| {
-                (
-                    rank(&cell.method).unwrap_or(usize::MAX),
-                    cell.method.clone(),
-                )
-            };
+            let key =
+                |cell: &GridCell| (rank(&cell.method).unwrap_or(usize::MAX), cell.method.clone());
             key(one)
                 .cmp(&key(other))
                 .then(ratio(one).total_cmp(&ratio(other)))
@@ -223,10 +219,8 @@ impl GridRecord {
         });
         let mut columns: Vec<String> = columns.into_iter().map(GridCell::column).collect();
         columns.dedup();
-        let mut methods: Vec<String> = cells
-            .iter()
-            .map(|report| report.cell.method.clone())
-            .collect();
+        let mut methods: Vec<String> =
+            cells.iter().map(|report| report.cell.method.clone()).collect();
         methods.dedup();
         let mut table = Vec::new();
         for method in &methods {
@@ -277,14 +271,10 @@ impl GridRecord {
 /// The entry of a method and a column over its cells; `None` without cells.
 fn entry(cells: &[CellReport], method: &str, column: &str) -> Option<GridEntry> {
     let here = || {
-        cells
-            .iter()
-            .filter(|report| report.cell.method == method && report.cell.column() == column)
+        cells.iter().filter(|report| report.cell.method == method && report.cell.column() == column)
     };
     let of = |state: CellState| here().filter(move |report| report.state == state);
-    let perplexities: Vec<f64> = here()
-        .filter_map(|report| report.pruned_perplexity)
-        .collect();
+    let perplexities: Vec<f64> = here().filter_map(|report| report.pruned_perplexity).collect();
     let sparsities: Vec<f64> = here().filter_map(|report| report.sparsity).collect();
     (here().count() > 0).then(|| GridEntry {
         method: method.to_string(),
@@ -327,10 +317,7 @@ mod tests {
     fn cells_have_plain_names() {
         let half = cell("wanda", Some(0.5), "unstructured", 0);
         assert_eq!(half.name(), "wanda-0.5-seed0");
-        assert_eq!(
-            cell("ria-per-row", None, "2:4", 1).name(),
-            "ria-per-row-2of4-seed1"
-        );
+        assert_eq!(cell("ria-per-row", None, "2:4", 1).name(), "ria-per-row-2of4-seed1");
     }
 
     #[test]
@@ -347,11 +334,8 @@ mod tests {
             state: CellState::Finished,
             ..CellReport::of(cell, None, None)
         };
-        let failed = CellReport::of(
-            cell("wanda", Some(0.4), "unstructured", 2),
-            Some("no".into()),
-            None,
-        );
+        let failed =
+            CellReport::of(cell("wanda", Some(0.4), "unstructured", 2), Some("no".into()), None);
         let cells = vec![
             report(cell("magnitude", Some(0.5), "unstructured", 0), 20.0),
             report(cell("wanda", None, "2:4", 0), 15.0),

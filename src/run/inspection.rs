@@ -267,19 +267,15 @@ impl Zeros {
         Self {
             zeros,
             weights,
-            ratio: if weights == 0 {
-                0.0
-            } else {
-                zeros as f64 / weights as f64
-            },
+            ratio: if weights == 0 { 0.0 } else { zeros as f64 / weights as f64 },
         }
     }
 
     /// The sum of several counts.
     pub fn sum<'a>(parts: impl IntoIterator<Item = &'a Self>) -> Self {
-        let (zeros, weights) = parts.into_iter().fold((0, 0), |(zeros, weights), part| {
-            (zeros + part.zeros, weights + part.weights)
-        });
+        let (zeros, weights) = parts
+            .into_iter()
+            .fold((0, 0), |(zeros, weights), part| (zeros + part.zeros, weights + part.weights));
         Self::of(zeros, weights)
     }
 }

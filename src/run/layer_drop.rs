@@ -49,11 +49,7 @@ impl LayerDropReport {
             true => String::new(),
             false => format!(" ({})", self.dropped_list()),
         };
-        format!(
-            "{} of {before} layers{list} by {}",
-            self.dropped.len(),
-            self.rule
-        )
+        format!("{} of {before} layers{list} by {}", self.dropped.len(), self.rule)
     }
 
     /// The name of [`LayerDropReport::deciding_scores`].

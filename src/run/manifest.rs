@@ -186,14 +186,11 @@ pub fn name_of(path: &str) -> String {
     let name = match absolute.file_name() {
         Some(name) => Some(name.to_os_string()),
         // The path ends in `..`.
-        None => absolute
-            .canonicalize()
-            .ok()
-            .and_then(|folder| Some(folder.file_name()?.to_os_string())),
+        None => {
+            absolute.canonicalize().ok().and_then(|folder| Some(folder.file_name()?.to_os_string()))
+        }
     };
-    name.map_or("model".to_string(), |name| {
-        name.to_string_lossy().into_owned()
-    })
+    name.map_or("model".to_string(), |name| name.to_string_lossy().into_owned())
 }
 
 /// The arithmetic of a run. Mask hashes are comparable only between equal arithmetic.
@@ -491,10 +488,7 @@ mod tests {
         };
         let json = serde_json::to_string(&report).unwrap();
         let read: PerplexityReport = serde_json::from_str(&json).unwrap();
-        assert!(
-            read.perplexity.is_nan() && read.mean_loss.is_nan(),
-            "{json}"
-        );
+        assert!(read.perplexity.is_nan() && read.mean_loss.is_nan(), "{json}");
         assert_eq!((read.standard_error, read.windows), (0.5, 1));
     }
 }

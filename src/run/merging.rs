@@ -77,18 +77,18 @@ impl MergeReport {
             models: saliency.models.iter().map(measured).collect(),
             ..saliency.clone()
         });
-        let vocabulary = self.vocabulary.as_ref().map(|of| VocabularyReport {
-            source: name_of(&of.source),
-            ..of.clone()
-        });
+        let vocabulary = self
+            .vocabulary
+            .as_ref()
+            .map(|of| VocabularyReport { source: name_of(&of.source), ..of.clone() });
         Self {
             models: models.collect(),
             recipe,
             vocabulary,
-            combined_adapter: self.combined_adapter.as_ref().map(|of| CombinedAdapter {
-                folder: shown(&of.folder),
-                ..of.clone()
-            }),
+            combined_adapter: self
+                .combined_adapter
+                .as_ref()
+                .map(|of| CombinedAdapter { folder: shown(&of.folder), ..of.clone() }),
             saliency,
             ..self.clone()
         }
@@ -96,10 +96,7 @@ impl MergeReport {
 
     /// The output errors over all linears; `None` without statistics.
     pub fn output_errors(&self) -> Option<OutputErrors> {
-        let errors = self
-            .tensors
-            .iter()
-            .filter_map(|tensor| tensor.output_errors);
+        let errors = self.tensors.iter().filter_map(|tensor| tensor.output_errors);
         errors.reduce(|sum, error| OutputErrors {
             before: sum.before.zip(error.before).map(|(sum, error)| sum + error),
             after: sum.after + error.after,

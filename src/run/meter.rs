@@ -57,12 +57,7 @@ impl<'a> Meter<'a> {
 
     /// Announces the end.
     pub fn finish(self) {
-        self.events.emit(Event::Progress {
-            done: self.done.div_ceil(MIB),
-        });
-        self.events.emit(Event::PhaseDone {
-            phase: self.phase,
-            elapsed: self.started.elapsed(),
-        });
+        self.events.emit(Event::Progress { done: self.done.div_ceil(MIB) });
+        self.events.emit(Event::PhaseDone { phase: self.phase, elapsed: self.started.elapsed() });
     }
 }

@@ -42,9 +42,9 @@ pub fn exceeded(
     let expected = (planned.0 / 10).max(32 << 20).saturating_add(planned.0);
     let used = format!("{measured} of {of} were used at once");
     match budget {
-        Some(budget) if measured > budget => Some(format!(
-            "{used}, {budget} are allowed and {planned} were planned"
-        )),
+        Some(budget) if measured > budget => {
+            Some(format!("{used}, {budget} are allowed and {planned} were planned"))
+        }
         _ if measured.0 > expected => Some(format!("{used}, {planned} were planned")),
         _ => None,
     }
@@ -148,10 +148,7 @@ pub enum PartKind {
     #[serde(rename = "hidden states")]
     HiddenStates,
     /// Hidden states on their way to and from the spill file.
-    #[serde(
-        rename = "spilled states in flight",
-        alias = "hidden states on their way"
-    )]
+    #[serde(rename = "spilled states in flight", alias = "hidden states on their way")]
     SpilledStates,
     /// Samples on their way to and from GPUs.
     #[serde(rename = "samples in flight", alias = "samples on their way")]

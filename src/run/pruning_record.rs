@@ -99,9 +99,7 @@ impl PruningRecord {
         if let Ok(Version { schema }) = serde_json::from_slice(bytes)
             && schema > SCHEMA
         {
-            return Err(format!(
-                "it has schema {schema}, and this program reads up to {SCHEMA}"
-            ));
+            return Err(format!("it has schema {schema}, and this program reads up to {SCHEMA}"));
         }
         serde_json::from_slice(bytes)
             .map_err(|error| error.to_string().chars().take(LONGEST).collect())
@@ -109,10 +107,7 @@ impl PruningRecord {
 
     /// The nearest model on the hub that this model was made from.
     pub fn base_model(&self) -> Option<&str> {
-        self.source
-            .id
-            .as_deref()
-            .or(self.source.made_from.as_deref())
+        self.source.id.as_deref().or(self.source.made_from.as_deref())
     }
 }
 
@@ -120,12 +115,7 @@ impl TextProtocol {
     /// The protocol without folders and without the place of every sample; the hash of the tokens stands for these.
     #[must_use]
     pub fn published(&self) -> Self {
-        Self {
-            path: name_of(&self.path),
-            starts: Vec::new(),
-            documents: None,
-            ..self.clone()
-        }
+        Self { path: name_of(&self.path), starts: Vec::new(), documents: None, ..self.clone() }
     }
 }
 
@@ -136,10 +126,7 @@ mod tests {
     #[test]
     fn later_versions_and_other_files_are_refused_with_a_sentence() {
         let refused = |text: &str| PruningRecord::parse(text.as_bytes()).unwrap_err();
-        assert_eq!(
-            refused(r#"{"schema": 2}"#),
-            "it has schema 2, and this program reads up to 1"
-        );
+        assert_eq!(refused(r#"{"schema": 2}"#), "it has schema 2, and this program reads up to 1");
         for other in ["", "[]", r#"{"schema": 1}"#, "\u{0}", r#"{"schema": -1}"#] {
             assert!(!refused(other).is_empty());
         }

@@ -73,13 +73,7 @@ pub struct Divergence {
 impl Divergence {
     /// The failure in one line, and the state that was kept.
     pub fn lines(&self) -> [String; 2] {
-        let Self {
-            step,
-            rate,
-            what,
-            best_step,
-            best_loss,
-        } = self;
+        let Self { step, rate, what, best_step, best_loss } = self;
         [
             format!(
                 "the training diverged: {what} in step {step}, with a learning rate of {rate:e}"

@@ -140,9 +140,7 @@ mod tests {
     fn settings_that_differ_are_named_with_both_values() {
         let settings = |values: &[(&str, &str)]| -> BTreeMap<String, String> {
             let pairs = values.iter();
-            pairs
-                .map(|(name, value)| (name.to_string(), value.to_string()))
-                .collect()
+            pairs.map(|(name, value)| (name.to_string(), value.to_string())).collect()
         };
         let state = RunState {
             settings: settings(&[("a", "1"), ("b", "2"), ("c", "3")]),
@@ -167,11 +165,8 @@ mod tests {
             &[phase(Phase::Read, 1.0, 5), phase(Phase::Write, 2.0, 1)],
             &[phase(Phase::Read, 0.5, 7), phase(Phase::Head, 1.0, 2)],
         );
-        let expected = [
-            phase(Phase::Read, 1.5, 7),
-            phase(Phase::Write, 2.0, 1),
-            phase(Phase::Head, 1.0, 2),
-        ];
+        let expected =
+            [phase(Phase::Read, 1.5, 7), phase(Phase::Write, 2.0, 1), phase(Phase::Head, 1.0, 2)];
         assert_eq!(merged, expected);
     }
 }

@@ -44,11 +44,7 @@ impl Default for Clock {
 impl Clock {
     /// Starts a clock.
     pub fn new() -> Self {
-        Self {
-            began: Instant::now(),
-            records: Mutex::default(),
-            devices: OnceLock::new(),
-        }
+        Self { began: Instant::now(), records: Mutex::default(), devices: OnceLock::new() }
     }
 
     /// From now on samples include the memory of GPUs.
@@ -106,11 +102,7 @@ impl Clock {
                 report.seconds += seconds;
                 report.peak_anonymous = report.peak_anonymous.max(peak);
             }
-            None => phases.push(PhaseReport {
-                phase,
-                seconds,
-                peak_anonymous: peak,
-            }),
+            None => phases.push(PhaseReport { phase, seconds, peak_anonymous: peak }),
         }
         result
     }
@@ -146,9 +138,7 @@ mod tests {
         let clock = Clock::new();
         assert_eq!(clock.measure(Phase::Read, || 7), 7);
         clock.measure(Phase::Score, || ());
-        clock.measure(Phase::Read, || {
-            std::thread::sleep(std::time::Duration::from_millis(5))
-        });
+        clock.measure(Phase::Read, || std::thread::sleep(std::time::Duration::from_millis(5)));
         let report = clock.report();
         assert_eq!(
             report.iter().map(|phase| phase.phase).collect::<Vec<_>>(),
@@ -160,10 +150,7 @@ mod tests {
     // tests/it/messages.rs tests the real peak in a separate process. Here other tests reset the process's high-water mark.
     #[test]
     fn a_sample_has_the_highest_peak_since_the_one_before() {
-        let mut records = Records {
-            peak: ByteSize(5),
-            ..Records::default()
-        };
+        let mut records = Records { peak: ByteSize(5), ..Records::default() };
         assert_eq!(records.peak_since_the_last_sample(ByteSize(4)), ByteSize(5));
         assert_eq!(records.peak_since_the_last_sample(ByteSize(2)), ByteSize(2));
     }

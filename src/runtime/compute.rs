@@ -46,12 +46,7 @@ impl<'a> Compute<'a> {
         devices: Vec<Vec<String>>,
         events: &'a dyn Events,
     ) -> Self {
-        Self {
-            context,
-            workers,
-            devices,
-            events,
-        }
+        Self { context, workers, devices, events }
     }
 
     /// The scratch memory of the CPU, for products outside a layer.
@@ -72,11 +67,7 @@ impl<'a> Compute<'a> {
     /// Returns whether a device other than the CPU computes the last layer, and so the head.
     pub fn has_device_for_the_head(&self) -> bool {
         let last = self.devices.last();
-        last.is_some_and(|last| {
-            self.workers
-                .iter()
-                .any(|worker| last.contains(worker.name()))
-        })
+        last.is_some_and(|last| self.workers.iter().any(|worker| last.contains(worker.name())))
     }
 
     /// Replaces every hidden state by the output of a layer. Calls `done` after each sample with the number of samples finished before.
@@ -166,9 +157,7 @@ impl<'a> Compute<'a> {
         Pass {
             on_device: &|worker, sample| {
                 let state = lock(&hidden).stored(sample)?;
-                worker.capture(sample, layer, (&state, grams.widths), &|sample| {
-                    new(sample, turn)
-                })
+                worker.capture(sample, layer, (&state, grams.widths), &|sample| new(sample, turn))
             },
             on_cpu: &mut |sample| {
                 let state = lock(&hidden).get(sample)?;
@@ -254,11 +243,7 @@ impl<'a> Compute<'a> {
         let workers = self.workers.iter_mut();
         SweepReport {
             fallbacks: workers.flat_map(DeviceWorker::take_fallbacks).collect(),
-            devices: self
-                .workers
-                .iter()
-                .map(DeviceWorker::memory_report)
-                .collect(),
+            devices: self.workers.iter().map(DeviceWorker::memory_report).collect(),
             watch: self.context.workspace().product_context().watch.clone(),
         }
     }
@@ -281,10 +266,7 @@ impl SweepReport {
     pub fn and(mut self, later: Self) -> Self {
         self.fallbacks.extend(later.fallbacks);
         self.devices.extend(later.devices);
-        Self {
-            watch: later.watch,
-            ..self
-        }
+        Self { watch: later.watch, ..self }
     }
 }
 

@@ -123,12 +123,9 @@ impl<'a> DeviceWorker<'a> {
             Weight::AtRest(_) => ByteSize::ZERO,
         };
         let name = format!("model.layers.{}", layer.index());
-        let begun = self.upload(
-            &format!("{name} (norms)"),
-            norms,
-            ByteSize::ZERO,
-            |engine| engine.begin(layer),
-        )?;
+        let begun = self.upload(&format!("{name} (norms)"), norms, ByteSize::ZERO, |engine| {
+            engine.begin(layer)
+        })?;
         if !begun {
             return Ok(false);
         }
@@ -138,9 +135,7 @@ impl<'a> DeviceWorker<'a> {
             let bytes = ByteSize::of(rows * columns, element);
             let unit = format!("{} (upload)", projection.full_name(layer.index()));
             let cast = cast(projection, rows * columns);
-            if !self.upload(&unit, bytes, cast, |engine| {
-                engine.take_up(layer, projection)
-            })? {
+            if !self.upload(&unit, bytes, cast, |engine| engine.take_up(layer, projection))? {
                 return Ok(false);
             }
         }
@@ -162,19 +157,13 @@ impl<'a> DeviceWorker<'a> {
         self.failed = wanted;
         // No layer follows the head.
         self.ledger.give_back(std::mem::take(&mut self.ahead));
-        let bytes = ByteSize::of(
-            (chunk.rows.len() + 1) * self.config.hidden_size,
-            self.engine.element(),
-        );
+        let bytes =
+            ByteSize::of((chunk.rows.len() + 1) * self.config.hidden_size, self.engine.element());
         let stored = chunk.stored_bytes();
-        let cast = cast_bytes(
-            chunk.rows.len() * self.config.hidden_size,
-            stored,
-            self.engine.element(),
-        );
-        let taken = self.upload("lm_head (upload)", bytes, cast, |engine| {
-            engine.begin_head(chunk)
-        })?;
+        let cast =
+            cast_bytes(chunk.rows.len() * self.config.hidden_size, stored, self.engine.element());
+        let taken =
+            self.upload("lm_head (upload)", bytes, cast, |engine| engine.begin_head(chunk))?;
         if taken {
             (self.loaded, self.failed) = (wanted, Loaded::Nothing);
         }
@@ -206,9 +195,7 @@ impl<'a> DeviceWorker<'a> {
         cast: ByteSize,
         mut copy: impl FnMut(&mut dyn Engine) -> Result<()>,
     ) -> Result<bool> {
-        let done = self.attempt(unit, false, &|_| bytes + cast, &mut |engine, _| {
-            copy(engine)
-        })?;
+        let done = self.attempt(unit, false, &|_| bytes + cast, &mut |engine, _| copy(engine))?;
         if done.is_some() {
             // The attempt gave its reservation back, and the weights stay.
             self.ledger.keep(bytes);
@@ -232,9 +219,7 @@ impl<'a> DeviceWorker<'a> {
     ) -> Result<Option<Tensor>> {
         let unit = unit_name(layer, phase, sample);
         let bytes = self.pass_bytes();
-        self.attempt(&unit, true, &bytes, &mut |engine, cut| {
-            engine.forward(layer, state, cut)
-        })
+        self.attempt(&unit, true, &bytes, &mut |engine, cut| engine.forward(layer, state, cut))
     }
 
     /// Passes a gradient back through the loaded layer; `None` leaves the sample to the CPU, with `gradients` unchanged.
@@ -374,10 +359,7 @@ impl<'a> DeviceWorker<'a> {
             let is_first = refused.is_none();
             let by = match cause {
                 OutOfMemory::Ledger(refused) => refused,
-                OutOfMemory::Device => Refused {
-                    needed,
-                    free: self.observed_free(),
-                },
+                OutOfMemory::Device => Refused { needed, free: self.observed_free() },
             };
             refused.get_or_insert(by);
             drop(error);
@@ -410,9 +392,7 @@ impl<'a> DeviceWorker<'a> {
     /// Returns the free bytes: the smaller of the device's count and the ledger's.
     fn observed_free(&self) -> ByteSize {
         let free = self.ledger.free();
-        self.engine.memory().map_or(free, |memory| {
-            free.min(memory.free + self.engine.grams_held())
-        })
+        self.engine.memory().map_or(free, |memory| free.min(memory.free + self.engine.grams_held()))
     }
 
     /// Chooses the largest pieces that fit the free memory. Where none fit, the device pauses until other weights are loaded.

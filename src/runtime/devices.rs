@@ -125,12 +125,7 @@ impl Devices {
         for layers in &plan.layers {
             by_layer.extend(vec![layers.devices.clone(); layers.last + 1 - layers.first]);
         }
-        Ok(Self {
-            opened,
-            by_layer,
-            simulation: simulation.cloned(),
-            dtype: Some(dtype),
-        })
+        Ok(Self { opened, by_layer, simulation: simulation.cloned(), dtype: Some(dtype) })
     }
 
     /// Returns whether the CPU is the only device.
@@ -142,11 +137,8 @@ impl Devices {
     pub fn gauge(&self) -> Option<DeviceGauge> {
         #[cfg(feature = "cuda")]
         {
-            let devices: Vec<candle_core::Device> = self
-                .opened
-                .iter()
-                .filter_map(|opened| opened.device.clone())
-                .collect();
+            let devices: Vec<candle_core::Device> =
+                self.opened.iter().filter_map(|opened| opened.device.clone()).collect();
             if devices.is_empty() {
                 return None;
             }
@@ -181,12 +173,7 @@ impl Devices {
             Ok(context.with_products(products))
         };
         let workers = self.workers(config, seqlen, settings, events, &context)?;
-        Ok(Compute::new(
-            context()?,
-            workers,
-            self.by_layer.clone(),
-            events,
-        ))
+        Ok(Compute::new(context()?, workers, self.by_layer.clone(), events))
     }
 
     /// Creates a worker for each device. Fails when a device has no memory for the rotary tables.

@@ -53,16 +53,9 @@ impl HiddenStates {
     ) -> Result<Self> {
         let store = match spill_folder {
             None => Store::Ram(vec![None; samples]),
-            Some(folder) => Store::Spill {
-                file: spill_file(folder, stream)?,
-                samples,
-            },
+            Some(folder) => Store::Spill { file: spill_file(folder, stream)?, samples },
         };
-        Ok(Self {
-            shape: [seqlen, hidden_size],
-            dtype,
-            store,
-        })
+        Ok(Self { shape: [seqlen, hidden_size], dtype, store })
     }
 
     /// The number of samples.
@@ -138,9 +131,8 @@ impl HiddenStates {
         let bytes = self.state_bytes();
         match &mut self.store {
             Store::Ram(states) => {
-                *states
-                    .get_mut(sample)
-                    .context("a hidden state beyond the last sample")? = Some(state)
+                *states.get_mut(sample).context("a hidden state beyond the last sample")? =
+                    Some(state)
             }
             Store::Spill { file, .. } => {
                 let write = |bytes: &[u8]| positioned::write_all_at(file, bytes, at);
@@ -230,9 +222,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let dtypes = [DType::F32, DType::F16, DType::BF16];
         let spill_folders = [None, Some(folder.path())];
-        for (spill_folder, dtype) in spill_folders
-            .into_iter()
-            .flat_map(|folder| dtypes.map(|dtype| (folder, dtype)))
+        for (spill_folder, dtype) in
+            spill_folders.into_iter().flat_map(|folder| dtypes.map(|dtype| (folder, dtype)))
         {
             let mut states = HiddenStates::new(spill_folder, "test", 3, 2, 3, dtype).unwrap();
             for sample in 0..3 {
@@ -240,9 +231,7 @@ mod tests {
             }
             for sample in 0..3 {
                 let state = states.get(sample).unwrap();
-                states
-                    .put(sample, (state + sample as f64).unwrap())
-                    .unwrap();
+                states.put(sample, (state + sample as f64).unwrap()).unwrap();
             }
             for sample in 0..3 {
                 assert_eq!(
@@ -250,11 +239,7 @@ mod tests {
                     [[2.0 * sample as f32; 3]; 2]
                 );
             }
-            assert!(
-                states
-                    .put(0, tensor::from_vec(vec![0.0; 6], &[3, 2]).unwrap())
-                    .is_err()
-            );
+            assert!(states.put(0, tensor::from_vec(vec![0.0; 6], &[3, 2]).unwrap()).is_err());
             #[cfg(unix)]
             assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
         }
@@ -272,10 +257,7 @@ mod tests {
         let path = folder.path().join("file");
         std::fs::write(&path, "kept").unwrap();
         let error = check_spill_folder(&path).unwrap_err().to_string();
-        assert!(
-            error.starts_with("cannot create a spill file in `"),
-            "{error}"
-        );
+        assert!(error.starts_with("cannot create a spill file in `"), "{error}");
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "kept");
         check_spill_folder(folder.path()).unwrap();
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
@@ -283,11 +265,6 @@ mod tests {
 
     #[test]
     fn a_state_that_was_never_put_is_an_error() {
-        assert!(
-            HiddenStates::new(None, "test", 1, 2, 3, DType::F32)
-                .unwrap()
-                .get(0)
-                .is_err()
-        );
+        assert!(HiddenStates::new(None, "test", 1, 2, 3, DType::F32).unwrap().get(0).is_err());
     }
 }

@@ -59,17 +59,8 @@ impl LayerStore {
                 Some(layer)
             });
         }
-        events.emit(Event::PhaseDone {
-            phase: PHASE.to_string(),
-            elapsed: began.elapsed(),
-        });
-        let mut store = Self {
-            source,
-            config,
-            residency,
-            resident,
-            reader: None,
-        };
+        events.emit(Event::PhaseDone { phase: PHASE.to_string(), elapsed: began.elapsed() });
+        let mut store = Self { source, config, residency, resident, reader: None };
         if residency.reads_ahead() && residency.streamed() > 0 {
             let mut reader = Reader::start(Arc::clone(&store.source), Arc::clone(&store.config))?;
             if let Some(first) = store.next_streamed(0) {
@@ -150,12 +141,7 @@ impl Reader {
                 }
             })
             .context("starting the thread that reads layers")?;
-        Ok(Self {
-            asked: Some(asked),
-            read,
-            is_busy: false,
-            thread: Some(thread),
-        })
+        Ok(Self { asked: Some(asked), read, is_busy: false, thread: Some(thread) })
     }
 
     fn ask(&mut self, index: usize) {
@@ -172,10 +158,8 @@ impl Reader {
             if !self.is_busy {
                 self.ask(index);
             }
-            let (read, layer) = self
-                .read
-                .recv()
-                .map_err(|_| anyhow!("the reader of layer {index} is gone"))?;
+            let (read, layer) =
+                self.read.recv().map_err(|_| anyhow!("the reader of layer {index} is gone"))?;
             self.is_busy = false;
             if read == index {
                 return layer.with_context(|| format!("in model.layers.{index}"));

@@ -39,10 +39,7 @@ impl FromStr for Refusals {
 
     fn from_str(text: &str) -> Result<Self, String> {
         if text == "all" {
-            return Ok(Self {
-                all: true,
-                units: BTreeMap::new(),
-            });
+            return Ok(Self { all: true, units: BTreeMap::new() });
         }
         let number = |error: std::num::ParseIntError| format!("`{text}`: {error}");
         let mut units = BTreeMap::new();
@@ -72,14 +69,7 @@ pub struct Ledger {
 impl Ledger {
     /// Opens an account of `capacity`, of which `held` stays reserved for the whole run.
     pub fn new(capacity: ByteSize, held: ByteSize, refusals: Refusals) -> Self {
-        Self {
-            capacity,
-            held,
-            peak: held,
-            refusals,
-            units: 0,
-            attempts: 0,
-        }
+        Self { capacity, held, peak: held, refusals, units: 0, attempts: 0 }
     }
 
     /// The next unit begins.
@@ -94,10 +84,7 @@ impl Ledger {
     /// Fails when fewer bytes are free. Nothing is reserved then.
     pub fn reserve(&mut self, bytes: ByteSize) -> Result<(), Refused> {
         self.attempts += 1;
-        let refused = Refused {
-            needed: bytes,
-            free: self.free(),
-        };
+        let refused = Refused { needed: bytes, free: self.free() };
         let told_to = self.refusals.all
             || self
                 .refusals
@@ -155,17 +142,11 @@ mod tests {
         assert_eq!(ledger.reserve(ByteSize(60)), Ok(()));
         assert_eq!(
             ledger.reserve(ByteSize(31)),
-            Err(Refused {
-                needed: ByteSize(31),
-                free: ByteSize(30)
-            })
+            Err(Refused { needed: ByteSize(31), free: ByteSize(30) })
         );
         assert_eq!(ledger.reserve(ByteSize(30)), Ok(()));
         ledger.give_back(ByteSize(90));
-        assert_eq!(
-            (ledger.free(), ledger.peak()),
-            (ByteSize(90), ByteSize(100))
-        );
+        assert_eq!((ledger.free(), ledger.peak()), (ByteSize(90), ByteSize(100)));
     }
 
     #[test]

@@ -36,14 +36,8 @@ impl LayerLoader {
         copy: CopyAhead,
         layers: Range<usize>,
     ) -> Self {
-        let mut loader = Self {
-            source,
-            config,
-            settings,
-            copy: Arc::new(copy),
-            end: layers.end,
-            ahead: None,
-        };
+        let mut loader =
+            Self { source, config, settings, copy: Arc::new(copy), end: layers.end, ahead: None };
         loader.read_ahead(layers.start);
         loader
     }
@@ -51,9 +45,9 @@ impl LayerLoader {
     /// Returns the layer `index`.
     pub fn take(&mut self, index: usize) -> Result<DecoderLayer> {
         let layer = match self.ahead.take() {
-            Some((ahead, reading)) if ahead == index => reading
-                .join()
-                .map_err(|_| anyhow!("the reader of layer {index} panicked"))??,
+            Some((ahead, reading)) if ahead == index => {
+                reading.join().map_err(|_| anyhow!("the reader of layer {index} panicked"))??
+            }
             _ => load_layer(&self.source, &self.config, self.settings.weights, index)?,
         };
         Ok(layer)
@@ -65,9 +59,8 @@ impl LayerLoader {
             let (source, config) = (Arc::clone(&self.source), Arc::clone(&self.config));
             let held = self.settings.weights;
             let copy = Arc::clone(&self.copy);
-            let reading = std::thread::Builder::new()
-                .name("reading ahead".to_string())
-                .spawn(move || {
+            let reading =
+                std::thread::Builder::new().name("reading ahead".to_string()).spawn(move || {
                     let layer = load_layer(&source, &config, held, index)?;
                     copy(&layer);
                     Ok(layer)

@@ -34,10 +34,7 @@ fn parse(status: &str) -> Option<Resident> {
     let file_pages = field("RssFile:")? + field("RssShmem:").unwrap_or(0);
     let anonymous = field("RssAnon:")?;
     let peak = field("VmHWM:")?.saturating_sub(file_pages).max(anonymous);
-    Some(Resident {
-        anonymous: ByteSize(anonymous),
-        peak_anonymous: ByteSize(peak),
-    })
+    Some(Resident { anonymous: ByteSize(anonymous), peak_anonymous: ByteSize(peak) })
 }
 
 /// Resets the high-water mark to the resident memory (`5` to `clear_refs`, see proc(5)). Does nothing where the system refuses;
@@ -88,10 +85,8 @@ mod tests {
     #[test]
     fn file_pages_are_taken_off_the_peak() {
         let status = "Name:\tprune\nVmHWM:\t    5000 kB\nVmRSS:\t    3000 kB\nRssAnon:\t    2000 kB\nRssFile:\t     900 kB\nRssShmem:\t     100 kB\n";
-        let expected = Resident {
-            anonymous: ByteSize(2000 << 10),
-            peak_anonymous: ByteSize(4000 << 10),
-        };
+        let expected =
+            Resident { anonymous: ByteSize(2000 << 10), peak_anonymous: ByteSize(4000 << 10) };
         assert_eq!(parse(status), Some(expected));
         assert_eq!(parse("Name:\tprune\n"), None);
     }

@@ -165,13 +165,9 @@ fn on_threads<'a>(
             .collect();
         let mut outcome = Ok(());
         for thread in threads {
-            let ended = thread
-                .context("starting the thread of a device")
-                .and_then(|thread| {
-                    thread
-                        .join()
-                        .unwrap_or_else(|_| Err(anyhow!("the thread of a device panicked")))
-                });
+            let ended = thread.context("starting the thread of a device").and_then(|thread| {
+                thread.join().unwrap_or_else(|_| Err(anyhow!("the thread of a device panicked")))
+            });
             outcome = outcome.and(ended);
         }
         outcome

@@ -29,10 +29,7 @@ pub(super) struct Gauge {
 
 impl Gauge {
     const fn new() -> Self {
-        Self {
-            peak: Mutex::new(0),
-            thread: Once::new(),
-        }
+        Self { peak: Mutex::new(0), thread: Once::new() }
     }
 
     /// Reads the resident set. The peak is the highest reading since the last reset.
@@ -40,10 +37,7 @@ impl Gauge {
         let mut peak = self.peak();
         let now = resident_set()?;
         *peak = now.max(*peak);
-        Some(Resident {
-            anonymous: ByteSize(now),
-            peak_anonymous: ByteSize(*peak),
-        })
+        Some(Resident { anonymous: ByteSize(now), peak_anonymous: ByteSize(*peak) })
     }
 
     /// Forgets the readings so far. The first call starts the thread that reads.
@@ -94,10 +88,7 @@ mod tests {
         let kib = line.and_then(|line| line.split_whitespace().nth(1));
         let expected = 1024 * kib.expect("a number").parse::<u64>().expect("a number");
         let found = resident_set().expect("this process");
-        assert!(
-            found.abs_diff(expected) < TOLERANCE,
-            "{found} and {expected}"
-        );
+        assert!(found.abs_diff(expected) < TOLERANCE, "{found} and {expected}");
     }
 
     #[test]
@@ -116,9 +107,6 @@ mod tests {
         assert!(after.peak_anonymous.0 >= before.0 + TOLERANCE, "{after:?}");
         HERE.reset_peak();
         let again = HERE.resident().expect("this process");
-        assert!(
-            again.peak_anonymous < after.peak_anonymous,
-            "{again:?} and {after:?}"
-        );
+        assert!(again.peak_anonymous < after.peak_anonymous, "{again:?} and {after:?}");
     }
 }

@@ -121,16 +121,12 @@ impl Sweep<'_> {
     ) -> Result<SweepReport> {
         let arithmetic = (&self.settings, self.products);
         let mut compute =
-            self.devices
-                .compute(&self.config, self.seqlen, arithmetic, self.events)?;
+            self.devices.compute(&self.config, self.seqlen, arithmetic, self.events)?;
         let mut first = 0;
         if let Some(finished) = &self.finished {
             first = finished.layers;
             // One side after the other, so that only one layer is in memory, and one is read ahead.
-            for (side, source) in [
-                (Side::Pruned, &finished.written),
-                (Side::Dense, &self.source),
-            ] {
+            for (side, source) in [(Side::Pruned, &finished.written), (Side::Dense, &self.source)] {
                 let moves = editor
                     .as_deref()
                     .is_some_and(|editor| side == editor.side() && editor.has_samples());
@@ -180,9 +176,7 @@ impl Sweep<'_> {
                 })
                 .context("in the head")?;
             for passenger in passengers {
-                passenger
-                    .finish(&head, &mut compute)
-                    .context("in the head")?;
+                passenger.finish(&head, &mut compute).context("in the head")?;
             }
             self.clock.mark(Moment::AfterEvaluation, self.events);
         }
@@ -206,10 +200,8 @@ impl Sweep<'_> {
         );
         for index in layers {
             let in_layer = || format!("in model.layers.{index}");
-            let layer = self
-                .clock
-                .measure(Phase::Read, || loader.take(index))
-                .with_context(in_layer)?;
+            let layer =
+                self.clock.measure(Phase::Read, || loader.take(index)).with_context(in_layer)?;
             compute.begin_layer();
             loader.read_ahead(index + 1);
             let layer = body(layer, compute).with_context(in_layer)?;

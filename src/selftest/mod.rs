@@ -54,10 +54,7 @@ pub fn selftest(device: &DeviceChoice, events: &dyn Events) -> Result<()> {
         ("predicted and counted memory", Bench::memory),
         ("a real out-of-memory", Bench::out_of_memory),
     ];
-    events.note(format!(
-        "self-test of {} ({})",
-        bench.name, bench.driver_name
-    ));
+    events.note(format!("self-test of {} ({})", bench.name, bench.driver_name));
     let mut failed = 0;
     for (name, check) in checks {
         let (mark, detail) = match check(&bench, &folder.path) {
@@ -155,15 +152,7 @@ impl Bench {
 
     /// Forward, capture and head in every dtype, against the host.
     fn compare(&self, model: &mut Model, cut: &Cut) -> Result<Vec<String>> {
-        let Model {
-            layer,
-            context,
-            state,
-            tokens,
-            source,
-            config,
-            ..
-        } = &mut *model;
+        let Model { layer, context, state, tokens, source, config, .. } = &mut *model;
         let ours = values(&layer.forward(state, context)?)?;
         let mut observed = Sums::new(config);
         layer.capture(state, context, &mut observed)?;
@@ -173,12 +162,7 @@ impl Bench {
         let mut figures = Vec::new();
         for (dtype, tolerance) in TOLERANCES {
             let mut engine = self.loaded(model, dtype)?;
-            let Model {
-                layer,
-                state,
-                tokens,
-                ..
-            } = &*model;
+            let Model { layer, state, tokens, .. } = &*model;
             let apart = difference(&ours, &values(&engine.forward(layer, state, cut)?)?);
             let mut theirs = Sums::new(&model.config);
             engine.capture(layer, state, cut, &mut theirs)?;
@@ -190,9 +174,7 @@ impl Bench {
             let again = std::thread::scope(|scope| {
                 let copied = scope.spawn(|| copies(layer));
                 let out = engine.forward(layer, state, cut);
-                copied
-                    .join()
-                    .map_err(|_| anyhow::anyhow!("the copy panicked"))?;
+                copied.join().map_err(|_| anyhow::anyhow!("the copy panicked"))?;
                 out
             })?;
             engine.drop_weights();
@@ -209,10 +191,7 @@ impl Bench {
             let seen = engine.head_window(&chunk, state, tokens, cut)?;
             let loss = difference(&ours_lost, &losses(&seen));
             let worst = apart.max(sums / 2.0).max(loss);
-            figures.push(format!(
-                "{} {apart:.1e} / {sums:.1e} / {loss:.1e}",
-                dtype.as_str()
-            ));
+            figures.push(format!("{} {apart:.1e} / {sums:.1e} / {loss:.1e}", dtype.as_str()));
             ensure!(
                 worst <= tolerance,
                 "{}: off by {apart:.1e} (layer), {sums:.1e} (sums of squares), {loss:.1e} (head); {tolerance:.0e} is allowed",
@@ -226,9 +205,7 @@ impl Bench {
         let demo = demo_model(folder)?;
         let mut model = Model::open(&demo, 256)?;
         let cut = Cut::of(&MemorySettings::default(), &model.config);
-        Ok(CheckOutcome::Held(
-            self.compare(&mut model, &cut)?.join(", "),
-        ))
+        Ok(CheckOutcome::Held(self.compare(&mut model, &cut)?.join(", ")))
     }
 
     /// The Gram matrices and column sums of two samples, with several panels each.
@@ -238,12 +215,7 @@ impl Bench {
         cut.mlp_tokens = 100;
         let mut ours = Grams::new(&model.config);
         for _ in 0..2 {
-            let Model {
-                layer,
-                context,
-                state,
-                ..
-            } = &mut model;
+            let Model { layer, context, state, .. } = &mut model;
             layer.capture(state, context, &mut ours)?;
         }
         let (ours, mut figures) = (ours.all(), Vec::new());
@@ -255,9 +227,7 @@ impl Bench {
             }
             engine.collect_grams(&mut |point, first, sums| theirs.add(point, first, sums))?;
             let pairs = ours.iter().zip(theirs.all());
-            let apart = pairs
-                .map(|(ours, theirs)| difference(ours, &theirs))
-                .fold(0.0, f32::max);
+            let apart = pairs.map(|(ours, theirs)| difference(ours, &theirs)).fold(0.0, f32::max);
             ensure!(apart <= 2.0 * tolerance, "{dtype:?}: off by {apart:.1e}");
             figures.push(format!("{} {apart:.1e}", dtype.as_str()));
         }
@@ -269,12 +239,7 @@ impl Bench {
         let mut model = Model::open(&demo_model(folder)?, 256)?;
         let cut = Cut::of(&MemorySettings::default(), &model.config);
         let mut engine = self.loaded(&model, DType::F32)?;
-        let Model {
-            layer,
-            context,
-            state,
-            ..
-        } = &mut model;
+        let Model { layer, context, state, .. } = &mut model;
         let zeros = || LayerGradients::new(layer, layer.projections()).with_norms(layer);
         let (mut ours, mut theirs) = (zeros(), zeros());
         let sample = [&*state, &*state];
@@ -298,9 +263,7 @@ impl Bench {
     fn wide_rows(&self, folder: &Path) -> Result<CheckOutcome> {
         let mut model = Model::random(folder, "wide", &wide(), 512)?;
         let cut = Cut::of(&MemorySettings::default(), &model.config);
-        Ok(CheckOutcome::Held(
-            self.compare(&mut model, &cut)?.join(", "),
-        ))
+        Ok(CheckOutcome::Held(self.compare(&mut model, &cut)?.join(", ")))
     }
 
     /// A device whose account refuses the first attempts of every sample.
@@ -311,10 +274,7 @@ impl Bench {
         let refusals = "8x3".parse::<Refusals>().map_err(anyhow::Error::msg)?;
         let ledger = Ledger::new(capacity, ByteSize::ZERO, refusals);
         let (apart, outcomes) = self.pass(&mut model, ledger)?;
-        ensure!(
-            outcomes == [FallbackOutcome::Smaller],
-            "the ladder went {outcomes:?}"
-        );
+        ensure!(outcomes == [FallbackOutcome::Smaller], "the ladder went {outcomes:?}");
         ensure!(apart <= TOLERANCES[0].1, "off by {apart:.1e}");
         Ok(CheckOutcome::Held(format!("off by {apart:.1e}")))
     }
@@ -332,14 +292,8 @@ impl Bench {
             seqlen,
             &Silent,
         );
-        let mut hidden = HiddenStates::new(
-            None,
-            "selftest",
-            1,
-            seqlen,
-            model.config.hidden_size,
-            DType::F32,
-        )?;
+        let mut hidden =
+            HiddenStates::new(None, "selftest", 1, seqlen, model.config.hidden_size, DType::F32)?;
         hidden.put(0, model.state.clone())?;
         let context = LayerContext::new(&model.config, seqlen);
         let by_layer = vec![vec![self.name.clone()]];
@@ -347,10 +301,7 @@ impl Bench {
         compute.forward(Phase::Propagate, &model.layer, &mut hidden, &|_| ())?;
         let fallbacks = compute.finish().fallbacks;
         let apart = difference(&ours, &values(&hidden.get(0)?)?);
-        Ok((
-            apart,
-            fallbacks.iter().map(|fallback| fallback.outcome).collect(),
-        ))
+        Ok((apart, fallbacks.iter().map(|fallback| fallback.outcome).collect()))
     }
 
     /// The whole job on the demo model, here and on the CPU.
@@ -359,11 +310,8 @@ impl Bench {
         let run = |device: &str| -> Result<(Masks, f64)> {
             let text: DatasetSpec = "demo".parse()?;
             let mut settings = Settings::pruning(&demo);
-            settings.calibration = Some(CalibrationSettings {
-                dataset: text.clone(),
-                nsamples: 8,
-                seed: 0,
-            });
+            settings.calibration =
+                Some(CalibrationSettings { dataset: text.clone(), nsamples: 8, seed: 0 });
             settings.evaluation.eval_dataset = text;
             settings.evaluation.eval_windows = Some(4);
             if let Some(sparsity) = &mut settings.sparsity {
@@ -372,11 +320,7 @@ impl Bench {
             settings.device.device = device.parse().map_err(anyhow::Error::msg)?;
             let mut masks = Masks::default();
             let manifest = job::prune(settings, &Silent, Some(&mut masks))?;
-            ensure!(
-                manifest.fallbacks.is_empty(),
-                "{} units fell",
-                manifest.fallbacks.len()
-            );
+            ensure!(manifest.fallbacks.is_empty(), "{} units fell", manifest.fallbacks.len());
             let pruned = manifest.perplexity.pruned.context("it was measured")?;
             Ok((masks, pruned.perplexity))
         };
@@ -388,25 +332,18 @@ impl Bench {
             theirs.1,
             ours.1
         );
-        ensure!(
-            agreement >= 0.99 && (theirs.1 / ours.1 - 1.0).abs() < 0.01,
-            "{figures}"
-        );
+        ensure!(agreement >= 0.99 && (theirs.1 / ours.1 - 1.0).abs() < 0.01, "{figures}");
         Ok(CheckOutcome::Held(figures))
     }
 
     #[cfg(not(feature = "cuda"))]
     fn memory(&self, _folder: &Path) -> Result<CheckOutcome> {
-        Ok(CheckOutcome::Skipped(
-            "the CPU has no memory pool that counts",
-        ))
+        Ok(CheckOutcome::Skipped("the CPU has no memory pool that counts"))
     }
 
     #[cfg(not(feature = "cuda"))]
     fn out_of_memory(&self, _folder: &Path) -> Result<CheckOutcome> {
-        Ok(CheckOutcome::Skipped(
-            "the CPU's memory is not to be used up",
-        ))
+        Ok(CheckOutcome::Skipped("the CPU's memory is not to be used up"))
     }
 
     /// Compares the predicted memory of a layer and a sample with the pool's count.
@@ -414,9 +351,7 @@ impl Bench {
     fn memory(&self, folder: &Path) -> Result<CheckOutcome> {
         use crate::runtime::engine::cuda;
         if cuda::memory(&self.device).is_none() {
-            return Ok(CheckOutcome::Skipped(
-                "this device has no memory pool that counts",
-            ));
+            return Ok(CheckOutcome::Skipped("this device has no memory pool that counts"));
         }
         let seqlen = 1024;
         let model = Model::random(folder, "wide", &wide(), seqlen)?;
@@ -432,10 +367,7 @@ impl Bench {
         let predicted =
             Cut::layer_bytes(&model.config, 2) + cut.pass_bytes(&model.config, seqlen, 2);
         let figures = format!("{predicted} predicted, {counted} counted");
-        ensure!(
-            predicted.0.abs_diff(counted.0) <= (counted.0 / 10).max(32 << 20),
-            "{figures}"
-        );
+        ensure!(predicted.0.abs_diff(counted.0) <= (counted.0 / 10).max(32 << 20), "{figures}");
         Ok(CheckOutcome::Held(figures))
     }
 
@@ -447,15 +379,10 @@ impl Bench {
         use crate::synthetic::RandomCheckpoint;
         use candle_core::Tensor;
         if matches!(self.device, Device::Cpu) {
-            return Ok(CheckOutcome::Skipped(
-                "the CPU's memory is not to be used up",
-            ));
+            return Ok(CheckOutcome::Skipped("the CPU's memory is not to be used up"));
         }
         // In f32, so that no cast takes memory beside the weights.
-        let shape = RandomCheckpoint {
-            dtype: StoredDtype::F32,
-            ..wide()
-        };
+        let shape = RandomCheckpoint { dtype: StoredDtype::F32, ..wide() };
         let mut model = Model::random(folder, "wide-f32", &shape, 1024)?;
         let layer = Cut::layer_bytes(&model.config, 4);
         let mut ballast = Vec::new();
@@ -484,10 +411,7 @@ impl Bench {
         let (apart, outcomes) = self.pass(&mut model, ledger)?;
         let figures = format!("the ladder went {outcomes:?}, off by {apart:.1e}");
         drop(ballast);
-        ensure!(
-            outcomes == [FallbackOutcome::Smaller] && apart <= TOLERANCES[0].1,
-            "{figures}"
-        );
+        ensure!(outcomes == [FallbackOutcome::Smaller] && apart <= TOLERANCES[0].1, "{figures}");
         let ledger = Ledger::new(ByteSize(1 << 40), ByteSize::ZERO, Refusals::default());
         let (apart, outcomes) = self.pass(&mut model, ledger)?;
         ensure!(

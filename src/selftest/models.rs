@@ -37,14 +37,7 @@ impl Model {
         let vocabulary = config.vocab_size as u32;
         let tokens: Vec<u32> = (0..seqlen as u32).map(|t| t * 7919 % vocabulary).collect();
         let state = Embedding::open(&*source, &config)?.rows(&tokens)?;
-        Ok(Self {
-            config,
-            source,
-            layer,
-            context,
-            tokens,
-            state,
-        })
+        Ok(Self { config, source, layer, context, tokens, state })
     }
 
     /// A random one.
@@ -79,11 +72,7 @@ pub(super) fn wide() -> RandomCheckpoint {
 
 /// A model whose Gram matrices have several panels on a device.
 pub(super) fn several_panels() -> RandomCheckpoint {
-    RandomCheckpoint {
-        hidden_size: 1024,
-        intermediate_size: 1600,
-        ..wide()
-    }
+    RandomCheckpoint { hidden_size: 1024, intermediate_size: 1600, ..wide() }
 }
 
 /// Column sums of squares at the four points.
@@ -138,10 +127,7 @@ impl Grams {
         let points = self.0.iter_mut();
         let whole = points.flat_map(|(gram, values)| {
             gram.finish();
-            [
-                gram.square(),
-                values.iter().map(|&sum| sum as f32).collect(),
-            ]
+            [gram.square(), values.iter().map(|&sum| sum as f32).collect()]
         });
         whole.collect()
     }
@@ -189,9 +175,7 @@ impl Masks {
         for (ours, theirs) in self.0.iter().zip(&other.0) {
             bits += (ours.rows() * ours.columns()) as u64;
             let pairs = ours.bits().iter().zip(theirs.bits());
-            apart += pairs
-                .map(|(a, b)| u64::from((a ^ b).count_ones()))
-                .sum::<u64>();
+            apart += pairs.map(|(a, b)| u64::from((a ^ b).count_ones())).sum::<u64>();
         }
         Ok(1.0 - apart as f64 / bits as f64)
     }
@@ -217,9 +201,5 @@ pub(super) fn difference(ours: &[f32], theirs: &[f32]) -> f32 {
     let is_whole = ours.len() == theirs.len()
         && !ours.is_empty()
         && theirs.iter().all(|value| value.is_finite());
-    if is_whole {
-        apart.fold(0.0, f32::max) / largest
-    } else {
-        f32::INFINITY
-    }
+    if is_whole { apart.fold(0.0, f32::max) / largest } else { f32::INFINITY }
 }

@@ -155,11 +155,9 @@ pub fn check_device(device: &DeviceSettings) -> Result<()> {
     };
     let name = &device.device;
     if device.use_cpu {
-        return Err(Failure::usage(format!(
-            "--use-cpu and --device {name} contradict each other"
-        ))
-        .hint("leave one of them out")
-        .into());
+        return Err(Failure::usage(format!("--use-cpu and --device {name} contradict each other"))
+            .hint("leave one of them out")
+            .into());
     }
     if !cfg!(feature = "cuda") && device.simulate.is_none() {
         return Err(Failure::usage(format!("--device {name}: this build has no CUDA"))

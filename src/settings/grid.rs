@@ -85,9 +85,7 @@ mod tests {
                 assert_eq!(shards.iter().filter(|s| has(s, position)).count(), 1);
             }
             assert!((0..20).all(|position| has(&GridShard::WHOLE, position)));
-            let sizes = shards
-                .iter()
-                .map(|s| (0..20).filter(|&at| has(s, at)).count());
+            let sizes = shards.iter().map(|s| (0..20).filter(|&at| has(s, at)).count());
             assert_eq!(sizes.collect::<Vec<_>>(), [7, 7, 6], "{deal:?}");
         }
         let in_a_row = |position| shards[1].has(position, 20, Deal::InARow);
@@ -97,10 +95,7 @@ mod tests {
         );
         for text in ["0/2", "3/2", "1", "a/2", "1/0", "-1/2"] {
             let failure = text.parse::<GridShard>().unwrap_err();
-            assert!(
-                failure.is_usage && failure.message.contains(text),
-                "{failure}"
-            );
+            assert!(failure.is_usage && failure.message.contains(text), "{failure}");
         }
     }
 }

@@ -230,10 +230,7 @@ mod tests {
         let lora = RecoverySettings::of(RecoveryWay::Lora);
         assert_eq!(lora.rate(64), 2e-3);
         assert_eq!(lora.rate(4096), 2.5e-4);
-        let asked = RecoverySettings {
-            lr: Some(0.5),
-            ..lora
-        };
+        let asked = RecoverySettings { lr: Some(0.5), ..lora };
         assert_eq!(asked.rate(4096), 0.5);
     }
 

@@ -125,10 +125,7 @@ impl RandomCheckpoint {
         let family = families
             .find(|family| family.model_type == model_type)
             .ok_or_else(|| Failure::usage(format!("no family is called `{model_type}`")))?;
-        Ok(Self {
-            family,
-            ..Self::default()
-        })
+        Ok(Self { family, ..Self::default() })
     }
 
     /// Writes the checkpoint into `target`, which must be empty or not exist. `config.json`, written last, marks it as finished.
@@ -145,11 +142,9 @@ impl RandomCheckpoint {
         fs::create_dir_all(target).map_err(|error| cannot_write(target, &error))?;
         let mut there = fs::read_dir(target).map_err(|error| cannot_write(target, &error))?;
         if there.next().is_some() {
-            return Err(
-                Failure::new(format!("the folder `{}` is not empty", target.display()))
-                    .hint("choose another folder")
-                    .into(),
-            );
+            return Err(Failure::new(format!("the folder `{}` is not empty", target.display()))
+                .hint("choose another folder")
+                .into());
         }
 
         let tensors = layout::tensors(&config, self.dtype)?;
@@ -229,10 +224,8 @@ impl RandomCheckpoint {
             while done < tensor.bytes {
                 let length = (tensor.bytes - done).min(CHUNK_BYTES as u64);
                 next.resize(length as usize, 0);
-                let (written, ()) = rayon::join(
-                    || file.write_all(&ready),
-                    || self.fill(tensor, done, &mut next),
-                );
+                let (written, ()) =
+                    rayon::join(|| file.write_all(&ready), || self.fill(tensor, done, &mut next));
                 written?;
                 std::mem::swap(&mut ready, &mut next);
                 done += length;
@@ -247,13 +240,10 @@ impl RandomCheckpoint {
 
     fn fill(&self, tensor: &RandomTensor, start: u64, bytes: &mut [u8]) {
         let noise = Noise::new(self.seed, tensor.number);
-        bytes
-            .par_chunks_mut(SHARE_BYTES)
-            .enumerate()
-            .for_each(|(share, bytes)| {
-                let first = (start + (share * SHARE_BYTES) as u64) / self.dtype.bytes() as u64;
-                self.fill_share(tensor, noise, first, bytes);
-            });
+        bytes.par_chunks_mut(SHARE_BYTES).enumerate().for_each(|(share, bytes)| {
+            let first = (start + (share * SHARE_BYTES) as u64) / self.dtype.bytes() as u64;
+            self.fill_share(tensor, noise, first, bytes);
+        });
     }
 
     fn fill_share(&self, tensor: &RandomTensor, noise: Noise, first: u64, bytes: &mut [u8]) {

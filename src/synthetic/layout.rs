@@ -53,9 +53,7 @@ pub(super) fn tensors(
     }
     // Some readers keep the offsets of a header in signed 64-bit numbers.
     if i64::try_from(total).is_err() {
-        return Err(Failure::new(
-            "cannot write a random checkpoint: its size overflows",
-        ));
+        return Err(Failure::new("cannot write a random checkpoint: its size overflows"));
     }
     Ok(tensors)
 }

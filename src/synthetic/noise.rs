@@ -23,9 +23,7 @@ impl Noise {
     /// The stream of tensor number `tensor` under `seed`.
     pub(super) fn new(seed: u64, tensor: u64) -> Self {
         // The key is mixed twice. Mixed once, seeds 0, 1, 2 and tensors 0, 1, 2 would give shifted copies of one stream.
-        Self {
-            key: mix(mix(seed.wrapping_add(STEP)).wrapping_add(tensor.wrapping_mul(STEP))),
-        }
+        Self { key: mix(mix(seed.wrapping_add(STEP)).wrapping_add(tensor.wrapping_mul(STEP))) }
     }
 
     /// Returns number `index`, nearly normal with mean 0 and deviation 1.

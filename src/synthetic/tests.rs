@@ -13,19 +13,14 @@ use crate::linalg::StoredDtype;
 use crate::run::Silent;
 
 fn read(checkpoint: &Checkpoint, name: &str) -> anyhow::Result<Vec<u8>> {
-    let entry = checkpoint
-        .entry(name)
-        .ok_or_else(|| anyhow::anyhow!("no {name}"))?;
+    let entry = checkpoint.entry(name).ok_or_else(|| anyhow::anyhow!("no {name}"))?;
     let mut bytes = vec![0; entry.bytes as usize];
     checkpoint.read(entry, 0, &mut bytes)?;
     Ok(bytes)
 }
 
 fn refusal(shape: &RandomCheckpoint, target: &Path) -> String {
-    shape
-        .write(target, &Silent)
-        .err()
-        .map_or("none".into(), |error| error.to_string())
+    shape.write(target, &Silent).err().map_or("none".into(), |error| error.to_string())
 }
 
 #[test]
@@ -67,10 +62,7 @@ fn tied_checkpoint_in_small_shards_has_an_index_and_no_head() -> anyhow::Result<
     assert!(checkpoint.shards().len() > 1);
     assert!(checkpoint.entry("lm_head.weight").is_none());
     assert!(
-        checkpoint
-            .shards()
-            .iter()
-            .all(|shard| shard.file_bytes - shard.data_start <= 100 << 10)
+        checkpoint.shards().iter().all(|shard| shard.file_bytes - shard.data_start <= 100 << 10)
     );
     let index: Value = serde_json::from_slice(&fs::read(folder.path().join(INDEX_FILE))?)?;
     assert_eq!(index["metadata"]["total_size"], checkpoint.total_bytes().0);
@@ -79,21 +71,12 @@ fn tied_checkpoint_in_small_shards_has_an_index_and_no_head() -> anyhow::Result<
 
 #[test]
 fn same_seed_gives_the_same_bytes_on_one_thread_and_on_four() -> anyhow::Result<()> {
-    let (first, second, other) = (
-        tempfile::tempdir()?,
-        tempfile::tempdir()?,
-        tempfile::tempdir()?,
-    );
+    let (first, second, other) = (tempfile::tempdir()?, tempfile::tempdir()?, tempfile::tempdir()?);
     // More than one share per tensor: 2000 × 64 × 4 bytes are four shares.
-    let shape = RandomCheckpoint {
-        vocab_size: 2000,
-        ..Default::default()
-    };
+    let shape = RandomCheckpoint { vocab_size: 2000, ..Default::default() };
     let write_with =
         |threads, target: &Path, shape: &RandomCheckpoint| -> anyhow::Result<Vec<u8>> {
-            let pool = rayon::ThreadPoolBuilder::new()
-                .num_threads(threads)
-                .build()?;
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build()?;
             pool.install(|| shape.write(target, &Silent))?;
             Ok(fs::read(target.join(SINGLE_FILE))?)
         };
@@ -106,11 +89,8 @@ fn same_seed_gives_the_same_bytes_on_one_thread_and_on_four() -> anyhow::Result<
 #[test]
 fn weights_have_the_deviation_of_a_fresh_model() -> anyhow::Result<()> {
     let folder = tempfile::tempdir()?;
-    let shape = RandomCheckpoint {
-        hidden_size: 256,
-        dtype: StoredDtype::F16,
-        ..Default::default()
-    };
+    let shape =
+        RandomCheckpoint { hidden_size: 256, dtype: StoredDtype::F16, ..Default::default() };
     shape.write(folder.path(), &Silent)?;
     let checkpoint = Checkpoint::open(folder.path())?;
     let deviation_and_mean = |name: &str| -> anyhow::Result<(f64, f64)> {
@@ -125,10 +105,7 @@ fn weights_have_the_deviation_of_a_fresh_model() -> anyhow::Result<()> {
     };
     // 256 × 256 values: the standard error of a deviation is σ/√(2·65536), 0.3 %.
     let (q, mean) = deviation_and_mean("model.layers.0.self_attn.q_proj.weight")?;
-    assert!(
-        (q - 0.02).abs() < 0.0004 && mean.abs() < 0.0005,
-        "{q} {mean}"
-    );
+    assert!((q - 0.02).abs() < 0.0004 && mean.abs() < 0.0005, "{q} {mean}");
     // Two layers: 0.02 / √4.
     let (o, _) = deviation_and_mean("model.layers.0.self_attn.o_proj.weight")?;
     assert!((o - 0.01).abs() < 0.0002, "{o}");
@@ -139,23 +116,12 @@ fn weights_have_the_deviation_of_a_fresh_model() -> anyhow::Result<()> {
 
 #[test]
 fn tokenizer_is_copied_and_must_fit_the_vocabulary() -> anyhow::Result<()> {
-    let (given, folder, copy) = (
-        tempfile::tempdir()?,
-        tempfile::tempdir()?,
-        tempfile::tempdir()?,
-    );
+    let (given, folder, copy) = (tempfile::tempdir()?, tempfile::tempdir()?, tempfile::tempdir()?);
     RandomCheckpoint::default().write(given.path(), &Silent)?;
-    let mut shape = RandomCheckpoint {
-        tokenizer: Some(given.path().into()),
-        ..Default::default()
-    };
+    let mut shape = RandomCheckpoint { tokenizer: Some(given.path().into()), ..Default::default() };
     shape.write(folder.path(), &Silent)?;
-    for name in [
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "config.json",
-        "generation_config.json",
-    ] {
+    for name in ["tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"]
+    {
         assert_eq!(
             fs::read(given.path().join(name))?,
             fs::read(folder.path().join(name))?,
@@ -173,42 +139,17 @@ fn impossible_shapes_and_full_folders_are_refused() -> anyhow::Result<()> {
     let folder = tempfile::tempdir()?;
     let usual = RandomCheckpoint::default;
     for (shape, expected) in [
+        (RandomCheckpoint { vocab_size: 259, ..usual() }, "vocab_size 259 is too small"),
         (
-            RandomCheckpoint {
-                vocab_size: 259,
-                ..usual()
-            },
-            "vocab_size 259 is too small",
-        ),
-        (
-            RandomCheckpoint {
-                num_attention_heads: 3,
-                num_key_value_heads: 3,
-                ..usual()
-            },
+            RandomCheckpoint { num_attention_heads: 3, num_key_value_heads: 3, ..usual() },
             "not a multiple of `num_attention_heads` 3",
         ),
         (
-            RandomCheckpoint {
-                num_key_value_heads: 3,
-                ..usual()
-            },
+            RandomCheckpoint { num_key_value_heads: 3, ..usual() },
             "not a multiple of `num_key_value_heads` 3",
         ),
-        (
-            RandomCheckpoint {
-                head_dim: Some(7),
-                ..usual()
-            },
-            "`head_dim` 7 is odd",
-        ),
-        (
-            RandomCheckpoint {
-                num_hidden_layers: 0,
-                ..usual()
-            },
-            "`num_hidden_layers` is 0",
-        ),
+        (RandomCheckpoint { head_dim: Some(7), ..usual() }, "`head_dim` 7 is odd"),
+        (RandomCheckpoint { num_hidden_layers: 0, ..usual() }, "`num_hidden_layers` is 0"),
         (
             RandomCheckpoint {
                 intermediate_size: 1 << 24,

@@ -60,11 +60,7 @@ impl TokenizerFiles {
     /// The tokenizer of a folder or of a `tokenizer.json`, with the `tokenizer_config.json` next to it.
     /// Fails when a file cannot be read, and when the vocabulary is too small for the tokenizer.
     pub(super) fn read(given: &Path, vocab_size: usize) -> anyhow::Result<Self> {
-        let path = if given.is_dir() {
-            given.join("tokenizer.json")
-        } else {
-            given.to_owned()
-        };
+        let path = if given.is_dir() { given.join("tokenizer.json") } else { given.to_owned() };
         let (json, tokens) = read_json(&path)?;
         let needed = highest_id(&tokens).map_or(0, |id| id.saturating_add(1));
         if needed > vocab_size as u64 {
@@ -72,19 +68,11 @@ impl TokenizerFiles {
                 "the tokenizer `{}` does not fit the model",
                 path.display()
             ))
-            .detail(format!(
-                "it has {needed} tokens, vocab_size is {vocab_size}"
-            ))
+            .detail(format!("it has {needed} tokens, vocab_size is {vocab_size}"))
             .into());
         }
         let config_path = path.with_file_name("tokenizer_config.json");
-        let mut found = Self {
-            json,
-            config: None,
-            bos: None,
-            eos: None,
-            pad: None,
-        };
+        let mut found = Self { json, config: None, bos: None, eos: None, pad: None };
         if config_path.is_file() {
             let (bytes, config) = read_json(&config_path)?;
             let id = |key: &str| special_id(&tokens, &config[key]);
@@ -121,10 +109,7 @@ fn highest_id(tokens: &Value) -> Option<u64> {
 fn special_id(tokens: &Value, name: &Value) -> Option<u64> {
     let content = name.as_str().or_else(|| name["content"].as_str())?;
     let added = tokens["added_tokens"].as_array()?;
-    added
-        .iter()
-        .find(|token| token["content"] == content)
-        .and_then(|token| token["id"].as_u64())
+    added.iter().find(|token| token["content"] == content).and_then(|token| token["id"].as_u64())
 }
 
 /// `tokenizer.json` in the format of the `tokenizers` library: BPE without merges over the byte-level alphabet.
@@ -206,16 +191,9 @@ mod tests {
         let text = "Grüße,\n\tworld \u{1f980} 123";
         let encoding = tokenizer.encode(text, true).map_err(anyhow::Error::msg)?;
         let bytes: Vec<u64> = encoding.get_ids().iter().map(|&id| id.into()).collect();
-        let expected: Vec<u64> = std::iter::once(BOS)
-            .chain(text.bytes().map(u64::from))
-            .collect();
+        let expected: Vec<u64> = std::iter::once(BOS).chain(text.bytes().map(u64::from)).collect();
         assert_eq!(bytes, expected);
-        assert_eq!(
-            tokenizer
-                .decode(encoding.get_ids(), true)
-                .map_err(anyhow::Error::msg)?,
-            text
-        );
+        assert_eq!(tokenizer.decode(encoding.get_ids(), true).map_err(anyhow::Error::msg)?, text);
         Ok(())
     }
 }

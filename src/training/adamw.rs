@@ -144,10 +144,7 @@ mod tests {
 
     #[test]
     fn steps_follow_the_formula_in_f64() {
-        let settings = Hyperparameters {
-            weight_decay: 0.01,
-            ..Hyperparameters::default()
-        };
+        let settings = Hyperparameters { weight_decay: 0.01, ..Hyperparameters::default() };
         let optimizer = AdamW::new(settings);
         let count = 4000;
         let gradient = |number: u64| -> Vec<f32> {
@@ -181,10 +178,7 @@ mod tests {
         }
         // 100 steps of at most 1e-3 on numbers below 0.1: a few units of 2^-27 per step.
         for (at, (found, exact)) in parameter.iter().zip(&exact).enumerate() {
-            assert!(
-                (f64::from(*found) - exact).abs() < 3e-7,
-                "{at}: {found} {exact}"
-            );
+            assert!((f64::from(*found) - exact).abs() < 3e-7, "{at}: {found} {exact}");
         }
     }
 
@@ -194,10 +188,7 @@ mod tests {
         let optimizer = AdamW::new(Hyperparameters::default());
         let mut parameter = [1.0, 1.0, 1.0];
         let mut state = vec![0; optimizer.state_bytes(3)];
-        let step = TrainingStep {
-            number: 1,
-            rate: 0.25,
-        };
+        let step = TrainingStep { number: 1, rate: 0.25 };
         optimizer.update(step, &mut parameter, &[3.0, -1e-3, 0.0], None, &mut state);
         for (found, expected) in parameter.into_iter().zip([0.75, 1.25, 1.0]) {
             assert!((found - expected).abs() < 1e-5, "{found} {expected}");

@@ -77,10 +77,7 @@ impl Optimizer for AdamW8bit {
         let rule = Rule::new(&self.settings, step);
         let elements = parameter.len();
         let kept = parts(kept, TASK, elements.div_ceil(TASK));
-        let tasks = parameter
-            .par_chunks_mut(TASK)
-            .zip(gradient.par_chunks(TASK))
-            .zip(kept);
+        let tasks = parameter.par_chunks_mut(TASK).zip(gradient.par_chunks(TASK)).zip(kept);
         if elements < LEAST_ELEMENTS {
             let (first, second) = state.split_at_mut(F32 * elements);
             tasks
@@ -140,11 +137,7 @@ impl Rule {
             beta2,
             size: -rate * root / correction(beta1),
             epsilon: root * settings.epsilon as f32,
-            decay: if weight_decay > 0.0 {
-                1.0 - rate * weight_decay
-            } else {
-                1.0
-            },
+            decay: if weight_decay > 0.0 { 1.0 - rate * weight_decay } else { 1.0 },
             has_safeguards: settings.safeguards,
         }
     }
@@ -186,10 +179,7 @@ impl MomentStore for WideMoments<'_> {
             }
             values
         };
-        BlockMoments {
-            first: read(&self.first[span.clone()]),
-            second: read(&self.second[span]),
-        }
+        BlockMoments { first: read(&self.first[span.clone()]), second: read(&self.second[span]) }
     }
 
     #[inline(always)]
@@ -273,13 +263,7 @@ fn run<M: MomentStore>(
     kept: Option<&[u8]>,
     moments: M,
 ) {
-    Arch::new().dispatch(BlockUpdate {
-        rule,
-        parameter,
-        gradient,
-        kept,
-        moments,
-    });
+    Arch::new().dispatch(BlockUpdate { rule, parameter, gradient, kept, moments });
 }
 
 struct BlockUpdate<'a, M> {
@@ -297,10 +281,7 @@ impl<M: MomentStore> WithSimd for BlockUpdate<'_, M> {
     fn with_simd<S: Simd>(mut self, _: S) {
         let by = self.rule;
         let (first_weight, second_weight) = (1.0 - by.beta1, 1.0 - by.beta2);
-        let blocks = self
-            .parameter
-            .chunks_mut(BLOCK)
-            .zip(self.gradient.chunks(BLOCK));
+        let blocks = self.parameter.chunks_mut(BLOCK).zip(self.gradient.chunks(BLOCK));
         for (block, (parameter, gradient)) in blocks.enumerate() {
             let mut moments = self.moments.load(block);
             let pairs = moments.first.iter_mut().zip(&mut moments.second);

@@ -9,11 +9,7 @@ use crate::linalg::golden_tests::{golden_f32, golden_tensor};
 const FILE: &str = "adamw8bit.cuda-model.safetensors";
 
 fn settings(safeguards: bool) -> Hyperparameters {
-    Hyperparameters {
-        weight_decay: 0.01,
-        safeguards,
-        ..Hyperparameters::default()
-    }
+    Hyperparameters { weight_decay: 0.01, safeguards, ..Hyperparameters::default() }
 }
 
 /// The rule of the reference's vectors: a 32-bit integer mixer, uniform in ±0.5, times 2^-(i mod spread); every fifth is +0.
@@ -35,10 +31,7 @@ fn gradient(count: usize, step: u64, spread: u64) -> Vec<f32> {
 }
 
 fn start(count: usize) -> Vec<f32> {
-    gradient(count, 1000, 4)
-        .iter()
-        .map(|value| value * 4.0)
-        .collect()
+    gradient(count, 1000, 4).iter().map(|value| value * 4.0).collect()
 }
 
 fn step(number: u64) -> TrainingStep {
@@ -46,10 +39,7 @@ fn step(number: u64) -> TrainingStep {
 }
 
 fn distance(a: &[f32], b: &[f32]) -> f64 {
-    let squares = a
-        .iter()
-        .zip(b)
-        .map(|(a, b)| (f64::from(*a) - f64::from(*b)).powi(2));
+    let squares = a.iter().zip(b).map(|(a, b)| (f64::from(*a) - f64::from(*b)).powi(2));
     squares.sum::<f64>().sqrt()
 }
 
@@ -61,18 +51,12 @@ fn gradients_are_those_of_the_vectors() {
             return;
         };
         assert_eq!(gradient(count, 1, spread), expected);
-        assert_eq!(
-            start(count),
-            golden_f32(file, &format!("{label}.parameter.0")).unwrap()
-        );
+        assert_eq!(start(count), golden_f32(file, &format!("{label}.parameter.0")).unwrap());
     }
 }
 
 #[test]
-#[expect(
-    clippy::print_stdout,
-    reason = "the measurement decides on the tolerance"
-)]
+#[expect(clippy::print_stdout, reason = "the measurement decides on the tolerance")]
 fn without_safeguards_it_is_the_cuda_kernel() {
     for (label, count, spread) in [("8192", 8192, 4), ("5000", 5000, 4), ("wide", 8192, 12)] {
         let optimizer = AdamW8bit::new(settings(false));
@@ -109,10 +93,7 @@ fn without_safeguards_it_is_the_cuda_kernel() {
 /// The distance from f32 AdamW after 50 steps, as a share of the way moved; and the largest difference of one parameter.
 fn against_f32(safeguards: bool, spread: u64) -> (f64, f32) {
     let count = 8192;
-    let (coded, plain) = (
-        AdamW8bit::new(settings(safeguards)),
-        AdamW::new(settings(true)),
-    );
+    let (coded, plain) = (AdamW8bit::new(settings(safeguards)), AdamW::new(settings(true)));
     let (mut found, mut exact) = (start(count), start(count));
     let mut state = vec![0; coded.state_bytes(count)];
     let mut plain_state = vec![0; plain.state_bytes(count)];
@@ -121,28 +102,15 @@ fn against_f32(safeguards: bool, spread: u64) -> (f64, f32) {
         coded.update(step(number), &mut found, &gradient, None, &mut state);
         plain.update(step(number), &mut exact, &gradient, None, &mut plain_state);
     }
-    let worst = found
-        .iter()
-        .zip(&exact)
-        .map(|(a, b)| (a - b).abs())
-        .fold(0.0, f32::max);
-    (
-        distance(&found, &exact) / distance(&start(count), &exact),
-        worst,
-    )
+    let worst = found.iter().zip(&exact).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    (distance(&found, &exact) / distance(&start(count), &exact), worst)
 }
 
 #[test]
-#[expect(
-    clippy::print_stdout,
-    reason = "the measurement decides on the tolerance"
-)]
+#[expect(clippy::print_stdout, reason = "the measurement decides on the tolerance")]
 fn with_safeguards_gradients_over_many_octaves_do_not_diverge() {
     let (kernel, worst) = against_f32(false, 12);
-    assert!(
-        kernel > 5.0 && worst > 1.0,
-        "the kernel diverges: {kernel} {worst}"
-    );
+    assert!(kernel > 5.0 && worst > 1.0, "the kernel diverges: {kernel} {worst}");
     let (guarded, worst) = against_f32(true, 12);
     println!(
         "wide: {guarded} {worst}; narrow: {:?} {:?}",
@@ -165,9 +133,7 @@ fn no_pruned_weight_moves() {
     let trained = |safeguards, mask: Option<&KeptMask>, sign: f32| {
         let optimizer = AdamW8bit::new(settings(safeguards));
         let mut parameter = start(count);
-        (0..count)
-            .filter(|&at| pruned(at))
-            .for_each(|at| parameter[at] = 0.0);
+        (0..count).filter(|&at| pruned(at)).for_each(|at| parameter[at] = 0.0);
         let mut state = vec![0; optimizer.state_bytes(count)];
         for number in 1..=50 {
             let mut gradient = gradient(count, number, 4);
@@ -186,9 +152,7 @@ fn no_pruned_weight_moves() {
     assert_eq!(trained(true, None, 1.0).0, 0);
 
     let mut mask_values = vec![1.0; count];
-    (0..count)
-        .filter(|&at| pruned(at))
-        .for_each(|at| mask_values[at] = 0.0);
+    (0..count).filter(|&at| pruned(at)).for_each(|at| mask_values[at] = 0.0);
     let mask = KeptMask::of_nonzero(&mask_values);
     for safeguards in [false, true] {
         let (moved, state) = trained(safeguards, Some(&mask), 1.0);

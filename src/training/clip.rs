@@ -39,8 +39,7 @@ fn part(values: &[f32]) -> f64 {
 /// The factor that brings gradients with this norm to at most `limit`. `None` where the norm is infinite or no number: a step with
 /// such gradients is to be left out.
 pub fn clip_factor(norm: f64, limit: f64) -> Option<f32> {
-    norm.is_finite()
-        .then(|| (limit / (norm + ADDEND)).min(1.0) as f32)
+    norm.is_finite().then(|| (limit / (norm + ADDEND)).min(1.0) as f32)
 }
 
 /// Multiplies a gradient by a factor.
@@ -76,14 +75,8 @@ mod tests {
 
     #[test]
     fn gradients_without_a_finite_norm_have_no_factor() {
-        assert_eq!(
-            clip_factor(sum_of_squares(&[1.0, f32::NAN]).sqrt(), 1.0),
-            None
-        );
-        assert_eq!(
-            clip_factor(sum_of_squares(&[f32::INFINITY]).sqrt(), 1.0),
-            None
-        );
+        assert_eq!(clip_factor(sum_of_squares(&[1.0, f32::NAN]).sqrt(), 1.0), None);
+        assert_eq!(clip_factor(sum_of_squares(&[f32::INFINITY]).sqrt(), 1.0), None);
         // Squares of these leave f32, not f64.
         assert!(clip_factor(sum_of_squares(&[1e30; 100]).sqrt(), 1.0).is_some());
     }

@@ -21,14 +21,9 @@ impl KeptMask {
     pub fn of_nonzero(weights: &[f32]) -> Self {
         let byte = |weights: &[f32]| {
             let bits = weights.iter().enumerate();
-            bits.fold(0, |byte, (at, &weight)| {
-                byte | u8::from(weight != 0.0) << at
-            })
+            bits.fold(0, |byte, (at, &weight)| byte | u8::from(weight != 0.0) << at)
         };
-        Self {
-            bits: weights.chunks(PER_BYTE).map(byte).collect(),
-            elements: weights.len(),
-        }
+        Self { bits: weights.chunks(PER_BYTE).map(byte).collect(), elements: weights.len() }
     }
 
     /// The mask with these bits; those behind the last element are ignored. `None` if there are fewer or more bytes than `elements`
@@ -99,18 +94,7 @@ mod tests {
 
     #[test]
     fn a_mask_knows_the_weights_that_are_not_zero() {
-        let weights = [
-            1.0,
-            0.0,
-            -0.0,
-            f32::MIN_POSITIVE,
-            -2.0,
-            0.0,
-            0.0,
-            0.0,
-            5.0,
-            0.0,
-        ];
+        let weights = [1.0, 0.0, -0.0, f32::MIN_POSITIVE, -2.0, 0.0, 0.0, 0.0, 5.0, 0.0];
         let mask = KeptMask::of_nonzero(&weights);
         assert_eq!(mask.bits(), [0b0001_1001, 0b01]);
         assert_eq!((mask.count(), mask.elements()), (4, 10));

@@ -133,11 +133,7 @@ pub const OPTIMIZERS: &[OptimizerKind] = &[
 /// The optimizer with a name: ours, or the Trainer's for the same rule. Dashes and underscores are one, and so are cases.
 pub fn find(name: &str) -> Option<&'static OptimizerKind> {
     let given = underscored(name);
-    let ours = |name: &str| {
-        OPTIMIZERS
-            .iter()
-            .find(|kind| underscored(kind.name) == name)
-    };
+    let ours = |name: &str| OPTIMIZERS.iter().find(|kind| underscored(kind.name) == name);
     let of_trainer = SAME.iter().find(|(name, _)| *name == given);
     ours(&given).or_else(|| ours(&underscored(of_trainer?.1)))
 }
@@ -152,15 +148,8 @@ pub(super) fn check(
 ) {
     let elements = parameter.len();
     assert_eq!(gradient.len(), elements, "one gradient per element");
-    assert!(
-        kept.is_none_or(|kept| kept.elements() == elements),
-        "one bit per element"
-    );
-    assert_eq!(
-        state.len(),
-        optimizer.state_bytes(elements),
-        "the state of this parameter"
-    );
+    assert!(kept.is_none_or(|kept| kept.elements() == elements), "one bit per element");
+    assert_eq!(state.len(), optimizer.state_bytes(elements), "the state of this parameter");
 }
 
 #[cfg(test)]
@@ -176,15 +165,9 @@ mod tests {
 
     /// Twelve steps; the state passes through a file's bytes after step `interrupted`.
     fn trained(kind: &OptimizerKind, count: usize, interrupted: u64, threads: usize) -> Vec<u32> {
-        let settings = Hyperparameters {
-            weight_decay: 0.1,
-            momentum: 0.9,
-            ..Hyperparameters::default()
-        };
-        let pool = rayon::ThreadPoolBuilder::new()
-            .num_threads(threads)
-            .build()
-            .unwrap();
+        let settings =
+            Hyperparameters { weight_decay: 0.1, momentum: 0.9, ..Hyperparameters::default() };
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         pool.install(|| {
             let mut optimizer = (kind.build)(settings);
             let mut parameter = values(count, 7);
@@ -230,10 +213,7 @@ mod tests {
             assert_eq!(find(kind.name).unwrap().about, kind.about);
         }
         assert!(find("adam").is_none());
-        for (paged, plain) in [
-            ("paged-adamw8bit", "adamw8bit"),
-            ("paged-adamw32bit", "adamw"),
-        ] {
+        for (paged, plain) in [("paged-adamw8bit", "adamw8bit"), ("paged-adamw32bit", "adamw")] {
             let [paged, plain] = [paged, plain].map(|name| find(name).unwrap());
             assert!(paged.is_paged && !plain.is_paged);
             assert_eq!(trained(paged, 5000, 0, 1), trained(plain, 5000, 0, 1));

@@ -33,10 +33,9 @@ impl Bf16Rounding {
     pub fn of_parameter(self, number: u64) -> Self {
         match self {
             Self::Nearest => Self::Nearest,
-            Self::Stochastic { seed, step } => Self::Stochastic {
-                seed: finalised(seed ^ finalised(number + 1)),
-                step,
-            },
+            Self::Stochastic { seed, step } => {
+                Self::Stochastic { seed: finalised(seed ^ finalised(number + 1)), step }
+            }
         }
     }
 }
@@ -47,11 +46,8 @@ impl Bf16Rounding {
 /// Panics where `stored` does not have two bytes per value.
 pub fn round_to_bf16(values: &[f32], rounding: Bf16Rounding, stored: &mut [u8]) {
     assert_eq!(stored.len(), 2 * values.len(), "two bytes per value");
-    values
-        .par_chunks(TASK)
-        .zip(stored.par_chunks_mut(2 * TASK))
-        .enumerate()
-        .for_each(|(part, (values, stored))| {
+    values.par_chunks(TASK).zip(stored.par_chunks_mut(2 * TASK)).enumerate().for_each(
+        |(part, (values, stored))| {
             let elements = stored.as_chunks_mut::<2>().0.iter_mut().zip(values);
             for (at, (stored, value)) in elements.enumerate() {
                 let half = match rounding {
@@ -62,7 +58,8 @@ pub fn round_to_bf16(values: &[f32], rounding: Bf16Rounding, stored: &mut [u8]) 
                 };
                 *stored = half.to_le_bytes();
             }
-        });
+        },
+    );
 }
 
 /// Rounds one value with 16 random bits.
@@ -74,11 +71,7 @@ fn stochastic(value: f32, random: u16) -> u16 {
     }
     let rounded = (value.to_bits() + u32::from(random)) >> 16;
     let is_finite = rounded & 0x7f80 != 0x7f80;
-    if is_finite {
-        rounded as u16
-    } else {
-        nearest.to_bits()
-    }
+    if is_finite { rounded as u16 } else { nearest.to_bits() }
 }
 
 /// 16 random bits of an element: the finaliser over a sum of multiples of odd numbers.
@@ -105,9 +98,7 @@ mod tests {
         let mut stored = vec![0; 2 * values.len()];
         round_to_bf16(values, rounding, &mut stored);
         let halves = stored.as_chunks::<2>().0.iter();
-        halves
-            .map(|&half| bf16::from_le_bytes(half).to_f32())
-            .collect()
+        halves.map(|&half| bf16::from_le_bytes(half).to_f32()).collect()
     }
 
     #[test]
@@ -118,23 +109,13 @@ mod tests {
         for sign in [1.0, -1.0] {
             let rounding = Bf16Rounding::Stochastic { seed: 3, step: 8 };
             let found = rounded(&vec![sign * value; count], rounding);
-            let above = found
-                .iter()
-                .filter(|&&v| v == sign * (1.0 + 2f32.powi(-7)))
-                .count();
-            assert!(
-                found
-                    .iter()
-                    .all(|v| v.abs() == 1.0 || v.abs() == 1.0 + 2f32.powi(-7))
-            );
+            let above = found.iter().filter(|&&v| v == sign * (1.0 + 2f32.powi(-7))).count();
+            assert!(found.iter().all(|v| v.abs() == 1.0 || v.abs() == 1.0 + 2f32.powi(-7)));
             // Expected 16,384 with a standard deviation of 111.
             assert!((above as f64 - 16_384.0).abs() < 500.0, "{above}");
             assert_ne!(
                 found,
-                rounded(
-                    &vec![sign * value; count],
-                    Bf16Rounding::Stochastic { seed: 3, step: 9 }
-                )
+                rounded(&vec![sign * value; count], Bf16Rounding::Stochastic { seed: 3, step: 9 })
             );
         }
     }
@@ -156,15 +137,7 @@ mod tests {
 
     #[test]
     fn exact_values_zeros_and_extremes_keep_their_kind() {
-        let values = [
-            0.0,
-            -0.0,
-            1.5,
-            -3.0,
-            f32::INFINITY,
-            f32::MAX,
-            bf16::MAX.to_f32(),
-        ];
+        let values = [0.0, -0.0, 1.5, -3.0, f32::INFINITY, f32::MAX, bf16::MAX.to_f32()];
         for step in 0..50 {
             let found = rounded(&values, Bf16Rounding::Stochastic { seed: 1, step });
             let nearest = rounded(&values, Bf16Rounding::Nearest);

@@ -87,29 +87,17 @@ mod tests {
         for (step, expected) in rates.iter().enumerate() {
             // The file has nine digits.
             let (found, expected) = (schedule.rate_of(step as u64), expected.as_f64().unwrap());
-            assert!(
-                (found - expected).abs() <= 1e-9 * schedule.rate,
-                "{step}: {found} {expected}"
-            );
+            assert!((found - expected).abs() <= 1e-9 * schedule.rate, "{step}: {found} {expected}");
         }
     }
 
     #[test]
     fn lines_end_at_zero_and_a_training_without_warm_up_begins_at_the_rate() {
-        let schedule = |shape, warmup| Schedule {
-            shape,
-            rate: 2.0,
-            warmup,
-            steps: 10,
-        };
+        let schedule = |shape, warmup| Schedule { shape, rate: 2.0, warmup, steps: 10 };
         let linear = schedule(ScheduleShape::Linear, 2);
         let rates = [0, 1, 2, 6, 10, 11].map(|step| linear.rate_of(step));
         assert_eq!(rates, [0.0, 1.0, 2.0, 1.0, 0.0, 0.0]);
-        for shape in [
-            ScheduleShape::Constant,
-            ScheduleShape::Linear,
-            ScheduleShape::Cosine,
-        ] {
+        for shape in [ScheduleShape::Constant, ScheduleShape::Linear, ScheduleShape::Cosine] {
             assert_eq!(schedule(shape, 0).rate_of(0), 2.0);
         }
         assert_eq!(schedule(ScheduleShape::Constant, 4).rate_of(9), 2.0);

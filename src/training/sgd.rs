@@ -27,20 +27,13 @@ pub struct Sgd {
 impl Sgd {
     /// Gradient descent with the momentum and decay of `settings`.
     pub fn new(settings: Hyperparameters) -> Self {
-        Self {
-            momentum: settings.momentum,
-            weight_decay: settings.weight_decay,
-        }
+        Self { momentum: settings.momentum, weight_decay: settings.weight_decay }
     }
 }
 
 impl Optimizer for Sgd {
     fn state_bytes(&self, elements: usize) -> usize {
-        if self.momentum == 0.0 {
-            0
-        } else {
-            F32 * elements
-        }
+        if self.momentum == 0.0 { 0 } else { F32 * elements }
     }
 
     fn update(
@@ -138,10 +131,7 @@ mod tests {
         sgd.update(step(2), &mut parameter, &[-1.0], None, &mut state);
         assert_eq!(parameter, [1.21875]);
         // Without momentum: p = 2 - 0.5 (1 + 0.5).
-        let plain = Sgd::new(Hyperparameters {
-            weight_decay: 0.25,
-            ..Hyperparameters::default()
-        });
+        let plain = Sgd::new(Hyperparameters { weight_decay: 0.25, ..Hyperparameters::default() });
         let mut parameter = [2.0];
         plain.update(step(1), &mut parameter, &[1.0], None, &mut []);
         assert_eq!(parameter, [1.25]);

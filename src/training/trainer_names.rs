@@ -98,10 +98,7 @@ mod tests {
         for name in OTHERS {
             assert!(find(name).is_none(), "{name}");
             let nearest = nearest(name).expect("listed");
-            assert!(
-                OPTIMIZERS.iter().any(|kind| kind.name == nearest),
-                "{name}: {nearest}"
-            );
+            assert!(OPTIMIZERS.iter().any(|kind| kind.name == nearest), "{name}: {nearest}");
         }
         assert_eq!(nearest("paged_lion_8bit"), Some("paged-adamw8bit"));
         assert_eq!(nearest("schedule-free-sgd"), Some("sgd"));

@@ -86,10 +86,7 @@ mod tests {
     #[test]
     fn known_formats_are_templates() {
         for (name, expected) in [
-            (
-                "alpaca",
-                "Be brief.\n\n### Instruction:\nHi\n\n### Response:\n",
-            ),
+            ("alpaca", "Be brief.\n\n### Instruction:\nHi\n\n### Response:\n"),
             (
                 "chatml",
                 "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",

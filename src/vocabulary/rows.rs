@@ -107,13 +107,7 @@ impl Vocabulary {
             add(text, None);
         }
         let multiple = recipe.pad_to_multiple_of.unwrap_or(1);
-        Ok(Self {
-            rows: next.next_multiple_of(multiple),
-            tokens: next,
-            tokenizer,
-            added,
-            ids,
-        })
+        Ok(Self { rows: next.next_multiple_of(multiple), tokens: next, tokenizer, added, ids })
     }
 
     /// Returns true if the output has a token of this text.
@@ -143,27 +137,15 @@ impl Vocabulary {
         rules[..self.tokens].fill(RowRule::Zero);
         let mut map = RowMap {
             tokens: self.tokens,
-            rules: sources
-                .iter()
-                .map(|model| (*model, rules.clone()))
-                .collect(),
+            rules: sources.iter().map(|model| (*model, rules.clone())).collect(),
             ..RowMap::default()
         };
-        let single: HashMap<&str, &TokenRecipe> = recipe
-            .tokens
-            .iter()
-            .map(|(text, token)| (text.as_str(), token))
-            .collect();
+        let single: HashMap<&str, &TokenRecipe> =
+            recipe.tokens.iter().map(|(text, token)| (text.as_str(), token)).collect();
         let mut texts: Vec<(&String, &usize)> = self.ids.iter().collect();
         texts.sort_unstable_by_key(|(_, id)| **id);
         for (text, &id) in texts {
-            map.add(
-                text,
-                id,
-                single.get(text.as_str()).copied(),
-                models,
-                sources,
-            )?;
+            map.add(text, id, single.get(text.as_str()).copied(), models, sources)?;
         }
         Ok(map)
     }
@@ -181,10 +163,8 @@ impl RowMap {
     ) -> Result<(), Failure> {
         let is_forced = asked.is_some_and(|asked| asked.force);
         let row_of = |model: usize| models.tokens[model].ids.get(text).map(|row| *row as u32);
-        let owners: Vec<(usize, u32)> = sources
-            .iter()
-            .filter_map(|&model| Some((model, row_of(model)?)))
-            .collect();
+        let owners: Vec<(usize, u32)> =
+            sources.iter().filter_map(|&model| Some((model, row_of(model)?))).collect();
         // The recipe's row is looked up even where every source has the token, so that a mistake is noticed.
         let named = asked.and_then(|asked| asked.source.as_ref());
         let named = named.map(|named| models.row(text, named, sources));
@@ -215,10 +195,9 @@ impl RowMap {
                 self.without_rows.push(text.to_string());
                 RowRule::Zero
             }
-            (&[(model, row)], _) | (_, Some(&(model, row))) => RowRule::Of {
-                model: model as u32,
-                row,
-            },
+            (&[(model, row)], _) | (_, Some(&(model, row))) => {
+                RowRule::Of { model: model as u32, row }
+            }
             _ => {
                 let rows = owners.iter().map(|(model, row)| (*model as u32, *row));
                 self.means.push(rows.collect());
@@ -242,11 +221,9 @@ impl TokenModels<'_> {
         found.ok_or_else(|| {
             let names = self.specs.iter().map(|spec| format!("`{spec}`"));
             let names: Vec<String> = names.collect();
-            Failure::new(format!(
-                "the tokenizer of the recipe names `{spec}`, which is not merged"
-            ))
-            .detail(format!("models are {}", names.join(", ")))
-            .hint("name one of these models")
+            Failure::new(format!("the tokenizer of the recipe names `{spec}`, which is not merged"))
+                .detail(format!("models are {}", names.join(", ")))
+                .hint("name one of these models")
         })
     }
 
@@ -262,9 +239,7 @@ impl TokenModels<'_> {
         };
         let model = self.find(spec)?;
         if !sources.contains(&model) {
-            return Err(refused(format!(
-                "the model `{spec}` is not merged into this embedding"
-            )));
+            return Err(refused(format!("the model `{spec}` is not merged into this embedding")));
         }
         let tokens = &self.tokens[model];
         let row = match &name {
@@ -281,10 +256,7 @@ impl TokenModels<'_> {
                 )));
             }
         };
-        Ok(RowRule::Of {
-            model: model as u32,
-            row: row as u32,
-        })
+        Ok(RowRule::Of { model: model as u32, row: row as u32 })
     }
 }
 

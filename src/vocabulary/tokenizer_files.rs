@@ -78,10 +78,7 @@ impl TokenizerEdit {
         };
         let removed: HashSet<&str> = self.removed.iter().map(String::as_str).collect();
         // A removed token may come back with a row of another model.
-        let added = self
-            .added
-            .iter()
-            .filter_map(|entry| entry["content"].as_str());
+        let added = self.added.iter().filter_map(|entry| entry["content"].as_str());
         let added: HashSet<&str> = added.collect();
         let gone: HashSet<&str> = removed.difference(&added).copied().collect();
         let changes_tokens = !self.added.is_empty() || !removed.is_empty();
@@ -139,11 +136,8 @@ impl TokenizerEdit {
         let Some(Value::Object(decoder)) = config.get_mut("added_tokens_decoder") else {
             return;
         };
-        decoder.retain(|_, entry| {
-            !entry["content"]
-                .as_str()
-                .is_some_and(|of| removed.contains(of))
-        });
+        decoder
+            .retain(|_, entry| !entry["content"].as_str().is_some_and(|of| removed.contains(of)));
         for entry in &self.added {
             let mut token = entry.clone();
             let id = token.as_object_mut().and_then(|token| token.remove("id"));
@@ -157,11 +151,7 @@ impl TokenizerEdit {
             Some(tokens) => serde_json::from_str(tokens)?,
             None => Vec::new(),
         };
-        tokens.retain(|token| {
-            !token["content"]
-                .as_str()
-                .is_some_and(|of| removed.contains(of))
-        });
+        tokens.retain(|token| !token["content"].as_str().is_some_and(|of| removed.contains(of)));
         tokens.extend(self.added.iter().cloned());
         file.set("added_tokens", to_raw_value(&tokens)?);
         if !removed.is_empty() {
@@ -215,12 +205,10 @@ fn without_tokens(model: &str, removed: &HashSet<&str>) -> Result<Option<Box<Raw
     let mut model: RawObject<'_> = serde_json::from_str(model)?;
     let vocab = model.get("vocab").context("a tokenizer has a vocabulary")?;
     let Ok(mut vocab) = serde_json::from_str::<RawObject<'_>>(vocab) else {
-        return Err(
-            Failure::new("tokens of a Unigram tokenizer cannot be removed")
-                .detail("its ids are places in a list")
-                .hint("use the tokenizer of another model")
-                .into(),
-        );
+        return Err(Failure::new("tokens of a Unigram tokenizer cannot be removed")
+            .detail("its ids are places in a list")
+            .hint("use the tokenizer of another model")
+            .into());
     };
     let count = vocab.0.len();
     vocab.0.retain(|(text, _)| !removed.contains(text.as_str()));
@@ -233,9 +221,7 @@ fn without_tokens(model: &str, removed: &HashSet<&str>) -> Result<Option<Box<Raw
         merges.retain(|merge| {
             let [left, right] = merge.parts();
             let whole = format!("{left}{right}");
-            [left, right, &whole]
-                .iter()
-                .all(|part| !removed.contains(*part))
+            [left, right, &whole].iter().all(|part| !removed.contains(*part))
         });
         let merges = to_raw_value(&merges)?;
         model.set("merges", merges);
@@ -280,9 +266,7 @@ struct RawObject<'a>(Vec<(String, Cow<'a, RawValue>)>);
 impl RawObject<'_> {
     fn get(&self, key: &str) -> Option<&str> {
         let mut entries = self.0.iter();
-        entries
-            .find(|(of, _)| of == key)
-            .map(|(_, value)| value.get())
+        entries.find(|(of, _)| of == key).map(|(_, value)| value.get())
     }
 
     fn set(&mut self, key: &str, value: Box<RawValue>) {
@@ -416,15 +400,9 @@ mod tests {
         );
         assert_eq!(of(SPECIAL), json!({"additional_special_tokens": ["x"]}));
         assert_eq!(of(ADDED), json!({"<new>": 1}));
-        assert_eq!(
-            of(GENERATION_FILE),
-            json!({"eos_token_id": [2], "max_length": 9})
-        );
+        assert_eq!(of(GENERATION_FILE), json!({"eos_token_id": [2], "max_length": 9}));
         // Nothing changes, so nothing is written.
-        let none = TokenizerEdit {
-            rows: 4,
-            ..TokenizerEdit::default()
-        };
+        let none = TokenizerEdit { rows: 4, ..TokenizerEdit::default() };
         assert!(none.files("m", folder.path()).unwrap().written.is_empty());
     }
 }

@@ -80,9 +80,7 @@ pub(super) fn read_tokenizer(name: &str, folder: &Path) -> Result<Vec<u8>> {
 fn sha256_of(path: &Path) -> io::Result<String> {
     let metadata = std::fs::metadata(path)?;
     if !metadata.is_file() || metadata.len() > LARGEST.0 {
-        return Err(io::Error::other(format!(
-            "it is no file of up to {LARGEST}"
-        )));
+        return Err(io::Error::other(format!("it is no file of up to {LARGEST}")));
     }
     let (mut hasher, mut piece) = (Sha256::new(), vec![0; PIECE]);
     let mut file = File::open(path)?.take(LARGEST.0);

@@ -47,18 +47,11 @@ fn tensors(folder: &Path, file: &str) -> BTreeMap<String, Tensor> {
     let read = |entry: &prune::checkpoint::TensorEntry| {
         assert_eq!(entry.dtype, Dtype::F32, "{}", entry.name);
         let mut values = vec![0.0f32; entry.elements()];
-        checkpoint
-            .read(entry, 0, bytemuck::cast_slice_mut(&mut values))
-            .expect("it is there");
-        Tensor {
-            shape: entry.shape.clone(),
-            values,
-        }
+        checkpoint.read(entry, 0, bytemuck::cast_slice_mut(&mut values)).expect("it is there");
+        Tensor { shape: entry.shape.clone(), values }
     };
     let tensors = checkpoint.tensors();
-    tensors
-        .map(|entry| (entry.name.clone(), read(entry)))
-        .collect()
+    tensors.map(|entry| (entry.name.clone(), read(entry))).collect()
 }
 
 /// The merged model of a run folder.
@@ -68,10 +61,7 @@ fn merged(place: &Place, run: &str) -> BTreeMap<String, Tensor> {
 
 /// The combined adapter of a run folder.
 fn combined_adapter(place: &Place, run: &str) -> BTreeMap<String, Tensor> {
-    tensors(
-        &place.path(run).join("adapter"),
-        "adapter_model.safetensors",
-    )
+    tensors(&place.path(run).join("adapter"), "adapter_model.safetensors")
 }
 
 /// Runs `prune merge` with these flags. The run must succeed.
@@ -109,10 +99,7 @@ pub(crate) fn write_adapter(
 
 /// A tensor of these values.
 pub(crate) fn tensor(shape: &[usize], values: Vec<f32>) -> Tensor {
-    Tensor {
-        shape: shape.to_vec(),
-        values,
-    }
+    Tensor { shape: shape.to_vec(), values }
 }
 
 /// Elements that all differ, in `[-0.1, 0.1]`; `seed` moves them.
@@ -120,9 +107,7 @@ fn waves(shape: &[usize], seed: f32) -> Tensor {
     let count = shape.iter().product::<usize>();
     Tensor {
         shape: shape.to_vec(),
-        values: (0..count)
-            .map(|at| 0.1 * (at as f32 * 0.7 + seed).sin())
-            .collect(),
+        values: (0..count).map(|at| 0.1 * (at as f32 * 0.7 + seed).sin()).collect(),
     }
 }
 
@@ -134,8 +119,5 @@ pub(crate) fn pair(
     columns: usize,
 ) -> Vec<(String, Tensor)> {
     let key = |factor: &str| format!("base_model.model.{module}.{factor}.weight");
-    vec![
-        (key("lora_A"), waves(&[rank, columns], 1.0)),
-        (key("lora_B"), waves(&[rows, rank], 2.0)),
-    ]
+    vec![(key("lora_A"), waves(&[rank, columns], 1.0)), (key("lora_B"), waves(&[rows, rank], 2.0))]
 }

@@ -23,9 +23,7 @@ fn checkpoint(dtype: StoredDtype) -> Place {
 
 fn masks(run: &Manifest) -> Vec<Option<&str>> {
     let matrices = run.layers.iter().flat_map(|layer| &layer.matrices);
-    matrices
-        .map(|matrix| matrix.mask_sha256.as_deref())
-        .collect()
+    matrices.map(|matrix| matrix.mask_sha256.as_deref()).collect()
 }
 
 fn perplexities(run: &Manifest) -> [f64; 2] {
@@ -45,11 +43,7 @@ fn is_refused(place: &Place, dtype: &str, reason: &str) {
     let flags = format!("--model m --sparsity-ratio 0.5 --eval none --dtype {dtype}");
     let ran = place.run(&flags);
     assert_eq!(ran.code, 1);
-    assert!(
-        ran.stderr.contains(reason) && ran.stderr.contains("--dtype f32"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains(reason) && ran.stderr.contains("--dtype f32"), "{}", ran.stderr);
     eprintln!("skipped: {reason} to compare");
 }
 
@@ -74,22 +68,9 @@ fn bf16_results_are_near_those_of_f32_and_depend_on_nothing_else() {
     if Kernel::best_bf16().is_none() {
         return is_refused(&place, "bf16", "no bf16 products");
     }
-    let (wide, narrow) = (
-        run(&place, "f32", "--dtype f32"),
-        run(&place, "bf16", "--dtype bf16"),
-    );
-    assert_eq!(
-        (
-            wide.arithmetic.dtype.as_str(),
-            narrow.arithmetic.dtype.as_str()
-        ),
-        ("f32", "bf16")
-    );
-    assert!(
-        narrow.arithmetic.kernel.contains("bf16"),
-        "{}",
-        narrow.arithmetic.kernel
-    );
+    let (wide, narrow) = (run(&place, "f32", "--dtype f32"), run(&place, "bf16", "--dtype bf16"));
+    assert_eq!((wide.arithmetic.dtype.as_str(), narrow.arithmetic.dtype.as_str()), ("f32", "bf16"));
+    assert!(narrow.arithmetic.kernel.contains("bf16"), "{}", narrow.arithmetic.kernel);
     for (wide, narrow) in perplexities(&wide).into_iter().zip(perplexities(&narrow)) {
         assert!((wide / narrow - 1.0).abs() < 0.01, "{wide} {narrow}");
         assert_ne!(wide, narrow, "the other products were used");
@@ -113,28 +94,15 @@ fn f32_by_parts_is_f32_and_depends_on_nothing_else() {
         assert_ne!(parts.arithmetic.kernel, fused.arithmetic.kernel);
         for (fused, parts) in perplexities(&fused).into_iter().zip(perplexities(&parts)) {
             // Rounding moves them in the eighth digit; a near-tie that falls the other way may move the pruned one further.
-            assert!(
-                (fused / parts - 1.0).abs() < 1e-6,
-                "{dtype:?}: {fused} {parts}"
-            );
+            assert!((fused / parts - 1.0).abs() < 1e-6, "{dtype:?}: {fused} {parts}");
             assert_ne!(fused, parts, "the other products were used");
         }
-        let equal = masks(&fused)
-            .iter()
-            .zip(masks(&parts))
-            .filter(|(a, b)| *a == b)
-            .count();
+        let equal = masks(&fused).iter().zip(masks(&parts)).filter(|(a, b)| *a == b).count();
         // A near-tie may fall the other way; these are 14 matrices.
-        assert!(
-            equal + 2 >= masks(&fused).len(),
-            "{dtype:?}: {equal} masks are equal"
-        );
+        assert!(equal + 2 >= masks(&fused).len(), "{dtype:?}: {equal} masks are equal");
         if dtype != StoredDtype::Bf16 {
             let by_default = run(&place, "default", "");
-            assert_eq!(
-                by_default.arithmetic.kernel, parts.arithmetic.kernel,
-                "what auto takes"
-            );
+            assert_eq!(by_default.arithmetic.kernel, parts.arithmetic.kernel, "what auto takes");
             assert_eq!(masks(&parts), masks(&by_default));
         }
         if dtype == StoredDtype::F16 {
@@ -149,8 +117,7 @@ fn other_checkpoints_are_refused() {
     let ran = place.run("--model m --sparsity-ratio 0.5 --dtype bf16 --eval none");
     assert_eq!(ran.code, 2, "{}", ran.stderr);
     assert!(
-        ran.stderr
-            .contains("--dtype bf16 is for bf16 checkpoints, and this one is f32"),
+        ran.stderr.contains("--dtype bf16 is for bf16 checkpoints, and this one is f32"),
         "{}",
         ran.stderr
     );
@@ -190,10 +157,7 @@ fn dtypes_may_be_mixed_within_a_layer() {
     rewrite(&place, |name, _, bytes| {
         if names.contains(&name) {
             let rounded = rounded(bytes);
-            *bytes = rounded
-                .iter()
-                .flat_map(|number| number.to_f32().to_le_bytes())
-                .collect();
+            *bytes = rounded.iter().flat_map(|number| number.to_f32().to_le_bytes()).collect();
         }
         true
     });
@@ -202,10 +166,7 @@ fn dtypes_may_be_mixed_within_a_layer() {
         if names.contains(&name) {
             info.dtype = safetensors::Dtype::BF16;
             let rounded = rounded(bytes);
-            *bytes = rounded
-                .iter()
-                .flat_map(|number| number.to_le_bytes())
-                .collect();
+            *bytes = rounded.iter().flat_map(|number| number.to_le_bytes()).collect();
         }
         true
     });
@@ -218,10 +179,7 @@ fn dtypes_may_be_mixed_within_a_layer() {
         Checkpoint::open(&path).expect("just written"),
         ModelConfig::load(&path).expect("just written"),
     );
-    let dtypes = Dtypes {
-        layers: StoredDtype::F32,
-        head: StoredDtype::Bf16,
-    };
+    let dtypes = Dtypes { layers: StoredDtype::F32, head: StoredDtype::Bf16 };
     assert_eq!(stored_dtypes(&source, &config), dtypes);
     let ran = place.run("plan --model m");
     assert_eq!(ran.code, 0, "{}", ran.stderr);

@@ -20,12 +20,7 @@ use safetensors::Dtype;
 use crate::support::{Place, TEXTS, ran, split};
 
 /// Files beside a pruned model that are no copies of its source's; the last one only if the source has a card.
-const OWN_FILES: [&str; 4] = [
-    "README.md",
-    "SHA256SUMS",
-    "pruning.json",
-    "README.source.md",
-];
+const OWN_FILES: [&str; 4] = ["README.md", "SHA256SUMS", "pruning.json", "README.source.md"];
 
 /// One stored tensor.
 #[derive(Debug, PartialEq)]
@@ -43,9 +38,7 @@ fn tensors(folder: &Path) -> Vec<(String, Stored)> {
         .tensors()
         .map(|entry| {
             let mut bytes = vec![0; entry.bytes as usize];
-            checkpoint
-                .read(entry, 0, &mut bytes)
-                .expect("the tensor can be read");
+            checkpoint.read(entry, 0, &mut bytes).expect("the tensor can be read");
             let stored = Stored {
                 shard: checkpoint.shards()[entry.shard].file_name.clone(),
                 dtype: entry.dtype,
@@ -88,20 +81,14 @@ fn compare(
             continue;
         }
         let each = before.dtype.bitsize() / 8;
-        for (at, (old, new)) in before
-            .bytes
-            .chunks(each)
-            .zip(after.bytes.chunks(each))
-            .enumerate()
+        for (at, (old, new)) in before.bytes.chunks(each).zip(after.bytes.chunks(each)).enumerate()
         {
             let is_plus_zero = new.iter().all(|&byte| byte == 0);
             assert!(old == new || is_plus_zero, "element {at} of `{name}`");
         }
         let row_bytes = before.shape[1] * each;
         let rows = after.bytes.chunks(row_bytes).map(|row| {
-            row.chunks(each)
-                .filter(|element| element.iter().all(|&byte| byte == 0))
-                .count()
+            row.chunks(each).filter(|element| element.iter().all(|&byte| byte == 0)).count()
         });
         zeros.insert(name.clone(), rows.collect());
     }
@@ -137,12 +124,7 @@ fn a_wanda_run_leaves_a_model_a_manifest_and_a_log_and_nothing_else() {
     let place = Place::new();
     let ran = place.prune("--model m --sparsity-ratio 0.5 --eval both --save out");
 
-    assert_eq!(
-        place.names("out"),
-        ["log_wanda.txt", "model", "run.json"]
-            .map(String::from)
-            .into()
-    );
+    assert_eq!(place.names("out"), ["log_wanda.txt", "model", "run.json"].map(String::from).into());
     let mut names = place.names("out/model");
     for name in &OWN_FILES[..3] {
         assert!(names.remove(*name), "{name}");
@@ -150,23 +132,15 @@ fn a_wanda_run_leaves_a_model_a_manifest_and_a_log_and_nothing_else() {
     assert_eq!(names, place.names("m"), "no .partial, no spill file");
     assert_eq!(
         place.names("."),
-        [".cache", "m", "out", "test.txt", "train.txt"]
-            .map(String::from)
-            .into()
+        [".cache", "m", "out", "test.txt", "train.txt"].map(String::from).into()
     );
 
     let manifest = place.manifest("out");
-    let (dense, pruned) = (
-        manifest.perplexity.dense.unwrap(),
-        manifest.perplexity.pruned.unwrap(),
-    );
+    let (dense, pruned) = (manifest.perplexity.dense.unwrap(), manifest.perplexity.pruned.unwrap());
     let log = fs::read_to_string(place.path("out/log_wanda.txt")).unwrap();
     assert_eq!(
         log,
-        format!(
-            "method\tactual_sparsity\tppl_test\nwanda\t0.5000\t{:.4}\n",
-            pruned.perplexity
-        )
+        format!("method\tactual_sparsity\tppl_test\nwanda\t0.5000\t{:.4}\n", pruned.perplexity)
     );
     // A model that knows nothing gives every one of 320 tokens the same chance; small random weights stay near that.
     for report in [dense, pruned] {
@@ -177,10 +151,7 @@ fn a_wanda_run_leaves_a_model_a_manifest_and_a_log_and_nothing_else() {
     }
     assert_ne!(dense.perplexity, pruned.perplexity);
 
-    assert_eq!(
-        ran.stdout.lines().next(),
-        Some("model              m (0.1 M parameters)")
-    );
+    assert_eq!(ran.stdout.lines().next(), Some("model              m (0.1 M parameters)"));
     for row in [
         "pruning            wanda 0.5000 unstructured, 14 of 14 matrices",
         "sparsity reached   0.500000 (46080 of 92160 weights)",
@@ -195,18 +166,10 @@ fn a_wanda_run_leaves_a_model_a_manifest_and_a_log_and_nothing_else() {
         "evaluation   test.txt: 5 windows of 64 tokens, dense and pruned",
         "output       out/model",
     ] {
-        assert!(
-            ran.stderr.lines().any(|found| found == line),
-            "{}",
-            ran.stderr
-        );
+        assert!(ran.stderr.lines().any(|found| found == line), "{}", ran.stderr);
     }
     assert!(!ran.stderr.contains("warning"), "{}", ran.stderr);
-    assert!(
-        !ran.stdout.contains("layer 0"),
-        "progress is no result: {}",
-        ran.stdout
-    );
+    assert!(!ran.stdout.contains("layer 0"), "progress is no result: {}", ran.stdout);
 }
 
 #[test]
@@ -219,35 +182,20 @@ fn the_manifest_tells_what_was_done() {
     assert_eq!(manifest.warnings, Vec::<String>::new());
     // Embedding and head 2·320·64; a layer 64·64·2 + 32·64·2 + 3·176·64 + 2 norms of 64; the last norm 64.
     let linears = 64 * 64 * 2 + 32 * 64 * 2 + 3 * 176 * 64;
-    assert_eq!(
-        manifest.model.parameters,
-        2 * 320 * 64 + 2 * (linears + 128) + 64
-    );
-    assert_eq!(
-        manifest.model.bytes,
-        ByteSize(4 * manifest.model.parameters)
-    );
+    assert_eq!(manifest.model.parameters, 2 * 320 * 64 + 2 * (linears + 128) + 64);
+    assert_eq!(manifest.model.bytes, ByteSize(4 * manifest.model.parameters));
 
     let pruning = manifest.pruning.unwrap();
-    assert_eq!(
-        (pruning.method.as_str(), pruning.sparsity_ratio),
-        ("wanda", 0.5)
-    );
+    assert_eq!((pruning.method.as_str(), pruning.sparsity_ratio), ("wanda", 0.5));
     assert_eq!((pruning.matrices, pruning.matrices_in_model), (14, 14));
     let sparsity = manifest.sparsity.unwrap();
     // Rows of 64 and 176: halves are whole numbers, so the ratio is met exactly.
-    assert_eq!(
-        (sparsity.weights, sparsity.zeros, sparsity.ratio),
-        (2 * linears, linears, 0.5)
-    );
+    assert_eq!((sparsity.weights, sparsity.zeros, sparsity.ratio), (2 * linears, linears, 0.5));
     assert_eq!(manifest.layers.len(), 2);
     for layer in &manifest.layers {
         assert_eq!((layer.matrices.len(), layer.sparsity), (7, 0.5));
         for matrix in &layer.matrices {
-            assert_eq!(
-                matrix.pruned,
-                Some((matrix.shape[0] * matrix.shape[1] / 2) as u64)
-            );
+            assert_eq!(matrix.pruned, Some((matrix.shape[0] * matrix.shape[1] / 2) as u64));
             assert_eq!(matrix.mask_sha256.as_ref().map(String::len), Some(64));
         }
     }
@@ -261,11 +209,7 @@ fn the_manifest_tells_what_was_done() {
     assert_eq!(calibration.total_tokens, tokens);
     assert_eq!(manifest.evaluation.unwrap().tokens_used, 5 * 64);
 
-    let phases: Vec<String> = manifest
-        .phases
-        .iter()
-        .map(|phase| phase.phase.to_string())
-        .collect();
+    let phases: Vec<String> = manifest.phases.iter().map(|phase| phase.phase.to_string()).collect();
     for phase in [
         "tokenize",
         "allocate",
@@ -280,19 +224,12 @@ fn the_manifest_tells_what_was_done() {
         "head",
         "save and verify",
     ] {
-        assert!(
-            phases.iter().any(|of| of == phase),
-            "no `{phase}` in {phases:?}"
-        );
+        assert!(phases.iter().any(|of| of == phase), "no `{phase}` in {phases:?}");
     }
     let phases_seconds: f64 = manifest.phases.iter().map(|phase| phase.seconds).sum();
     assert!(phases_seconds > 0.0 && phases_seconds <= manifest.seconds);
     if cfg!(target_os = "linux") {
-        let largest = manifest
-            .phases
-            .iter()
-            .filter_map(|phase| phase.peak_anonymous)
-            .max();
+        let largest = manifest.phases.iter().filter_map(|phase| phase.peak_anonymous).max();
         assert!(largest.is_some_and(|peak| peak > ByteSize(1 << 20)));
         assert_eq!(manifest.peak_anonymous, largest);
     }
@@ -311,10 +248,7 @@ fn the_manifest_tells_what_was_done() {
 
 fn sha256(bytes: &[u8]) -> String {
     use sha2::Digest;
-    sha2::Sha256::digest(bytes)
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect()
+    sha2::Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[test]
@@ -324,25 +258,15 @@ fn scripts_written_for_the_python_original_run() {
         "--model m --sparsity_ratio 0.5 --prune_method wanda \
          --sparsity_type unstructured --save_model pruned --save=out",
     );
-    assert!(
-        ran.stderr.contains("output       pruned\n"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("output       pruned\n"), "{}", ran.stderr);
     compare(&place.path("m"), &place.path("pruned"), is_linear);
-    assert_eq!(
-        place.names("out"),
-        ["log_wanda.txt", "run.json"].map(String::from).into()
-    );
+    assert_eq!(place.names("out"), ["log_wanda.txt", "run.json"].map(String::from).into());
 }
 
 #[test]
 fn eval_of_the_output_gives_the_perplexity_of_the_run_to_the_bit() {
     for dtype in [StoredDtype::F32, StoredDtype::Bf16] {
-        let place = Place::with(&RandomCheckpoint {
-            dtype,
-            ..RandomCheckpoint::default()
-        });
+        let place = Place::with(&RandomCheckpoint { dtype, ..RandomCheckpoint::default() });
         place.prune("--model m --sparsity-ratio 0.5 --eval both --save out");
         let eval = |model: &str, save: &str| {
             let ran = place.run(&format!(
@@ -358,20 +282,14 @@ fn eval_of_the_output_gives_the_perplexity_of_the_run_to_the_bit() {
             place.manifest(save)
         };
         let run = place.manifest("out");
-        let (source, output) = (
-            eval("m", "evaluated"),
-            eval("out/model", "evaluated-output"),
-        );
+        let (source, output) = (eval("m", "evaluated"), eval("out/model", "evaluated-output"));
         let bits = |report: Option<prune::run::manifest::PerplexityReport>| {
             report.map(|report| report.perplexity.to_bits())
         };
         assert!(source.perplexity.dense.is_some());
         assert_eq!(bits(source.perplexity.dense), bits(run.perplexity.dense));
         assert_eq!(bits(output.perplexity.dense), bits(run.perplexity.pruned));
-        assert_eq!(
-            (output.command.as_str(), output.output.is_none()),
-            ("eval", true)
-        );
+        assert_eq!((output.command.as_str(), output.output.is_none()), ("eval", true));
         assert_eq!(
             source.model.identity, output.model.identity,
             "the same names, shapes and layout"
@@ -412,28 +330,15 @@ fn without_save_nothing_is_written_and_a_warning_says_so() {
         ran.stderr
     );
     assert!(ran.stdout.contains("pruned perplexity"), "{}", ran.stdout);
-    assert_eq!(
-        place.names("."),
-        [".cache", "m", "test.txt", "train.txt"]
-            .map(String::from)
-            .into()
-    );
+    assert_eq!(place.names("."), [".cache", "m", "test.txt", "train.txt"].map(String::from).into());
 }
 
 #[test]
 fn no_save_model_keeps_the_report_only() {
     let place = Place::new();
     let ran = place.prune("--model m --sparsity-ratio 0.5 --save out --no-save-model");
-    assert!(
-        ran.stderr
-            .contains("output       no model (--no-save-model)\n"),
-        "{}",
-        ran.stderr
-    );
-    assert_eq!(
-        place.names("out"),
-        ["log_wanda.txt", "run.json"].map(String::from).into()
-    );
+    assert!(ran.stderr.contains("output       no model (--no-save-model)\n"), "{}", ran.stderr);
+    assert_eq!(place.names("out"), ["log_wanda.txt", "run.json"].map(String::from).into());
     assert!(place.manifest("out").output.is_none());
 }
 
@@ -472,8 +377,5 @@ fn a_finished_run_is_replaced_only_by_force() {
     assert_eq!(place.run(&format!("{again} --force")).code, 0);
     assert_eq!(place.manifest("out").sparsity.unwrap().ratio, 0.25);
     compare(&place.path("m"), &place.path("out/model"), is_linear);
-    assert_eq!(
-        fs::read_to_string(place.path("out/notes.txt")).unwrap(),
-        "mine"
-    );
+    assert_eq!(fs::read_to_string(place.path("out/notes.txt")).unwrap(), "mine");
 }

@@ -22,20 +22,14 @@ fn page(place: &Place) -> String {
         assert_eq!(ran.code, 0, "{arguments}: {}", ran.stderr);
         let line = format!("prune {arguments}");
         let name = line.trim_end();
-        let help: String = ran
-            .stdout
-            .lines()
-            .map(|line| format!("{}\n", line.trim_end()))
-            .collect();
+        let help: String =
+            ran.stdout.lines().map(|line| format!("{}\n", line.trim_end())).collect();
         // Writing to a String cannot fail.
         let _ = write!(page, "\n## {name}\n\n```text\n{help}```\n");
     };
     section("");
     let command = prune::cli::command();
-    for command in command
-        .get_subcommands()
-        .filter(|command| !command.is_hide_set())
-    {
+    for command in command.get_subcommands().filter(|command| !command.is_hide_set()) {
         section(command.get_name());
     }
     page
@@ -63,15 +57,9 @@ fn every_command_has_an_example_and_every_flag_a_word_of_help() {
         if command.is_hide_set() || command.get_name() == "help" {
             continue;
         }
-        let texts = [
-            command.get_after_help(),
-            command.get_about(),
-            command.get_long_about(),
-        ];
-        let has_example = texts
-            .into_iter()
-            .flatten()
-            .any(|text| text.to_string().contains("prune "));
+        let texts = [command.get_after_help(), command.get_about(), command.get_long_about()];
+        let has_example =
+            texts.into_iter().flatten().any(|text| text.to_string().contains("prune "));
         assert!(has_example, "no example in `{}`", command.get_name());
         for argument in command.get_arguments() {
             assert!(
@@ -94,10 +82,7 @@ fn completions_and_the_man_page_know_the_flags() {
     }
     let man = place.run("man").stdout;
     assert!(man.contains(".TH prune 1"), "{man}");
-    assert!(
-        man.contains(r"\-\-sparsity\-ratio") && man.contains("prune eval"),
-        "{man}"
-    );
+    assert!(man.contains(r"\-\-sparsity\-ratio") && man.contains("prune eval"), "{man}");
     assert!(!man.contains("make\\-checkpoint"), "{man}");
 }
 

@@ -19,9 +19,8 @@ const MAY_BE_UNSAFE: &[&str] = &[
 const SAYS_NOTHING: &[&str] = &["utils", "util", "helpers", "helper", "common", "misc"];
 
 /// Words that do not begin a comment: a comment begins with a noun or a verb.
-const QUESTION_WORDS: &[&str] = &[
-    "What", "Who", "Whose", "Whom", "Where", "How", "Whether", "Which", "When", "Why",
-];
+const QUESTION_WORDS: &[&str] =
+    &["What", "Who", "Whose", "Whom", "Where", "How", "Whether", "Which", "When", "Why"];
 
 /// The largest share of comments that may begin with one of [`QUESTION_WORDS`].
 const QUESTIONS_AT_MOST: f64 = 0.02;
@@ -35,10 +34,7 @@ const TABLES: &[&str] = &[];
 
 /// Modules that only tests compile and that are files of their own.
 fn test_modules(sources: &[Source]) -> BTreeSet<String> {
-    sources
-        .iter()
-        .flat_map(|source| without_tests(&source.modules(), &source.text).1)
-        .collect()
+    sources.iter().flat_map(|source| without_tests(&source.modules(), &source.text).1).collect()
 }
 
 fn is_test(source: &Source, test_modules: &BTreeSet<String>) -> bool {
@@ -63,11 +59,7 @@ fn only_the_command_line_prints() {
         for pair in without_tests(&modules, &source.text).0.windows(2) {
             let prints = matches!(pair[0], "print" | "println" | "eprint" | "eprintln" | "dbg")
                 && pair[1] == "!";
-            assert!(
-                !prints,
-                "src/{} uses {}!; emit an event instead",
-                source.path, pair[0]
-            );
+            assert!(!prints, "src/{} uses {}!; emit an event instead", source.path, pair[0]);
         }
     }
 }
@@ -79,11 +71,7 @@ fn unsafe_stands_only_where_it_is_argued_for() {
         let is_listed = MAY_BE_UNSAFE.contains(&source.path.as_str());
         assert_eq!(has_unsafe, is_listed, "src/{}", source.path);
         if has_unsafe {
-            assert!(
-                source.text.contains("// SAFETY: "),
-                "src/{} does not say why",
-                source.path
-            );
+            assert!(source.text.contains("// SAFETY: "), "src/{} does not say why", source.path);
         }
     }
 }
@@ -91,11 +79,7 @@ fn unsafe_stands_only_where_it_is_argued_for() {
 #[test]
 fn every_file_says_first_what_it_is_for() {
     for source in sources() {
-        assert!(
-            source.text.starts_with("//! "),
-            "src/{} does not begin with `//! `",
-            source.path
-        );
+        assert!(source.text.starts_with("//! "), "src/{} does not begin with `//! `", source.path);
     }
 }
 
@@ -112,10 +96,8 @@ fn no_name_says_nothing() {
 fn first_words(text: &str) -> Vec<&str> {
     let (mut words, mut kind_before) = (Vec::new(), "");
     for line in text.lines().map(str::trim_start) {
-        let kind = ["///", "//!", "//"]
-            .into_iter()
-            .find(|kind| line.starts_with(kind))
-            .unwrap_or("");
+        let kind =
+            ["///", "//!", "//"].into_iter().find(|kind| line.starts_with(kind)).unwrap_or("");
         let comment = line[kind.len()..].trim();
         if !kind.is_empty() && !comment.is_empty() && kind != kind_before {
             let word = comment.trim_start_matches(|first: char| !first.is_alphanumeric());
@@ -141,11 +123,8 @@ fn comments_begin_with_a_noun_or_a_verb() {
     let questions: usize = files.iter().map(|(count, _)| count).sum();
     let share = questions as f64 / all as f64;
     files.sort_by(|one, other| other.cmp(one));
-    let worst: String = files
-        .iter()
-        .take(20)
-        .map(|(count, path)| format!("\n{count:3} src/{path}"))
-        .collect();
+    let worst: String =
+        files.iter().take(20).map(|(count, path)| format!("\n{count:3} src/{path}")).collect();
     assert!(
         share <= QUESTIONS_AT_MOST,
         "{questions} of {all} comments begin with a question word ({:.1} %):{worst}",
@@ -205,10 +184,7 @@ fn no_function_is_longer_than_a_screen_or_two() {
     for source in sources() {
         for (name, first, lines) in functions(&source.text) {
             if lines > FUNCTION_LINES && !TABLES.contains(&name) {
-                long.push(format!(
-                    "src/{}:{first}: `{name}` has {lines} lines",
-                    source.path
-                ));
+                long.push(format!("src/{}:{first}: `{name}` has {lines} lines", source.path));
             }
         }
     }
@@ -240,10 +216,7 @@ fn a_type_name_has_one_meaning() {
     let sources = sources();
     let test_modules = test_modules(&sources);
     let mut places: BTreeMap<String, Vec<&str>> = BTreeMap::new();
-    for source in sources
-        .iter()
-        .filter(|source| !is_test(source, &test_modules))
-    {
+    for source in sources.iter().filter(|source| !is_test(source, &test_modules)) {
         for name in types(source) {
             places.entry(name).or_default().push(&source.path);
         }

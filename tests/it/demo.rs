@@ -76,11 +76,7 @@ fn the_differentiable_model_computes_what_the_program_computes() -> Result<()> {
         }
     }
     assert_eq!(flat.len(), ours.len());
-    let difference = flat
-        .iter()
-        .zip(&ours)
-        .map(|(a, b)| (a - b).abs())
-        .fold(0.0, f32::max);
+    let difference = flat.iter().zip(&ours).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
     eprintln!("differentiable model and program: logits differ by at most {difference:e}");
     // f32 on both sides, sums in another order through five layers; logits reach some 20. A wrong rotation or a missing
     // mask moves them by more than 1.
@@ -141,9 +137,8 @@ fn the_differentiable_model_has_gradients() -> Result<()> {
         "model.layers.3.mlp.gate_proj.weight",
         "model.layers.4.mlp.down_proj.weight",
     ] {
-        let gradient = gradients
-            .get(&weights[name])
-            .unwrap_or_else(|| panic!("{name} has no gradient"));
+        let gradient =
+            gradients.get(&weights[name]).unwrap_or_else(|| panic!("{name} has no gradient"));
         // Along the gradient the slope is its length.
         let length = gradient.sqr()?.sum_all()?.to_scalar::<f32>()?.sqrt();
         let step = 0.01;
@@ -168,26 +163,16 @@ fn greedy_writing_is_the_same_every_time() -> Result<()> {
     let folder = dense()?;
     let (mut model, config, tokenizer) = open(folder.path())?;
     let first = sentence(&mut model, &tokenizer, embedded::PROMPT, 40)?;
-    assert_eq!(
-        first,
-        sentence(&mut model, &tokenizer, embedded::PROMPT, 40)?
-    );
+    assert_eq!(first, sentence(&mut model, &tokenizer, embedded::PROMPT, 40)?);
     assert!(first.ends_with(['.', '!', '?', '"']), "{first}");
     let prompt = tokenizer.encode(embedded::PROMPT)?;
     let mut greedy = |max_tokens| {
-        let request = GenerationRequest {
-            prompt: &prompt,
-            max_tokens,
-            stop_ids: &[],
-        };
+        let request = GenerationRequest { prompt: &prompt, max_tokens, stop_ids: &[] };
         let mut sampler = Sampler::new(&Sampling::GREEDY);
         generate(&mut model, &request, &mut sampler, |_| Ok(true))
     };
     let three = greedy(3)?;
-    assert_eq!(
-        (three.ids.len(), three.finish),
-        (3, FinishReason::MaxTokens)
-    );
+    assert_eq!((three.ids.len(), three.finish), (3, FinishReason::MaxTokens));
     let all = greedy(usize::MAX / 2)?;
     assert_eq!(
         (all.ids.len() + prompt.len(), all.finish),
@@ -202,11 +187,7 @@ fn greedy_writing_is_the_same_every_time() -> Result<()> {
 fn rounded(number: f64) -> String {
     let digits = number.log10().floor() as i32 - 1;
     let unit = 10f64.powi(digits);
-    format!(
-        "{:.*}",
-        usize::try_from(-digits).unwrap_or(0),
-        (number / unit).round() * unit
-    )
+    format!("{:.*}", usize::try_from(-digits).unwrap_or(0), (number / unit).round() * unit)
 }
 
 #[test]
@@ -219,11 +200,7 @@ fn the_demo_shows_what_wanda_keeps_and_what_ladder_and_recovery_repair() -> Resu
     let stdout = String::from_utf8(ran.stdout)?;
     let stderr = String::from_utf8(ran.stderr)?;
     assert!(ran.status.success(), "{stderr}");
-    assert_eq!(
-        std::fs::read_dir(temporary.path())?.count(),
-        0,
-        "nothing is left behind"
-    );
+    assert_eq!(std::fs::read_dir(temporary.path())?.count(), 0, "nothing is left behind");
     for line in stdout.lines().chain(stderr.lines()) {
         assert!(line.chars().count() <= 80, "{line}");
     }
@@ -236,11 +213,7 @@ fn the_demo_shows_what_wanda_keeps_and_what_ladder_and_recovery_repair() -> Resu
         .filter(|line| !line.starts_with(' '))
         .map(|line| {
             let words: Vec<&str> = line[22..].split_whitespace().collect();
-            Ok((
-                line[..22].trim().to_string(),
-                words[0].parse()?,
-                words[2].parse()?,
-            ))
+            Ok((line[..22].trim().to_string(), words[0].parse()?, words[2].parse()?))
         })
         .collect::<Result<_>>()?;
     let perplexity = |name: &str| {
@@ -252,19 +225,13 @@ fn the_demo_shows_what_wanda_keeps_and_what_ladder_and_recovery_repair() -> Resu
     for share in ["50 %", "60 %", "2:4"] {
         let wanda = perplexity(&format!("wanda {share}"));
         let magnitude = perplexity(&format!("magnitude {share}"));
-        assert!(
-            perplexity("dense") < wanda && 1.05 * wanda < magnitude,
-            "{share}: {stdout}"
-        );
+        assert!(perplexity("dense") < wanda && 1.05 * wanda < magnitude, "{share}: {stdout}");
     }
 
     for share in ["60 %", "2:4"] {
         let ladder = perplexity(&format!("ladder {share}"));
         let wanda = perplexity(&format!("wanda {share}"));
-        assert!(
-            perplexity("dense") < ladder && ladder < wanda,
-            "{share}: {stdout}"
-        );
+        assert!(perplexity("dense") < ladder && ladder < wanda, "{share}: {stdout}");
     }
 
     let recovered = perplexity("wanda 60 %, recovered");
@@ -347,19 +314,8 @@ fn the_demo_text_serves_any_tokenizer_and_says_what_it_is() -> Result<()> {
 
 #[test]
 fn the_demo_text_takes_no_path() {
-    let error = "demo:stories.txt"
-        .parse::<DatasetSpec>()
-        .expect_err("refused");
+    let error = "demo:stories.txt".parse::<DatasetSpec>().expect_err("refused");
     assert!(error.is_usage && error.message.contains("part of the program"));
-    assert_eq!(
-        "demo".parse::<DatasetSpec>().expect("a name").to_string(),
-        "demo"
-    );
-    assert_eq!(
-        "demo.txt"
-            .parse::<DatasetSpec>()
-            .expect("a file")
-            .to_string(),
-        "demo.txt"
-    );
+    assert_eq!("demo".parse::<DatasetSpec>().expect("a name").to_string(), "demo");
+    assert_eq!("demo.txt".parse::<DatasetSpec>().expect("a file").to_string(), "demo.txt");
 }

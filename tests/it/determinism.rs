@@ -54,16 +54,9 @@ fn bits(place: &Place, name: &str, flags: &str) -> (Bits, Vec<(String, Vec<u8>)>
         losses: reports()
             .flat_map(|report| [report.mean_loss.to_bits(), report.standard_error.to_bits()])
             .collect(),
-        samples: manifest
-            .calibration
-            .expect("wanda calibrates")
-            .tokens_sha256,
+        samples: manifest.calibration.expect("wanda calibrates").tokens_sha256,
     };
-    assert_eq!(
-        bits.masks.iter().flatten().count(),
-        14,
-        "every matrix has a mask"
-    );
+    assert_eq!(bits.masks.iter().flatten().count(), 14, "every matrix has a mask");
     assert!(bits.dense.is_some() && bits.pruned.is_some());
     let model = format!("{name}/model");
     let files = place
@@ -103,10 +96,7 @@ fn threads_do_not_change_a_bit() {
                 files == other_files,
                 "{dtype:?}: the models written by 1 and {threads} threads differ"
             );
-            assert_eq!(
-                place.manifest(threads).arithmetic.threads.to_string(),
-                threads
-            );
+            assert_eq!(place.manifest(threads).arithmetic.threads.to_string(), threads);
         }
     }
 }
@@ -115,19 +105,11 @@ fn threads_do_not_change_a_bit() {
 fn where_hidden_states_rest_does_not_change_a_bit() {
     let place = place(StoredDtype::F16);
     assert_alike(&place, "--hidden-states ram", "--hidden-states disk");
-    assert_eq!(
-        place.manifest("one").hidden_states,
-        HiddenStatesStorage::Ram
-    );
-    assert_eq!(
-        place.manifest("other").hidden_states,
-        HiddenStatesStorage::Disk
-    );
+    assert_eq!(place.manifest("one").hidden_states, HiddenStatesStorage::Ram);
+    assert_eq!(place.manifest("other").hidden_states, HiddenStatesStorage::Disk);
     assert_eq!(
         place.names("other"),
-        ["log_wanda.txt", "model", "run.json"]
-            .map(String::from)
-            .into(),
+        ["log_wanda.txt", "model", "run.json"].map(String::from).into(),
         "no spill file stays"
     );
 }

@@ -41,9 +41,7 @@ fn plain(folder: &Path, tokens: &[u32]) -> Result<Vec<f32>> {
 /// The same logits by the differentiable model.
 fn differentiable(folder: &Path, tokens: &[u32]) -> Result<Vec<f32>> {
     let stored = safetensors::load(folder.join("model.safetensors"), &Device::Cpu)?;
-    let widened = stored
-        .into_iter()
-        .map(|(name, tensor)| Ok((name, tensor.to_dtype(DType::F32)?)));
+    let widened = stored.into_iter().map(|(name, tensor)| Ok((name, tensor.to_dtype(DType::F32)?)));
     let weights = widened.collect::<Result<Weights>>()?;
     let model = DifferentiableModel::new(&ModelConfig::load(folder)?, SEQLEN)?;
     let ids = Tensor::from_slice(tokens, (tokens.len() / SEQLEN, SEQLEN), &Device::Cpu)?;
@@ -90,8 +88,5 @@ fn a_missing_weight_is_named() {
     let model = DifferentiableModel::new(&config, 2).unwrap();
     let ids = Tensor::new(&[[1u32, 2]], &Device::Cpu).unwrap();
     let error = model.logits(&Weights::new(), &ids).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "there is no weight `model.embed_tokens.weight`"
-    );
+    assert_eq!(error.to_string(), "there is no weight `model.embed_tokens.weight`");
 }

@@ -118,11 +118,7 @@ fn sentences_are_short_and_pages_few() {
     for (path, text) in pages() {
         for sentence in sentences(&text) {
             let length = sentence.split_whitespace().count();
-            assert!(
-                length <= LONGEST_SENTENCE,
-                "{}: {length} words: {sentence}",
-                path.display()
-            );
+            assert!(length <= LONGEST_SENTENCE, "{}: {length} words: {sentence}", path.display());
         }
         if !path.ends_with("README.md")
             || path.parent().is_some_and(|folder| folder.ends_with("docs"))
@@ -138,11 +134,7 @@ fn the_first_screen_of_the_readme_ends_with_its_limits() {
     let readme = include_str!("../../README.md");
     let (first, _) = readme.split_once("\n## ").expect("a section");
     assert!(first.contains("**Honest limits**") && first.contains("cargo test"));
-    assert!(
-        first.lines().count() <= SCREEN.0,
-        "{}",
-        first.lines().count()
-    );
+    assert!(first.lines().count() <= SCREEN.0, "{}", first.lines().count());
     for line in first.lines() {
         assert!(line.chars().count() <= SCREEN.1, "{line}");
     }
@@ -174,20 +166,11 @@ fn staged() -> (Place, Server) {
         fs::create_dir_all(place.path(folder)).expect("a new folder");
     }
     for (name, seed) in [("llama-2-7b", 0), ("chat", 1), ("math", 2)] {
-        place.checkpoint(
-            &format!("models/{name}"),
-            &RandomCheckpoint {
-                seed,
-                ..shape.clone()
-            },
-        );
+        place.checkpoint(&format!("models/{name}"), &RandomCheckpoint { seed, ..shape.clone() });
     }
     place.checkpoint(
         "models/llama-3-8b",
-        &RandomCheckpoint {
-            num_hidden_layers: 12,
-            ..shape.clone()
-        },
+        &RandomCheckpoint { num_hidden_layers: 12, ..shape.clone() },
     );
     let lora = json!({"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]});
     let factors = adapters::pair("model.layers.0.self_attn.q_proj", 2, 32, 32);
@@ -214,17 +197,9 @@ fn staged() -> (Place, Server) {
     }
     for (split, seed) in [("train", 1), ("test", 2)] {
         let file = format!("wikitext-2-raw-v1/{split}-00000-of-00001.parquet");
-        server.add(
-            "datasets/Salesforce/wikitext",
-            &file,
-            parquet(&[words(seed, 6000)]),
-        );
+        server.add("datasets/Salesforce/wikitext", &file, parquet(&[words(seed, 6000)]));
     }
-    server.add(
-        "datasets/allenai/c4",
-        "en/c4-train.00000-of-01024.json.gz",
-        documents,
-    );
+    server.add("datasets/allenai/c4", "en/c4-train.00000-of-01024.json.gz", documents);
     (place, server)
 }
 
@@ -251,11 +226,7 @@ fn run(place: &Place, server: &Server, page: &Path, line: &str) -> Option<String
     let ran = ran(&mut command(place, server, &arguments));
     match ran.code {
         0 => None,
-        code => Some(format!(
-            "{}: {line}\n{code}: {}",
-            page.display(),
-            ran.stderr
-        )),
+        code => Some(format!("{}: {line}\n{code}: {}", page.display(), ran.stderr)),
     }
 }
 
@@ -279,11 +250,9 @@ fn the_commands_of_every_page_run() {
     // The results that pages speak of; the pages replace them.
     let base = "prune --model models/llama-2-7b --sparsity-ratio 0.5 --dataset data/train.jsonl --eval-dataset data/heldout.txt";
     let mut failed = Vec::new();
-    for more in [
-        "--save out/7b",
-        "--save out/7b-2of4",
-        "--prune-method magnitude --save out/7b-magnitude",
-    ] {
+    for more in
+        ["--save out/7b", "--save out/7b-2of4", "--prune-method magnitude --save out/7b-magnitude"]
+    {
         let line = format!("{base} {more} --seqlen 256");
         failed.extend(run(&place, &server, Path::new("before"), &line));
     }
@@ -302,10 +271,7 @@ fn the_commands_of_every_page_run() {
         }
         others.retain(|line| !line.starts_with("export "));
         if !others.is_empty() && !text.contains(BY_HAND) {
-            failed.push(format!(
-                "{}: no test runs {others:?}: say `{BY_HAND}…`",
-                path.display()
-            ));
+            failed.push(format!("{}: no test runs {others:?}: say `{BY_HAND}…`", path.display()));
         }
     }
     assert!(failed.is_empty(), "{}", failed.join("\n"));

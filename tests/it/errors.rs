@@ -43,13 +43,7 @@ fn a_ratio_out_of_range_is_refused() {
         ("nan", "NaN", ""),
         ("inf", "inf", ""),
     ] {
-        refuses_at_once(
-            &place,
-            &format!("--sparsity-ratio {ratio}"),
-            2,
-            &message(shown),
-            hint,
-        );
+        refuses_at_once(&place, &format!("--sparsity-ratio {ratio}"), 2, &message(shown), hint);
     }
     for minus in ["--sparsity-ratio=-0.5", "--sparsity-ratio -0.5"] {
         refuses_at_once(&place, minus, 2, &message("-0.5"), "");
@@ -143,11 +137,9 @@ fn a_pattern_that_is_none_is_refused() {
 
 #[test]
 fn a_weight_that_is_no_number_is_named_by_layer_tensor_row_and_column() {
-    for (method, bits) in [
-        ("wanda", f32::NAN),
-        ("magnitude", f32::NAN),
-        ("magnitude", f32::INFINITY),
-    ] {
+    for (method, bits) in
+        [("wanda", f32::NAN), ("magnitude", f32::NAN), ("magnitude", f32::INFINITY)]
+    {
         let place = Place::new();
         rewrite(&place, |name, _, bytes| {
             if name == "model.layers.1.self_attn.v_proj.weight" {
@@ -160,12 +152,7 @@ fn a_weight_that_is_no_number_is_named_by_layer_tensor_row_and_column() {
         let ran = place.run(&arguments(&format!("--prune-method {method} --eval none")));
         assert_eq!(ran.code, 1, "{}", ran.stderr);
         let error = &ran.stderr[ran.stderr.find("error: ").unwrap()..];
-        for part in [
-            "model.layers.1.self_attn.v_proj",
-            "row 5",
-            "column 7",
-            "in model.layers.1",
-        ] {
+        for part in ["model.layers.1.self_attn.v_proj", "row 5", "column 7", "in model.layers.1"] {
             assert!(error.contains(part), "no `{part}`: {error}");
         }
         assert!(!error.contains("panicked"), "{error}");
@@ -250,18 +237,8 @@ fn layer_ratios_that_do_not_fit_are_refused() {
             "error: `r.json` does not hold layer ratios: it is not JSON (EOF while parsing a value at line 1 column 5)",
             hint,
         ),
-        (
-            "[0.5]",
-            2,
-            "error: --layer-ratios has 1 ratios, the model 2 layers",
-            "",
-        ),
-        (
-            "{\"2\": 0.5}",
-            2,
-            "error: --layer-ratios names layer 2, the model has layers 0 to 1",
-            "",
-        ),
+        ("[0.5]", 2, "error: --layer-ratios has 1 ratios, the model 2 layers", ""),
+        ("{\"2\": 0.5}", 2, "error: --layer-ratios names layer 2, the model has layers 0 to 1", ""),
         (
             "[0.5, 1.0]",
             2,

@@ -37,26 +37,16 @@ fn manifest(place: &Place, flags: &str) -> Manifest {
 /// Results that are equal on every device: masks, and perplexities to the bit.
 fn results(manifest: &Manifest) -> (Vec<Option<String>>, Vec<f64>) {
     let matrices = manifest.layers.iter().flat_map(|layer| &layer.matrices);
-    let reports = manifest
-        .perplexity
-        .dense
-        .iter()
-        .chain(&manifest.perplexity.pruned);
+    let reports = manifest.perplexity.dense.iter().chain(&manifest.perplexity.pruned);
     let masks: Vec<_> = matrices.map(|matrix| matrix.mask_sha256.clone()).collect();
-    assert_eq!(
-        masks.iter().flatten().count(),
-        3 * 7,
-        "every layer is pruned"
-    );
+    assert_eq!(masks.iter().flatten().count(), 3 * 7, "every layer is pruned");
     (masks, reports.map(|report| report.perplexity).collect())
 }
 
 fn devices(manifest: &Manifest) -> Vec<String> {
     let plan = manifest.plan.as_ref().expect("runs are planned");
     let layers = plan.layers.iter();
-    layers
-        .map(|run| format!("{}-{} {}", run.first, run.last, run.devices.join("+")))
-        .collect()
+    layers.map(|run| format!("{}-{} {}", run.first, run.last, run.devices.join("+"))).collect()
 }
 
 const ONE: &str = r#"{"gpus":["2GiB"]}"#;
@@ -77,10 +67,7 @@ fn devices_compute_what_the_cpu_does_wherever_the_plan_puts_layers() {
         (format!("--simulate {ONE} --device cuda"), &["0-2 cuda:0"]),
         (format!("--simulate {TWO}"), &["0-2 cuda:0+cuda:1"]),
         (format!("--simulate {TWO} --device cuda:1"), &["0-2 cuda:1"]),
-        (
-            format!("--simulate {TWO} --device-map balanced"),
-            &["0-1 cuda:0", "2-2 cuda:1"],
-        ),
+        (format!("--simulate {TWO} --device-map balanced"), &["0-1 cuda:0", "2-2 cuda:1"]),
         (
             format!("--simulate {TWO} --device-map map.json"),
             &["0-0 cuda:0", "1-1 cpu", "2-2 cuda:1"],
@@ -103,16 +90,10 @@ fn devices_compute_what_the_cpu_does_wherever_the_plan_puts_layers() {
         );
         for device in &run.devices {
             let plan = run.plan.as_ref().expect("planned");
-            let planned = plan
-                .devices
-                .iter()
-                .find(|plan| plan.device == device.device);
+            let planned = plan.devices.iter().find(|plan| plan.device == device.device);
             let planned = planned.expect("planned").peak;
             assert!(device.units > 0);
-            assert!(
-                device.reserved_by_plan <= planned,
-                "{device:?} was to take {planned} at most"
-            );
+            assert!(device.reserved_by_plan <= planned, "{device:?} was to take {planned} at most");
         }
     }
 }
@@ -133,19 +114,12 @@ fn a_unit_that_is_refused_is_done_on_the_cpu_whichever_it_is() {
         let [fall] = run.fallbacks.as_slice() else {
             panic!("unit {unit}: {:?}", run.fallbacks);
         };
-        assert_eq!(
-            (fall.device.as_str(), fall.outcome),
-            ("cuda:0", FallbackOutcome::Cpu)
-        );
+        assert_eq!((fall.device.as_str(), fall.outcome), ("cuda:0", FallbackOutcome::Cpu));
         assert!(
             fall.unit.starts_with("model.layers.") || fall.unit.starts_with("lm_head"),
             "{fall:?}"
         );
-        assert!(
-            run.warnings
-                .iter()
-                .any(|warning| *warning == fall.to_string())
-        );
+        assert!(run.warnings.iter().any(|warning| *warning == fall.to_string()));
     }
 }
 
@@ -155,47 +129,20 @@ fn the_ladder_has_its_rungs_in_order() {
     let cpu = manifest(&place, "--use-cpu");
     // Units 0 to 7 copy layer 0, 8 and 9 are its dense windows, 10 to 12 its samples.
     for (refuse, unit, outcome) in [
-        (
-            "10x1",
-            "model.layers.0 (calibrate, sample 0)",
-            FallbackOutcome::Retried,
-        ),
-        (
-            "10x2",
-            "model.layers.0 (calibrate, sample 0)",
-            FallbackOutcome::Smaller,
-        ),
-        (
-            "10x4",
-            "model.layers.0 (calibrate, sample 0)",
-            FallbackOutcome::Smaller,
-        ),
-        (
-            "11",
-            "model.layers.0 (calibrate, sample 1)",
-            FallbackOutcome::Cpu,
-        ),
-        (
-            "6x1",
-            "model.layers.0.mlp.up_proj (upload)",
-            FallbackOutcome::Retried,
-        ),
+        ("10x1", "model.layers.0 (calibrate, sample 0)", FallbackOutcome::Retried),
+        ("10x2", "model.layers.0 (calibrate, sample 0)", FallbackOutcome::Smaller),
+        ("10x4", "model.layers.0 (calibrate, sample 0)", FallbackOutcome::Smaller),
+        ("11", "model.layers.0 (calibrate, sample 1)", FallbackOutcome::Cpu),
+        ("6x1", "model.layers.0.mlp.up_proj (upload)", FallbackOutcome::Retried),
         // A matrix is not cut: the CPU computes the layer.
-        (
-            "6x2",
-            "model.layers.0.mlp.up_proj (upload)",
-            FallbackOutcome::Cpu,
-        ),
+        ("6x2", "model.layers.0.mlp.up_proj (upload)", FallbackOutcome::Cpu),
     ] {
         let simulation = format!(r#"{{"gpus":["2GiB"],"refuse":"{refuse}"}}"#);
         let ran = run(&place, &format!("--simulate {simulation}"));
         assert_eq!(ran.code, 0, "{}", ran.stderr);
         let run = place.manifest("out");
-        let falls: Vec<_> = run
-            .fallbacks
-            .iter()
-            .map(|fall| (fall.unit.as_str(), fall.outcome))
-            .collect();
+        let falls: Vec<_> =
+            run.fallbacks.iter().map(|fall| (fall.unit.as_str(), fall.outcome)).collect();
         assert_eq!(falls[0], (unit, outcome), "{refuse}");
         assert_eq!(results(&run), results(&cpu), "{refuse}");
         let warning = format!("warning: GPU out of memory on {unit}, ");
@@ -219,11 +166,7 @@ fn a_device_that_has_less_than_it_said_works_with_what_it_has() {
         let run = place.manifest("out");
         assert_eq!(results(&run), results(&cpu), "{capacity}");
         let outcomes: Vec<_> = run.fallbacks.iter().map(|fall| fall.outcome).collect();
-        let expected = if on_cpu {
-            FallbackOutcome::Cpu
-        } else {
-            FallbackOutcome::Smaller
-        };
+        let expected = if on_cpu { FallbackOutcome::Cpu } else { FallbackOutcome::Smaller };
         assert!(
             !outcomes.is_empty() && outcomes.iter().all(|of| *of == expected),
             "{capacity}: {outcomes:?}"
@@ -239,26 +182,14 @@ fn a_device_that_has_less_than_it_said_works_with_what_it_has() {
 fn a_gpu_that_is_not_there_or_too_small_is_refused_with_the_fix() {
     let place = place();
     for (flags, code, says) in [
-        (
-            format!("--simulate {ONE} --device cuda:1"),
-            2,
-            &["cuda:1 is not there", "cuda:0"][..],
-        ),
-        (
-            r#"--simulate {"gpus":[]} --device cuda"#.into(),
-            1,
-            &["no GPU can be used", "--use-cpu"],
-        ),
+        (format!("--simulate {ONE} --device cuda:1"), 2, &["cuda:1 is not there", "cuda:0"][..]),
+        (r#"--simulate {"gpus":[]} --device cuda"#.into(), 1, &["no GPU can be used", "--use-cpu"]),
         (
             format!("--simulate {ONE} --device cuda --max-memory cuda:0=400MiB"),
             1,
             &["does not fit into", "cuda:0", "context", "short"],
         ),
-        (
-            "--device cuda:0 --use-cpu".into(),
-            2,
-            &["contradict each other"],
-        ),
+        ("--device cuda:0 --use-cpu".into(), 2, &["contradict each other"]),
     ] {
         let ran = run(&place, &flags);
         assert_eq!(ran.code, code, "{flags:?}: {}", ran.stderr);
@@ -269,19 +200,12 @@ fn a_gpu_that_is_not_there_or_too_small_is_refused_with_the_fix() {
     if !cfg!(feature = "cuda") {
         let ran = run(&place, "--device cuda:0");
         assert_eq!(ran.code, 2);
-        assert!(
-            ran.stderr.contains("this build has no CUDA"),
-            "{}",
-            ran.stderr
-        );
+        assert!(ran.stderr.contains("this build has no CUDA"), "{}", ran.stderr);
         assert!(ran.stderr.contains("docs/building.md"), "{}", ran.stderr);
     }
     // A card that is too small is no reason to stop where the CPU will do; the plan says so.
     let small = manifest(&place, r#"--simulate {"gpus":["400MiB"]}"#);
     assert_eq!(devices(&small), ["0-2 cpu"]);
     let notes = &small.plan.as_ref().expect("planned").notes;
-    assert!(
-        notes.iter().any(|note| note.contains("cuda:0 is not used")),
-        "{notes:?}"
-    );
+    assert!(notes.iter().any(|note| note.contains("cuda:0 is not used")), "{notes:?}");
 }

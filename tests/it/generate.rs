@@ -40,14 +40,8 @@ fn written(
     max_tokens: usize,
     sampling: &Sampling,
 ) -> Result<Generated> {
-    let request = GenerationRequest {
-        prompt,
-        max_tokens,
-        stop_ids: &[],
-    };
-    generate(generator, &request, &mut Sampler::new(sampling), |_| {
-        Ok(true)
-    })
+    let request = GenerationRequest { prompt, max_tokens, stop_ids: &[] };
+    generate(generator, &request, &mut Sampler::new(sampling), |_| Ok(true))
 }
 
 /// The greedy continuation by candle's Llama, with its own cache.
@@ -97,10 +91,9 @@ fn greedy_tokens_of_the_real_checkpoints_are_candles() -> Result<()> {
     let Some(shared) = support::shared() else {
         return Ok(());
     };
-    for (model, text) in [
-        ("stories260k", "Once upon a time"),
-        ("wikitext-llama-8m", "The war began in"),
-    ] {
+    for (model, text) in
+        [("stories260k", "Once upon a time"), ("wikitext-llama-8m", "The war began in")]
+    {
         let folder = shared.join("models").join(model);
         let prompt = Tokenizer::load(&folder)?.encode(text)?;
         compare_with_candle(&folder, &prompt, 100)?;
@@ -134,10 +127,8 @@ fn logits_behind_a_cache_are_those_of_the_whole_sequence() -> Result<()> {
         attention_bias: true,
         mlp_bias: true,
         max_position_embeddings: 2048,
-        rope_scaling: Some(
-            json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 64}),
-        ),
+        rope_scaling: Some(json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 64})),
         ..RandomCheckpoint::default()
     })?;
     // One block and a bit: a whole block, then 3 tokens; and steps of every kind on the way to the same place.
@@ -147,11 +138,7 @@ fn logits_behind_a_cache_are_those_of_the_whole_sequence() -> Result<()> {
     for rest in RESTS {
         let mut generator = open(folder.path(), rest)?;
         let mut sequence = generator.begin(tokens.len())?;
-        for steps in [
-            &[tokens.len()][..],
-            &[1; PROMPT_BLOCK + 3],
-            &[129, 1, 1, 300, 84],
-        ] {
+        for steps in [&[tokens.len()][..], &[1; PROMPT_BLOCK + 3], &[129, 1, 1, 300, 84]] {
             sequence.clear();
             let mut at = 0;
             for &step in steps {
@@ -169,18 +156,10 @@ fn logits_behind_a_cache_are_those_of_the_whole_sequence() -> Result<()> {
 
 #[test]
 fn some_layers_in_memory_and_some_from_disk_write_the_same() -> Result<()> {
-    let folder = sharp(&RandomCheckpoint {
-        num_hidden_layers: 5,
-        ..RandomCheckpoint::default()
-    })?;
+    let folder = sharp(&RandomCheckpoint { num_hidden_layers: 5, ..RandomCheckpoint::default() })?;
     let config = ModelConfig::load(folder.path())?;
-    let sizes = Generator::sizes(
-        &config,
-        Dtypes::all(StoredDtype::F32),
-        30,
-        2,
-        prune::bytes::ByteSize(0),
-    );
+    let sizes =
+        Generator::sizes(&config, Dtypes::all(StoredDtype::F32), 30, 2, prune::bytes::ByteSize(0));
     let expected = written(
         &mut open(folder.path(), Residency::all)?,
         &prompt(10, 320),
@@ -203,14 +182,9 @@ fn some_layers_in_memory_and_some_from_disk_write_the_same() -> Result<()> {
 
 #[test]
 fn a_layer_that_cannot_be_read_is_an_error_every_time_and_never_a_wait() -> Result<()> {
-    let folder = sharp(&RandomCheckpoint {
-        num_hidden_layers: 3,
-        ..RandomCheckpoint::default()
-    })?;
+    let folder = sharp(&RandomCheckpoint { num_hidden_layers: 3, ..RandomCheckpoint::default() })?;
     let mut generator = open(folder.path(), Residency::none)?;
-    let file = fs::OpenOptions::new()
-        .write(true)
-        .open(folder.path().join("model.safetensors"))?;
+    let file = fs::OpenOptions::new().write(true).open(folder.path().join("model.safetensors"))?;
     file.set_len(4096)?;
     for _ in 0..2 {
         let mut sequence = generator.begin(4)?;
@@ -223,21 +197,10 @@ fn a_layer_that_cannot_be_read_is_an_error_every_time_and_never_a_wait() -> Resu
 fn a_seed_writes_the_same_text_twice_and_another_seed_another() -> Result<()> {
     let folder = sharp(&RandomCheckpoint::default())?;
     let mut generator = open(folder.path(), Residency::all)?;
-    let hot = Sampling {
-        temperature: 1.5,
-        top_p: Some(0.95),
-        top_k: Some(100),
-        seed: 7,
-    };
+    let hot = Sampling { temperature: 1.5, top_p: Some(0.95), top_k: Some(100), seed: 7 };
     let first = written(&mut generator, &[256, 65], 60, &hot)?;
-    assert_eq!(
-        first.ids,
-        written(&mut generator, &[256, 65], 60, &hot)?.ids
-    );
+    assert_eq!(first.ids, written(&mut generator, &[256, 65], 60, &hot)?.ids);
     let other = Sampling { seed: 8, ..hot };
-    assert_ne!(
-        first.ids,
-        written(&mut generator, &[256, 65], 60, &other)?.ids
-    );
+    assert_ne!(first.ids, written(&mut generator, &[256, 65], 60, &other)?.ids);
     Ok(())
 }

@@ -31,22 +31,15 @@ pub(crate) use reference::dataset;
 use reference::{Golden, goldens};
 
 /// The folders there are tests for, and how many f32 runs each held when they were written.
-const FOLDERS: [(&str, usize); 3] = [
-    ("stories260k", 9),
-    ("stories260k-on-stories", 6),
-    ("wikitext-llama-8m", 10),
-];
+const FOLDERS: [(&str, usize); 3] =
+    [("stories260k", 9), ("stories260k-on-stories", 6), ("wikitext-llama-8m", 10)];
 
 /// Folders of other forms, which have tests of their own or belong to operations that are not built.
-const OTHER_FOLDERS: [&str; 6] = [
-    "families", "gradual", "merge", "methods", "recovery", "tasks",
-];
+const OTHER_FOLDERS: [&str; 6] = ["families", "gradual", "merge", "methods", "recovery", "tasks"];
 
 /// Runs that also measure the dense model beside the pruned one in the same sweep, once per model.
-const DENSE_TOO: [&str; 2] = [
-    "wanda-0.5-unstructured",
-    "wikitext-llama-8m-float32-wanda-0.5-unstructured",
-];
+const DENSE_TOO: [&str; 2] =
+    ["wanda-0.5-unstructured", "wikitext-llama-8m-float32-wanda-0.5-unstructured"];
 
 /// Runs whose perplexity is compared by hand: their masks are compared bit by bit like all others, and the perplexity that follows
 /// from a mask is computed as for the runs that are not listed, which have each method, and of each model the strongest pruning.
@@ -70,10 +63,7 @@ const HEADER: &str = "\
 | golden | matrices equal | bits equal | worst matrix | statistics median / max | perplexity ours / reference | relative difference |
 | --- | --- | --- | --- | --- | --- | --- |";
 
-#[expect(
-    clippy::print_stdout,
-    reason = "the table is what docs/parity.md shows"
-)]
+#[expect(clippy::print_stdout, reason = "the table is what docs/parity.md shows")]
 pub(crate) fn show(text: &str) {
     println!("{text}");
 }
@@ -162,11 +152,8 @@ fn repeat_folder(
     };
     let cache = tempfile::tempdir()?;
     let targets = targets(&shared, folder)?;
-    let (mut table, mut failures, mut notes) = (
-        format!("\n{folder}, {dtype:?}\n\n{HEADER}\n"),
-        Vec::new(),
-        Vec::new(),
-    );
+    let (mut table, mut failures, mut notes) =
+        (format!("\n{folder}, {dtype:?}\n\n{HEADER}\n"), Vec::new(), Vec::new());
     let mut times = Vec::new();
     for golden in targets.iter().filter(|golden| is_chosen(&golden.name)) {
         let is_in = |names: &[&str]| names.contains(&golden.name.as_str());
@@ -184,11 +171,7 @@ fn repeat_folder(
         };
         let start = Instant::now();
         let (comparison, row, dense) = repeat(golden, &shared, cache.path(), ask)?;
-        times.push(format!(
-            "{} {:.1} s",
-            golden.name,
-            start.elapsed().as_secs_f64()
-        ));
+        times.push(format!("{} {:.1} s", golden.name, start.elapsed().as_secs_f64()));
         table += &format!("{row}\n");
         failures.extend(comparison.failures);
         notes.extend(comparison.notes);
@@ -196,11 +179,8 @@ fn repeat_folder(
             let text = &golden.settings.test;
             let is_dense =
                 |other: &&Golden| other.settings.method == "dense" && other.settings.test == *text;
-            let reference = targets
-                .iter()
-                .find(is_dense)
-                .context("the folder has a dense run")?
-                .ppl;
+            let reference =
+                targets.iter().find(is_dense).context("the folder has a dense run")?.ppl;
             let dense = dense.context("a dense perplexity was asked for")?;
             if !within(relative(dense, reference), DENSE_PERPLEXITY) {
                 failures.push(format!(
@@ -210,11 +190,7 @@ fn repeat_folder(
             }
         }
     }
-    show(&format!(
-        "{table}\n{}\ntimes: {}",
-        notes.join("\n"),
-        times.join(", ")
-    ));
+    show(&format!("{table}\n{}\ntimes: {}", notes.join("\n"), times.join(", ")));
     assert!(!times.is_empty(), "no golden of `{folder}` was chosen");
     assert!(failures.is_empty(), "{}", failures.join("\n"));
     Ok(())
@@ -230,10 +206,8 @@ fn stories260k_on_stories_prunes_and_predicts_as_the_reference() {
     let folder = "stories260k-on-stories";
     repeat_folder(folder, ComputeDtype::F32, Measured::Some, |_| true).unwrap();
     // The default arithmetic: one run that measures both sides.
-    repeat_folder(folder, ComputeDtype::Auto, Measured::Some, |name| {
-        DENSE_TOO.contains(&name)
-    })
-    .unwrap();
+    repeat_folder(folder, ComputeDtype::Auto, Measured::Some, |name| DENSE_TOO.contains(&name))
+        .unwrap();
 }
 
 #[test]
@@ -244,10 +218,8 @@ fn wikitext_llama_8m_prunes_and_predicts_as_the_reference() {
     })
     .unwrap();
     if Kernel::has_split() {
-        repeat_folder(folder, ComputeDtype::F32, Measured::Some, |name| {
-            DENSE_TOO.contains(&name)
-        })
-        .unwrap();
+        repeat_folder(folder, ComputeDtype::F32, Measured::Some, |name| DENSE_TOO.contains(&name))
+            .unwrap();
     }
 }
 
@@ -273,10 +245,8 @@ fn ria_prunes_the_wikitext_model_as_its_reference() {
 fn every_golden_has_the_perplexity_of_the_reference() {
     for (folder, _) in FOLDERS {
         for dtype in [ComputeDtype::F32, ComputeDtype::Auto] {
-            repeat_folder(folder, dtype, Measured::All, |name| {
-                !name.starts_with("fulltest-")
-            })
-            .unwrap();
+            repeat_folder(folder, dtype, Measured::All, |name| !name.starts_with("fulltest-"))
+                .unwrap();
         }
     }
     repeat_folder("methods/ria", ComputeDtype::F32, Measured::All, |_| true).unwrap();
@@ -286,10 +256,8 @@ fn every_golden_has_the_perplexity_of_the_reference() {
 #[ignore = "two evaluations of 115 s of processor time each; masks and arithmetic are those of the test above"]
 fn wikitext_llama_8m_predicts_the_full_test_text_as_the_reference() {
     let folder = "wikitext-llama-8m";
-    repeat_folder(folder, ComputeDtype::Auto, Measured::All, |name| {
-        name.starts_with("fulltest-")
-    })
-    .unwrap();
+    repeat_folder(folder, ComputeDtype::Auto, Measured::All, |name| name.starts_with("fulltest-"))
+        .unwrap();
 }
 
 #[test]
@@ -306,11 +274,7 @@ fn every_golden_is_repeated_or_skipped_for_a_printed_reason() {
     }
     folders.retain(|folder| !OTHER_FOLDERS.contains(&folder.as_str()));
     folders.sort();
-    assert_eq!(
-        folders,
-        FOLDERS.map(|(folder, _)| folder),
-        "a folder has no test"
-    );
+    assert_eq!(folders, FOLDERS.map(|(folder, _)| folder), "a folder has no test");
     for (folder, at_least) in FOLDERS {
         let all = goldens(&shared.join("goldens").join(folder)).unwrap();
         let mut repeated = 0;
@@ -343,12 +307,7 @@ fn the_comparison_notices_another_seed() {
     let path = "goldens/stories260k/stories260k-float32-wanda-0.5-unstructured.json";
     // Statistics of another text, which must not pass either.
     golden.statistics = Golden::load(&shared.join(path)).unwrap().statistics;
-    let ask = Ask {
-        seed: 1,
-        eval: EvalSides::None,
-        dtype: ComputeDtype::F32,
-        is_measured: true,
-    };
+    let ask = Ask { seed: 1, eval: EvalSides::None, dtype: ComputeDtype::F32, is_measured: true };
     let (comparison, ..) = repeat(&golden, &shared, cache.path(), ask).unwrap();
     let said = comparison.failures.join("\n");
     for complaint in [
@@ -359,10 +318,7 @@ fn the_comparison_notices_another_seed() {
         "statistics are off",
         "perplexity NaN",
     ] {
-        assert!(
-            said.contains(complaint),
-            "no word of `{complaint}` in:\n{said}"
-        );
+        assert!(said.contains(complaint), "no word of `{complaint}` in:\n{said}");
     }
 }
 
@@ -382,18 +338,8 @@ fn pruned<'a>(
     mask: &'a Mask,
     pattern: Pattern,
 ) -> PrunedMatrix<'a> {
-    let target = Target {
-        ratio: 0.5,
-        pattern,
-    };
-    PrunedMatrix {
-        layer: 0,
-        projection: Projection::Up,
-        weight,
-        statistics,
-        target,
-        mask,
-    }
+    let target = Target { ratio: 0.5, pattern };
+    PrunedMatrix { layer: 0, projection: Projection::Up, weight, statistics, target, mask }
 }
 
 fn mask(prunes: impl Fn(usize, usize) -> bool + Sync + Send) -> Mask {
@@ -419,15 +365,10 @@ fn the_comparison_notices_flipped_bits_and_lets_only_near_ties_pass() {
         let bits = vec![reference];
         golden.masks = Some([("model.layers.0.mlp.up_proj".to_owned(), bits)].into());
         if reference != ours.bits()[0] {
-            golden
-                .per_linear
-                .values_mut()
-                .for_each(|linear| linear.mask_sha256.clear());
+            golden.per_linear.values_mut().for_each(|linear| linear.mask_sha256.clear());
         }
         let mut comparison = Comparison::new(&golden);
-        comparison
-            .matrix(&pruned(&weight, Some(&statistics), &ours, pattern))
-            .unwrap();
+        comparison.matrix(&pruned(&weight, Some(&statistics), &ours, pattern)).unwrap();
         (comparison.failures, comparison.notes)
     };
     let unstructured = Pattern::Unstructured;
@@ -452,29 +393,15 @@ fn the_comparison_notices_flipped_bits_and_lets_only_near_ties_pass() {
     assert_eq!(failures.len(), 1, "{failures:?}");
     // Groups of two: the 1 competes with the 2 only, and is not near it.
     let alternating = mask(|row, column| (row + column) % 2 == 0);
-    let in_groups = pruned(
-        &weight,
-        Some(&statistics),
-        &alternating,
-        Pattern::NOfM { n: 1, m: 2 },
-    );
-    assert_eq!(
-        differences(&in_groups, Rule::Wanda, &[alternating.bits()[0] ^ 0b11]).len(),
-        2
-    );
+    let in_groups = pruned(&weight, Some(&statistics), &alternating, Pattern::NOfM { n: 1, m: 2 });
+    assert_eq!(differences(&in_groups, Rule::Wanda, &[alternating.bits()[0] ^ 0b11]).len(), 2);
 }
 
 #[test]
 fn without_statistics_weights_compete_over_the_whole_matrix() {
     let (weight, _) = toy();
     // |W|: 1 1 3 4 | 4 1.5 3 2: the four lowest are 1 1 1.5 2; the reference takes the 3 of row 1 for the 2.
-    let ours = mask(|row, column| {
-        if row == 0 {
-            column < 2
-        } else {
-            column == 1 || column == 3
-        }
-    });
+    let ours = mask(|row, column| if row == 0 { column < 2 } else { column == 1 || column == 3 });
     let found = differences(
         &pruned(&weight, None, &ours, Pattern::Unstructured),
         Rule::Magnitude,

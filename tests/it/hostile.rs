@@ -59,10 +59,7 @@ fn parquet_bytes(column: &str, rows: &[&[u8]]) -> Vec<u8> {
     let mut group = writer.next_row_group().expect("memory");
     let mut column = group.next_column().expect("memory").expect("one column");
     let rows: Vec<ByteArray> = rows.iter().map(|row| row.to_vec().into()).collect();
-    column
-        .typed::<ByteArrayType>()
-        .write_batch(&rows, None, None)
-        .expect("memory");
+    column.typed::<ByteArrayType>().write_batch(&rows, None, None).expect("memory");
     column.close().expect("memory");
     group.close().expect("memory");
     writer.into_inner().expect("memory")
@@ -116,18 +113,8 @@ fn ratios_and_maps_that_are_none_are_refused() {
             ratios("it is not JSON (expected value at line 1 column 2)"),
             RATIOS,
         ),
-        (
-            "{\"00\": 0.5}".into(),
-            1,
-            ratios("`00` is not a layer's index"),
-            RATIOS,
-        ),
-        (
-            "{\"-1\": 0.5}".into(),
-            1,
-            ratios("`-1` is not a layer's index"),
-            RATIOS,
-        ),
+        ("{\"00\": 0.5}".into(), 1, ratios("`00` is not a layer's index"), RATIOS),
+        ("{\"-1\": 0.5}".into(), 1, ratios("`-1` is not a layer's index"), RATIOS),
         ("[-0.5, 0.5]".into(), 2, range("-0.5"), ""),
         (
             "{\"18446744073709551615\": 0.5}".into(),
@@ -169,23 +156,11 @@ fn tokenizers_that_are_none_are_refused() {
         ("decoder", json!(5)),
         ("decoder", json!({"type": "Sequence", "decoders": 5})),
         ("normalizer", json!({"type": "Sequence", "normalizers": 5})),
-        (
-            "normalizer",
-            json!({"type": "Precompiled", "precompiled_charsmap": 5}),
-        ),
+        ("normalizer", json!({"type": "Precompiled", "precompiled_charsmap": 5})),
         ("pre_tokenizer", json!([])),
-        (
-            "model",
-            json!({"type": "BPE", "vocab": {"a": -1}, "merges": []}),
-        ),
-        (
-            "model",
-            json!({"type": "BPE", "vocab": {"a": 1}, "merges": [["b", "c"]]}),
-        ),
-        (
-            "model",
-            json!({"type": "Unigram", "vocab": [], "unk_id": 7}),
-        ),
+        ("model", json!({"type": "BPE", "vocab": {"a": -1}, "merges": []})),
+        ("model", json!({"type": "BPE", "vocab": {"a": 1}, "merges": [["b", "c"]]})),
+        ("model", json!({"type": "Unigram", "vocab": [], "unk_id": 7})),
         ("model", json!(null)),
         ("added_tokens", json!([{"id": 1e308}])),
         ("truncation", json!({"max_length": 0, "stride": 5})),
@@ -225,10 +200,7 @@ fn tokenizers_that_are_none_are_refused() {
 
 #[test]
 fn token_ids_beyond_the_embedding_are_refused_by_every_command() {
-    let place = Place::with(&RandomCheckpoint {
-        vocab_size: 300,
-        ..RandomCheckpoint::default()
-    });
+    let place = Place::with(&RandomCheckpoint { vocab_size: 300, ..RandomCheckpoint::default() });
     edit_json(&place.path("m/tokenizer.json"), |tokenizer| {
         tokenizer["model"]["vocab"]["a"] = json!(4_000_000_000u32);
     });

@@ -40,10 +40,7 @@ fn with_model_on(server: Server) -> (Server, Place) {
     let place = Place::empty();
     place.checkpoint(
         "published",
-        &RandomCheckpoint {
-            max_shard: ByteSize(200 << 10),
-            ..RandomCheckpoint::default()
-        },
+        &RandomCheckpoint { max_shard: ByteSize(200 << 10), ..RandomCheckpoint::default() },
     );
     for name in place.names("published") {
         let content = fs::read(place.path("published").join(&name)).expect("written above");
@@ -89,9 +86,7 @@ fn assert_no_token(place: &Place, ran: &Ran) {
             if path.is_dir() {
                 folders.push(path);
             } else if let Ok(content) = fs::read(&path) {
-                let found = content
-                    .windows(TOKEN.len())
-                    .any(|part| part == TOKEN.as_bytes());
+                let found = content.windows(TOKEN.len()).any(|part| part == TOKEN.as_bytes());
                 assert!(!found, "{}", path.display());
             }
         }
@@ -106,16 +101,10 @@ fn refuses(command: &mut Command, code: i32, first: &str, hint: &str) -> Ran {
     assert!(!shown.contains("panicked"), "{shown}");
     let error = shown.find("error: ").map_or("", |at| &shown[at..]);
     assert_eq!(error.lines().next(), Some(first), "{shown}");
-    let last = error
-        .lines()
-        .find(|line| line.starts_with("hint: "))
-        .unwrap_or("");
+    let last = error.lines().find(|line| line.starts_with("hint: ")).unwrap_or("");
     assert_eq!(last, hint, "{shown}");
     assert_eq!(ran.code, code, "{shown}");
-    assert!(
-        !shown.contains(TOKEN) && !shown.contains("sigsecret"),
-        "{shown}"
-    );
+    assert!(!shown.contains(TOKEN) && !shown.contains("sigsecret"), "{shown}");
     ran
 }
 
@@ -132,10 +121,8 @@ fn a_sharded_model_is_pruned_from_the_hub_and_again_offline() {
     run("first", &[]);
     let seen = server.seen();
     let published = place.names("published");
-    let shards: BTreeSet<&String> = published
-        .iter()
-        .filter(|name| name.ends_with(".safetensors"))
-        .collect();
+    let shards: BTreeSet<&String> =
+        published.iter().filter(|name| name.ends_with(".safetensors")).collect();
     assert!(shards.len() > 2, "{published:?}");
     for request in &seen {
         assert_eq!(request.has_token(), request.is_home, "{request:?}");
@@ -143,9 +130,7 @@ fn a_sharded_model_is_pruned_from_the_hub_and_again_offline() {
             assert!(!request.path.contains(unwanted), "{request:?}");
         }
     }
-    let first_file = seen
-        .iter()
-        .find(|request| request.path.contains("/resolve/"));
+    let first_file = seen.iter().find(|request| request.path.contains("/resolve/"));
     assert!(first_file.is_some_and(|request| request.path.ends_with("/config.json")));
     for shard in &shards {
         let times = seen
@@ -157,23 +142,13 @@ fn a_sharded_model_is_pruned_from_the_hub_and_again_offline() {
 
     // The layout of the Python client.
     let folder = place.path("hf/hub/models--some-owner--Tiny-Llama");
-    assert_eq!(
-        fs::read_to_string(folder.join("refs/main")).expect("written"),
-        COMMIT
-    );
+    assert_eq!(fs::read_to_string(folder.join("refs/main")).expect("written"), COMMIT);
     for name in published.iter().map(String::as_str).chain(["LICENSE.txt"]) {
         let link = fs::read_link(folder.join("snapshots").join(COMMIT).join(name)).expect("a link");
-        let blob = link
-            .strip_prefix("../../blobs")
-            .expect("relative")
-            .to_path_buf();
+        let blob = link.strip_prefix("../../blobs").expect("relative").to_path_buf();
         let content = fs::read(folder.join("blobs").join(&blob)).expect("the blob");
         let hash = sha256(&content);
-        let expected = if name.ends_with(".safetensors") {
-            &hash
-        } else {
-            &hash[..40]
-        };
+        let expected = if name.ends_with(".safetensors") { &hash } else { &hash[..40] };
         assert_eq!(blob, Path::new(expected), "{name}");
     }
     assert!(place.names("first/model").contains("LICENSE.txt"));
@@ -202,9 +177,7 @@ fn a_sharded_model_is_pruned_from_the_hub_and_again_offline() {
     let masks = |run: &str| {
         let layers = place.manifest(run).layers.into_iter();
         let matrices = layers.flat_map(|layer| layer.matrices);
-        matrices
-            .map(|matrix| matrix.mask_sha256)
-            .collect::<Vec<_>>()
+        matrices.map(|matrix| matrix.mask_sha256).collect::<Vec<_>>()
     };
     for run in ["first", "second", "third"] {
         assert_eq!(masks(run), masks("fourth"), "{run}");
@@ -221,19 +194,14 @@ fn a_plan_needs_the_headers_alone() {
         assert_no_token(&place, &ran);
         ran.stdout
     };
-    let remote = plan(&format!(
-        "plan --model {MODEL} --max-memory cpu=4GiB --json"
-    ));
+    let remote = plan(&format!("plan --model {MODEL} --max-memory cpu=4GiB --json"));
     // The free memory of the machine differs between runs.
     let settled = |text: &str| {
         let mut plan: serde_json::Value = serde_json::from_str(text).expect("one object");
         plan["inventory"].take();
         plan
     };
-    assert_eq!(
-        settled(&remote.replace(MODEL, "published")),
-        settled(&local.stdout)
-    );
+    assert_eq!(settled(&remote.replace(MODEL, "published")), settled(&local.stdout));
     let weights = |request: &&server::Seen| {
         request.path.contains(".safetensors") && !request.path.contains("index")
     };
@@ -292,9 +260,7 @@ fn a_plan_uses_the_cache_offline_and_without_a_network() {
     assert_eq!(cut_off.code, 0, "{}", cut_off.stderr);
     assert_eq!(settled(&cut_off), settled(&online));
     assert!(
-        cut_off
-            .stderr
-            .contains(&format!("is taken from the cache at commit {COMMIT}")),
+        cut_off.stderr.contains(&format!("is taken from the cache at commit {COMMIT}")),
         "{}",
         cut_off.stderr
     );
@@ -325,10 +291,7 @@ fn a_revision_and_a_cache_folder_can_be_chosen() {
     let first = ran(&mut command(&place, &server, &arguments));
     assert_eq!(first.code, 0, "{}", first.stderr);
     let folder = place.path("elsewhere/models--some-owner--Tiny-Llama");
-    assert_eq!(
-        fs::read_to_string(folder.join("refs/refs/pr/1")).expect("written"),
-        COMMIT
-    );
+    assert_eq!(fs::read_to_string(folder.join("refs/refs/pr/1")).expect("written"), COMMIT);
     assert!(!place.path("hf").exists());
     // A commit is its own reference.
     let arguments = format!("{QUICK} --revision {COMMIT} --cache-dir elsewhere");
@@ -346,14 +309,8 @@ pub(crate) fn parquet(rows: &[String]) -> Vec<u8> {
     let mut writer =
         SerializedFileWriter::new(&mut file, Arc::new(schema), Arc::default()).expect("a writer");
     let mut group = writer.next_row_group().expect("a row group");
-    let mut column = group
-        .next_column()
-        .expect("a column")
-        .expect("the only one");
-    let values: Vec<ByteArray> = rows
-        .iter()
-        .map(|row| ByteArray::from(row.as_str()))
-        .collect();
+    let mut column = group.next_column().expect("a column").expect("the only one");
+    let values: Vec<ByteArray> = rows.iter().map(|row| ByteArray::from(row.as_str())).collect();
     column
         .typed::<ByteArrayType>()
         .write_batch(&values, Some(&vec![1; rows.len()]), None)
@@ -382,21 +339,9 @@ fn wikitext2_and_c4_come_from_the_hub_and_again_offline() {
     let server = Server::start();
     let rows = |seed: u64| (0..40).map(|row| words(seed + row, 60)).collect::<Vec<_>>();
     let wikitext = "datasets/Salesforce/wikitext";
-    server.add(
-        wikitext,
-        "wikitext-2-raw-v1/train-00000-of-00001.parquet",
-        parquet(&rows(100)),
-    );
-    server.add(
-        wikitext,
-        "wikitext-2-raw-v1/test-00000-of-00001.parquet",
-        parquet(&rows(200)),
-    );
-    server.add(
-        "datasets/allenai/c4",
-        "en/c4-train.00000-of-01024.json.gz",
-        gzip(&documents(1)),
-    );
+    server.add(wikitext, "wikitext-2-raw-v1/train-00000-of-00001.parquet", parquet(&rows(100)));
+    server.add(wikitext, "wikitext-2-raw-v1/test-00000-of-00001.parquet", parquet(&rows(200)));
+    server.add("datasets/allenai/c4", "en/c4-train.00000-of-01024.json.gz", gzip(&documents(1)));
     server.add(
         "datasets/allenai/c4",
         "en/c4-validation.00000-of-00008.json.gz",
@@ -413,8 +358,7 @@ fn wikitext2_and_c4_come_from_the_hub_and_again_offline() {
             let ran = ran(command(&place, &server, &arguments).env("HF_HUB_OFFLINE", offline));
             assert_eq!(ran.code, 0, "{}", ran.stderr);
             assert!(
-                ran.stderr
-                    .contains(&format!("\ncalibration  {name}: 4 samples")),
+                ran.stderr.contains(&format!("\ncalibration  {name}: 4 samples")),
                 "{}",
                 ran.stderr
             );
@@ -429,18 +373,8 @@ fn wikitext2_and_c4_come_from_the_hub_and_again_offline() {
         }
         assert_eq!(hashes[0], hashes[1]);
     }
-    assert!(
-        place
-            .path("hf/hub/datasets--Salesforce--wikitext/refs/main")
-            .is_file()
-    );
-    assert!(
-        place
-            .path(&format!(
-                "hf/hub/datasets--allenai--c4/snapshots/{COMMIT}/en"
-            ))
-            .is_dir()
-    );
+    assert!(place.path("hf/hub/datasets--Salesforce--wikitext/refs/main").is_file());
+    assert!(place.path(&format!("hf/hub/datasets--allenai--c4/snapshots/{COMMIT}/en")).is_dir());
 }
 
 #[test]
@@ -461,10 +395,7 @@ fn two_processes_share_a_cache_and_download_each_file_once() {
         assert!(output.status.success(), "{stderr}");
         said += &stderr;
     }
-    assert!(
-        said.contains("another process downloads `model-00001"),
-        "{said}"
-    );
+    assert!(said.contains("another process downloads `model-00001"), "{said}");
     let seen = server.seen();
     let stored: Vec<&str> = seen
         .iter()

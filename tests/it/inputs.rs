@@ -79,11 +79,7 @@ fn input_files_are_opened_in_one_place() {
             source.path
         );
         let reads_whole = tokens(&source.text).contains(&"read_whole");
-        assert!(
-            !reads_whole,
-            "src/{} reads a file: use `input`",
-            source.path
-        );
+        assert!(!reads_whole, "src/{} reads a file: use `input`", source.path);
     }
 }
 
@@ -98,10 +94,7 @@ fn line(model: &str, dataset: &str, evaluation: &str) -> String {
 #[track_caller]
 fn refused(place: &Place, line: &str, words: &[&str]) {
     let ran = place.run(line);
-    let error = ran
-        .stderr
-        .find("error: ")
-        .map_or("", |at| &ran.stderr[at..]);
+    let error = ran.stderr.find("error: ").map_or("", |at| &ran.stderr[at..]);
     assert_eq!(ran.code, 1, "{line}\n{}", ran.stderr);
     for word in words {
         assert!(error.contains(word), "{line}: no `{word}` in\n{error}");
@@ -136,10 +129,7 @@ fn a_git_lfs_pointer_is_recognised_in_every_role() {
         refused(&place, &line("m", "train.txt", folder), &lfs);
     }
     refused(&place, "merge recipe.yml --save merged", &lfs);
-    let ratios = format!(
-        "{} --layer-ratios ratios.json",
-        line("m", "train.txt", "test.txt")
-    );
+    let ratios = format!("{} --layer-ratios ratios.json", line("m", "train.txt", "test.txt"));
     refused(&place, &ratios, &lfs);
     // Every file of a model, also those that are only copied with the weights.
     for name in [
@@ -157,16 +147,9 @@ fn a_git_lfs_pointer_is_recognised_in_every_role() {
             fs::remove_file(place.path(&model).join("model.safetensors")).unwrap();
         }
         fs::write(place.path(&model).join(name), LFS).unwrap();
-        let saved = format!(
-            "{} --save out-{name}",
-            line(&model, "train.txt", "test.txt")
-        );
+        let saved = format!("{} --save out-{name}", line(&model, "train.txt", "test.txt"));
         refused(&place, &saved, &lfs);
-        assert!(
-            !place
-                .path(&format!("out-{name}/model/config.json"))
-                .exists()
-        );
+        assert!(!place.path(&format!("out-{name}/model/config.json")).exists());
     }
     fs::create_dir(place.path("lora")).unwrap();
     fs::write(place.path("lora/adapter_config.json"), LFS).unwrap();
@@ -202,10 +185,7 @@ fn pages_and_packed_files_are_no_texts_and_a_page_is_one_under_its_own_name() {
         ("lines.parquet", &["not documents", "lines.jsonl"]),
         ("zipped.jsonl", &["zip archive", "unzip"]),
         ("zipped.txt", &["gzip", "gzip -dc 'zipped.txt'"]),
-        (
-            "rows.txt",
-            &["parquet file", "mv 'rows.txt' 'rows.parquet'"],
-        ),
+        ("rows.txt", &["parquet file", "mv 'rows.txt' 'rows.parquet'"]),
         ("pickled.txt", &["pickle"]),
         ("stream.arrow", &["Arrow stream", "to_parquet"]),
         ("file.arrow", &["Arrow file", "pyarrow"]),
@@ -224,10 +204,7 @@ fn pages_and_packed_files_are_no_texts_and_a_page_is_one_under_its_own_name() {
     );
     // A page under its own name is text, and so is a text that begins with a tag.
     put("page.html", PAGE.repeat(60).as_bytes());
-    put(
-        "tags.txt",
-        format!("<s> <unk> {}", words(3, 400)).as_bytes(),
-    );
+    put("tags.txt", format!("<s> <unk> {}", words(3, 400)).as_bytes());
     for text in ["page.html", "tags.txt"] {
         let ran = place.run(&line("m", text, "test.txt"));
         assert_eq!(ran.code, 0, "{text}: {}", ran.stderr);
@@ -245,20 +222,15 @@ fn gzipped(bytes: &[u8]) -> Vec<u8> {
 fn wide_text_is_named_with_its_encoding_in_texts_and_in_json() {
     let place = Place::new();
     let wide = |text: &str, mark: bool| {
-        let units = mark
-            .then_some(0xfeff)
-            .into_iter()
-            .chain(text.encode_utf16());
+        let units = mark.then_some(0xfeff).into_iter().chain(text.encode_utf16());
         units.flat_map(u16::to_le_bytes).collect::<Vec<u8>>()
     };
     fs::write(place.path("marked.txt"), wide(&words(1, 500), true)).unwrap();
     fs::write(place.path("unmarked.txt"), wide(&words(1, 500), false)).unwrap();
     fs::write(place.path("wide.jsonl"), wide("{\"text\": \"a\"}\n", true)).unwrap();
-    for (text, encoding) in [
-        ("marked.txt", "utf-16 "),
-        ("unmarked.txt", "utf-16le "),
-        ("wide.jsonl", "utf-16 "),
-    ] {
+    for (text, encoding) in
+        [("marked.txt", "utf-16 "), ("unmarked.txt", "utf-16le "), ("wide.jsonl", "utf-16 ")]
+    {
         let command = format!("iconv -f {encoding}-t utf-8 '{text}'");
         refused(&place, &line("m", text, "test.txt"), &["UTF-16", &command]);
     }
@@ -266,29 +238,19 @@ fn wide_text_is_named_with_its_encoding_in_texts_and_in_json() {
     let config = place.path("wide/config.json");
     let json = fs::read_to_string(&config).unwrap();
     fs::write(&config, wide(&json, true)).unwrap();
-    refused(
-        &place,
-        &line("wide", "train.txt", "test.txt"),
-        &["UTF-16", "iconv"],
-    );
+    refused(&place, &line("wide", "train.txt", "test.txt"), &["UTF-16", "iconv"]);
 }
 
 #[test]
 fn a_json_array_is_answered_with_the_command_that_writes_lines() {
     let place = Place::new();
-    fs::write(
-        place.path("all.json"),
-        "[\n {\"text\": \"a\"},\n {\"text\": \"b\"}\n]\n",
-    )
-    .unwrap();
+    fs::write(place.path("all.json"), "[\n {\"text\": \"a\"},\n {\"text\": \"b\"}\n]\n").unwrap();
     let array = ["JSON array", "json.load(open('all.json'))", "> 'all.jsonl'"];
     refused(&place, &line("m", "all.json", "test.txt"), &array);
     refused(&place, &line("m", "train.txt", "all.json"), &array);
     let train =
         format!("recover --how lora --steps 1 --model m --dataset all.json --save out {TEXTS}");
-    let train = train
-        .replace("--dataset train.txt ", "")
-        .replace("--nsamples 4 ", "");
+    let train = train.replace("--dataset train.txt ", "").replace("--nsamples 4 ", "");
     refused(&place, &train, &array);
 }
 
@@ -314,22 +276,10 @@ fn a_text_that_is_not_the_published_wikitext_2_is_measured_with_a_warning() {
 fn a_long_line_is_refused_with_the_budget_that_is_enough_or_stays_within_its_own() {
     let place = Place::new();
     let line = |text: String| format!("{}\n", serde_json::json!({ "text": text }));
-    fs::write(
-        place.path("long.jsonl"),
-        line("once upon a time ".repeat(2_500_000)),
-    )
-    .unwrap();
-    fs::write(
-        place.path("rows.raw"),
-        "once upon a time ".repeat(2_500_000),
-    )
-    .unwrap();
+    fs::write(place.path("long.jsonl"), line("once upon a time ".repeat(2_500_000))).unwrap();
+    fs::write(place.path("rows.raw"), "once upon a time ".repeat(2_500_000)).unwrap();
     fs::write(place.path("uncut.jsonl"), line("x".repeat(3_000_000))).unwrap();
-    fs::write(
-        place.path("short.jsonl"),
-        line("once upon a time ".repeat(120_000)),
-    )
-    .unwrap();
+    fs::write(place.path("short.jsonl"), line("once upon a time ".repeat(120_000))).unwrap();
     let with = |text: &str| {
         format!(
             "--model m --sparsity-ratio 0.5 --dataset {text} --nsamples 2 --seqlen 32 --eval none --save out-{} --max-memory cpu=60MiB",
@@ -337,17 +287,9 @@ fn a_long_line_is_refused_with_the_budget_that_is_enough_or_stays_within_its_own
         )
     };
     for text in ["long.jsonl", "wikitext2:rows.raw"] {
-        refused(
-            &place,
-            &with(text),
-            &["too long for the memory budget", "--max-memory cpu="],
-        );
+        refused(&place, &with(text), &["too long for the memory budget", "--max-memory cpu="]);
     }
-    refused(
-        &place,
-        &with("uncut.jsonl"),
-        &["without a place where it may be cut", "--max-memory"],
-    );
+    refused(&place, &with("uncut.jsonl"), &["without a place where it may be cut", "--max-memory"]);
     let ran = place.run(&with("short.jsonl"));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     if let Some(peak) = place.manifest("out-short.jsonl").peak_anonymous {

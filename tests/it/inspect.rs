@@ -80,19 +80,13 @@ fn rewrite(folder: &Path, change: impl FnOnce(&mut Vec<Tensor>)) {
 }
 
 fn named<'a>(tensors: &'a mut [Tensor], name: &str) -> &'a mut Tensor {
-    tensors
-        .iter_mut()
-        .find(|tensor| tensor.name == name)
-        .expect("a tensor of that name")
+    tensors.iter_mut().find(|tensor| tensor.name == name).expect("a tensor of that name")
 }
 
 /// The flat index of the first f32 that is not zero at or after `from`.
 fn kept_from(tensor: &Tensor, from: usize) -> usize {
     let (words, _) = tensor.data.as_chunks::<4>();
-    from + words[from..]
-        .iter()
-        .position(|word| *word != [0; 4])
-        .expect("a kept weight")
+    from + words[from..].iter().position(|word| *word != [0; 4]).expect("a kept weight")
 }
 
 #[test]
@@ -110,17 +104,12 @@ fn a_2_of_4_model_shows_its_pattern_and_is_a_pruned_copy() {
         assert_eq!(matrix.pattern.as_deref(), Some("2:4"), "{}", matrix.name);
         assert_eq!(matrix.changed, Some(0));
         // Two of every four make four of every eight, and so on; 2:4 says nothing of pairs.
-        let groups: Vec<(u32, usize)> = matrix
-            .groups
-            .iter()
-            .map(|group| (group.n, group.m))
-            .collect();
+        let groups: Vec<(u32, usize)> =
+            matrix.groups.iter().map(|group| (group.n, group.m)).collect();
         let columns = matrix.shape[1];
         let implied = [(2, 4), (4, 8), (8, 16), (16, 32)];
-        let expected: Vec<_> = implied
-            .into_iter()
-            .filter(|(_, m)| columns.is_multiple_of(*m))
-            .collect();
+        let expected: Vec<_> =
+            implied.into_iter().filter(|(_, m)| columns.is_multiple_of(*m)).collect();
         assert_eq!(groups, expected, "{}", matrix.name);
     }
     let against = found.against.unwrap();
@@ -185,8 +174,7 @@ fn one_changed_byte_is_named_with_row_and_column_and_the_exit_code_is_1() {
         assert!(text.contains(&named), "{text}");
     }
     assert!(
-        ran.stderr
-            .starts_with("error: `out/model` is not a pruned copy of `m`\n"),
+        ran.stderr.starts_with("error: `out/model` is not a pruned copy of `m`\n"),
         "{}",
         ran.stderr
     );
@@ -197,10 +185,7 @@ fn one_changed_byte_is_named_with_row_and_column_and_the_exit_code_is_1() {
     let against = found.against.unwrap();
     assert!(!against.is_pruned_copy && !against.kept_identical);
     let first = against.first_changed.unwrap();
-    assert_eq!(
-        (first.tensor.as_str(), first.row, first.column),
-        (name, row, column)
-    );
+    assert_eq!((first.tensor.as_str(), first.row, first.column), (name, row, column));
     let (dense, found) = (first.dense.unwrap(), first.found.unwrap());
     assert_eq!(dense.to_bits() ^ found.to_bits(), 1);
     // Without DENSE there is nothing wrong with it.
@@ -215,9 +200,7 @@ fn one_changed_byte_is_named_with_row_and_column_and_the_exit_code_is_1() {
     let verdict = "verdict: m pruned by magnitude, which changes the weights it keeps\n";
     assert!(ran.stdout.ends_with(verdict), "{}", ran.stdout);
     rewrite(&place.path("out/model"), |tensors| {
-        let norm = tensors
-            .iter_mut()
-            .find(|tensor| tensor.name == "model.norm.weight");
+        let norm = tensors.iter_mut().find(|tensor| tensor.name == "model.norm.weight");
         norm.unwrap().data[0] ^= 1;
     });
     inspection(&place, "out/model --against m", 1);
@@ -257,10 +240,7 @@ fn a_tensor_that_should_be_untouched_a_missing_one_and_another_dtype_are_named()
             let (words, _) = tensor.data.as_chunks::<4>();
             tensor.data = words.iter().flat_map(|word| [word[2], word[3]]).collect();
         },
-        &[
-            "another dtype or shape, not compared: 1",
-            "F32 [32, 64] there, BF16 [32, 64] here",
-        ],
+        &["another dtype or shape, not compared: 1", "F32 [32, 64] there, BF16 [32, 64] here"],
     );
     says(
         &|tensors| {
@@ -280,10 +260,7 @@ fn a_tensor_that_should_be_untouched_a_missing_one_and_another_dtype_are_named()
 #[test]
 fn a_dense_model_of_another_shape_is_compared_with_nothing() {
     let place = pruned("--sparsity-ratio 0.5");
-    let wide = RandomCheckpoint {
-        hidden_size: 96,
-        ..RandomCheckpoint::default()
-    };
+    let wide = RandomCheckpoint { hidden_size: 96, ..RandomCheckpoint::default() };
     place.checkpoint("wide", &wide);
     let ran = place.run("inspect out/model --against wide");
     assert_eq!(ran.code, 1);
@@ -310,18 +287,10 @@ fn a_model_that_lost_a_matrix_fails_without_a_dense_one_too() {
     });
     let ran = place.run("inspect m");
     assert_eq!(ran.code, 1);
-    assert!(
-        ran.stderr.contains(&format!("{linear}: missing")),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains(&format!("{linear}: missing")), "{}", ran.stderr);
     let shape = "model.layers.1.mlp.gate_proj.weight: shape [64, 176], [176, 64] expected";
     assert!(ran.stderr.contains(shape), "{}", ran.stderr);
-    assert!(
-        ran.stdout.contains("not finite  1 values"),
-        "{}",
-        ran.stdout
-    );
+    assert!(ran.stdout.contains("not finite  1 values"), "{}", ran.stdout);
 }
 
 #[test]
@@ -336,11 +305,7 @@ fn a_dense_model_has_nothing_pruned_in_every_dtype_and_any_number_of_files() {
         let found = inspection(&place, "m --against m", 0);
         assert!(found.shards.len() > 1, "{dtype:?}");
         assert_eq!(found.dtypes.len(), 1);
-        assert_eq!(
-            found.dtypes[0].dtype.to_lowercase(),
-            dtype.name(),
-            "as safetensors names it"
-        );
+        assert_eq!(found.dtypes[0].dtype.to_lowercase(), dtype.name(), "as safetensors names it");
         let against = found.against.unwrap();
         assert!(against.is_pruned_copy);
         assert_eq!(against.zeros_before, found.sparsity.zeros);
@@ -356,11 +321,7 @@ fn a_dense_model_has_nothing_pruned_in_every_dtype_and_any_number_of_files() {
 fn what_is_no_checkpoint_is_refused_with_the_way_out() {
     let place = pruned("--sparsity-ratio 0.5");
     fs::create_dir(place.path("bare")).unwrap();
-    fs::copy(
-        place.path("m/model.safetensors"),
-        place.path("bare/model.safetensors"),
-    )
-    .unwrap();
+    fs::copy(place.path("m/model.safetensors"), place.path("bare/model.safetensors")).unwrap();
     for (arguments, first, hint) in [
         ("nowhere", "error: there is no folder `nowhere`", ""),
         (
@@ -373,16 +334,8 @@ fn what_is_no_checkpoint_is_refused_with_the_way_out() {
             "error: there is no config.json in `bare`",
             "hint: copy it from the checkpoint these weights belong to",
         ),
-        (
-            "out",
-            "error: `out` is a run folder",
-            "hint: name its checkpoint: out/model",
-        ),
-        (
-            "m --against out",
-            "error: `out` is a run folder",
-            "hint: name its checkpoint: out/model",
-        ),
+        ("out", "error: `out` is a run folder", "hint: name its checkpoint: out/model"),
+        ("m --against out", "error: `out` is a run folder", "hint: name its checkpoint: out/model"),
     ] {
         let ran = place.run(&format!("inspect {arguments}"));
         assert_eq!((ran.code, ran.stdout.as_str()), (1, ""), "{}", ran.stderr);

@@ -42,9 +42,7 @@ fn perplexity_of(place: &Place, model: &str) -> f64 {
     let ran = place.run(&line);
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     let record: Value = serde_json::from_str(&ran.stdout).expect("one JSON object");
-    record["perplexity"]["dense"]["perplexity"]
-        .as_f64()
-        .expect("a number")
+    record["perplexity"]["dense"]["perplexity"].as_f64().expect("a number")
 }
 
 #[test]
@@ -56,13 +54,7 @@ fn the_smaller_model_has_the_perplexity_of_its_record_and_loads_in_candle() {
     assert!(ran.stdout.contains("layers dropped"), "{}", ran.stdout);
     assert_eq!((drop.dropped.len(), drop.kept.len()), (2, 3));
     assert_eq!(drop.block_influence.len(), 5);
-    assert_eq!(
-        drop.angular_distance
-            .iter()
-            .map(Vec::len)
-            .collect::<Vec<_>>(),
-        [5, 4]
-    );
+    assert_eq!(drop.angular_distance.iter().map(Vec::len).collect::<Vec<_>>(), [5, 4]);
     assert!(drop.parameters[1] < drop.parameters[0]);
 
     // The plan counts the scoring pass, too.
@@ -78,14 +70,8 @@ fn the_smaller_model_has_the_perplexity_of_its_record_and_loads_in_candle() {
     let config = fs::read(place.path("out/model/config.json")).expect("it was written");
     let config: Value = serde_json::from_slice(&config).expect("JSON");
     assert_eq!(config["num_hidden_layers"], 3);
-    let types = drop
-        .kept
-        .iter()
-        .map(|&layer| ["a", "b", "c", "d", "e"][layer]);
-    assert_eq!(
-        config["layer_types"],
-        Value::from(types.collect::<Vec<_>>())
-    );
+    let types = drop.kept.iter().map(|&layer| ["a", "b", "c", "d", "e"][layer]);
+    assert_eq!(config["layer_types"], Value::from(types.collect::<Vec<_>>()));
 }
 
 #[test]
@@ -96,10 +82,7 @@ fn the_index_and_the_sums_are_those_of_the_new_files() {
     let index = fs::read(place.path("out/model/model.safetensors.index.json")).expect("sharded");
     let index: Value = serde_json::from_slice(&index).expect("JSON");
     let map = index["weight_map"].as_object().expect("a map");
-    assert!(
-        map.values()
-            .all(|file| names.contains(file.as_str().expect("a name")))
-    );
+    assert!(map.values().all(|file| names.contains(file.as_str().expect("a name"))));
     assert!(map.keys().any(|name| name.starts_with("model.layers.2.")));
     assert!(!map.keys().any(|name| name.starts_with("model.layers.3.")));
     let files = names.iter().filter(|name| name.ends_with(".safetensors"));
@@ -184,20 +167,13 @@ fn named_layers_are_dropped_and_the_command_repeats_it() {
     let ran = place.prune("--model m --layers-dropped 3,1,3 --eval none --save out");
     let manifest = place.manifest("out");
     assert_eq!(dropped(&manifest), [1, 3]);
-    assert!(
-        ran.stdout.contains("2 of 5 layers (1, 3) by name"),
-        "{}",
-        ran.stdout
-    );
+    assert!(ran.stdout.contains("2 of 5 layers (1, 3) by name"), "{}", ran.stdout);
     let record = fs::read(place.path("out/model/pruning.json")).expect("a record");
     let record: Value = serde_json::from_slice(&record).expect("JSON");
     let command = record["command"].as_array().expect("words").iter();
     let command: Vec<&str> = command.filter_map(Value::as_str).collect();
     let line = command.join(" ");
-    assert!(
-        line.contains("--layers-dropped 1 --layers-dropped 3"),
-        "{line}"
-    );
+    assert!(line.contains("--layers-dropped 1 --layers-dropped 3"), "{line}");
     assert!(!line.contains("--drop-"), "{line}");
     let again = line.strip_prefix("prune ").expect("a command");
     let ran = place.run(&format!("{again} --force"));
@@ -233,10 +209,7 @@ fn every_tensor_is_one_of_the_source() {
                 name = format!("model.layers.{layer}.{rest}");
             }
         }
-        assert!(
-            bytes(&smaller, &entry.name) == bytes(&source, &name),
-            "{name}"
-        );
+        assert!(bytes(&smaller, &entry.name) == bytes(&source, &name), "{name}");
         compared += 1;
     }
     let layer = |name: &str| name.starts_with("model.layers.0.");
@@ -289,11 +262,7 @@ fn a_killed_run_continues_with_the_same_bytes_and_does_not_score_again() {
         assert!(!(has_state && scored), "{at}: {stderr}");
         assert!(scored || has_state || is_finished, "{at}: {stderr}");
         continued += usize::from(has_state);
-        assert_same(
-            &outcome(&place.path("out")),
-            &expected,
-            &format!("kill:{at}"),
-        );
+        assert_same(&outcome(&place.path("out")), &expected, &format!("kill:{at}"));
     }
     assert!(continued > 3, "{continued} runs were continued");
 }
@@ -306,11 +275,7 @@ fn another_number_of_layers_is_another_run() {
     assert!(status.expect("the binary").status.code().is_none());
     let ran = place.run(&format!("{} {TEXTS}", DROP.replace("layers 2", "layers 1")));
     assert_eq!(ran.code, 1, "{}", ran.stderr);
-    assert!(
-        ran.stderr.contains("drop-layers: 2 there, 1 now"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("drop-layers: 2 there, 1 now"), "{}", ran.stderr);
 }
 
 #[test]
@@ -340,10 +305,8 @@ fn impossible_numbers_are_refused_with_a_fix() {
         "error: --drop-layers auto drops at most a quarter of the layers, and the model has 2",
         "hint: name the number: --drop-layers 1",
     );
-    let one = Place::with(&RandomCheckpoint {
-        num_hidden_layers: 1,
-        ..RandomCheckpoint::default()
-    });
+    let one =
+        Place::with(&RandomCheckpoint { num_hidden_layers: 1, ..RandomCheckpoint::default() });
     for value in ["1", "auto"] {
         let ran = one.run(&line(&format!("--drop-layers {value}")));
         assert_eq!(ran.code, 2, "{}", ran.stderr);
@@ -366,32 +329,22 @@ fn auto_says_why_it_drops_nothing() {
     let ran = place.run(&format!("--model m --drop-layers auto --save out {TEXTS}"));
     assert_eq!(ran.code, 1, "{}", ran.stderr);
     assert!(
-        ran.stderr
-            .contains("error: --drop-layers auto drops no layer: the smallest score, ")
-            && ran
-                .stderr
-                .contains("hint: --drop-layers 1 drops that layer all the same"),
+        ran.stderr.contains("error: --drop-layers auto drops no layer: the smallest score, ")
+            && ran.stderr.contains("hint: --drop-layers 1 drops that layer all the same"),
         "{}",
         ran.stderr
     );
     place.prune("--model m --drop-layers auto --sparsity-ratio 0.5 --save out");
     let manifest = place.manifest("out");
     assert!(dropped(&manifest).is_empty());
-    assert!(
-        manifest
-            .warnings
-            .iter()
-            .any(|warning| warning.contains("drops no layer"))
-    );
+    assert!(manifest.warnings.iter().any(|warning| warning.contains("drops no layer")));
 }
 
 #[test]
 fn ratios_of_layers_mean_the_new_numbers() {
     let place = place();
     fs::write(place.path("ratios.json"), "[0.2, 0.4, 0.6]").expect("a new file");
-    place.prune(&format!(
-        "{DROP} --layer-ratios ratios.json --include *q_proj"
-    ));
+    place.prune(&format!("{DROP} --layer-ratios ratios.json --include *q_proj"));
     let manifest = place.manifest("out");
     let removed = |layer: usize| {
         let matrix = &manifest.layers[layer].matrices[0];

@@ -33,22 +33,10 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("merging", &["recipe", "linalg"]),
     ("adapter", &["checkpoint", "linalg", "run"]),
     ("vocabulary", &["checkpoint", "data", "recipe", "run"]),
-    (
-        "runtime",
-        &["model", "checkpoint", "placement", "run", "linalg"],
-    ),
+    ("runtime", &["model", "checkpoint", "placement", "run", "linalg"]),
     (
         "pipeline",
-        &[
-            "run",
-            "linalg",
-            "checkpoint",
-            "data",
-            "placement",
-            "model",
-            "pruning",
-            "runtime",
-        ],
+        &["run", "linalg", "checkpoint", "data", "placement", "model", "pruning", "runtime"],
     ),
     (
         "recovery",
@@ -64,30 +52,8 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "pipeline",
         ],
     ),
-    (
-        "eval",
-        &[
-            "run",
-            "linalg",
-            "checkpoint",
-            "data",
-            "placement",
-            "model",
-            "runtime",
-        ],
-    ),
-    (
-        "generation",
-        &[
-            "run",
-            "linalg",
-            "checkpoint",
-            "data",
-            "placement",
-            "model",
-            "runtime",
-        ],
-    ),
+    ("eval", &["run", "linalg", "checkpoint", "data", "placement", "model", "runtime"]),
+    ("generation", &["run", "linalg", "checkpoint", "data", "placement", "model", "runtime"]),
     (
         "merge",
         &[
@@ -270,11 +236,7 @@ fn below(tokens: &[&str], mut at: usize, mut depth: usize, found: &mut BTreeSet<
             let is_module = name.starts_with(|first: char| first.is_ascii_lowercase())
                 && name != "self"
                 && name != "as";
-            found.insert(if is_module {
-                name.to_string()
-            } else {
-                "(root)".to_string()
-            });
+            found.insert(if is_module { name.to_string() } else { "(root)".to_string() });
         }
         _ => {}
     }
@@ -287,10 +249,7 @@ fn forbidden(source: &Source) -> Vec<String> {
         return Vec::new();
     };
     let Some((_, may)) = MAY_IMPORT.iter().find(|(name, _)| *name == room) else {
-        return vec![format!(
-            "src/{}: the room `{room}` is not in the table",
-            source.path
-        )];
+        return vec![format!("src/{}: the room `{room}` is not in the table", source.path)];
     };
     // `bytes` and `disk` return failures; `failure` imports nothing.
     let leaves: &[&str] = if room == "failure" { &[] } else { LEAVES };
@@ -315,22 +274,13 @@ fn the_table_names_the_rooms_that_exist() {
         .iter()
         .filter_map(|source| source.modules().first().map(ToString::to_string))
         .collect();
-    let table: BTreeSet<String> = MAY_IMPORT
-        .iter()
-        .map(|(room, _)| room.to_string())
-        .collect();
+    let table: BTreeSet<String> = MAY_IMPORT.iter().map(|(room, _)| room.to_string()).collect();
     assert_eq!(rooms, table);
     for (room, may) in MAY_IMPORT {
         for name in *may {
-            assert!(
-                table.contains(*name),
-                "`{room}` may import `{name}`, which does not exist"
-            );
+            assert!(table.contains(*name), "`{room}` may import `{name}`, which does not exist");
             let (_, back) = MAY_IMPORT.iter().find(|(other, _)| other == name).unwrap();
-            assert!(
-                !back.contains(room),
-                "`{room}` and `{name}` may import each other"
-            );
+            assert!(!back.contains(room), "`{room}` and `{name}` may import each other");
         }
     }
 }
@@ -344,25 +294,14 @@ fn the_documentation_shows_the_same_table() {
         .filter(|line| line.starts_with("| `"))
         .map(|line| {
             let cells: Vec<&str> = line.trim_matches('|').split('|').collect();
-            let names = |cell: &str| {
-                cell.split('`')
-                    .skip(1)
-                    .step_by(2)
-                    .map(String::from)
-                    .collect()
-            };
+            let names = |cell: &str| cell.split('`').skip(1).step_by(2).map(String::from).collect();
             let room: Vec<String> = names(cells[0]);
             (room[0].clone(), names(cells[2]))
         })
         .collect();
     let table: Vec<(String, Vec<String>)> = MAY_IMPORT
         .iter()
-        .map(|(room, may)| {
-            (
-                room.to_string(),
-                may.iter().map(ToString::to_string).collect(),
-            )
-        })
+        .map(|(room, may)| (room.to_string(), may.iter().map(ToString::to_string).collect()))
         .collect();
     assert_eq!(shown, table);
 }
@@ -376,35 +315,17 @@ fn the_checker_sees_imports_in_every_form() {
     assert_eq!(seen(&file, "use crate::model::Head;"), ["model"]);
     assert_eq!(seen(&file, "fn f() { crate::runtime::go() }"), ["runtime"]);
     assert_eq!(
-        seen(
-            &file,
-            "use crate::{bytes::{ByteSize, x}, cli, data::{self, y::{z}},};"
-        ),
+        seen(&file, "use crate::{bytes::{ByteSize, x}, cli, data::{self, y::{z}},};"),
         ["bytes", "cli", "data"]
     );
     assert_eq!(seen(&file, "use crate :: {\n  eval as e\n};"), ["eval"]);
+    assert_eq!(seen(&file, "use super::mask::Mask; use super::super::model::Head;"), ["model"]);
     assert_eq!(
-        seen(
-            &file,
-            "use super::mask::Mask; use super::super::model::Head;"
-        ),
-        ["model"]
-    );
-    assert_eq!(
-        seen(
-            &file,
-            "mod tests { use super::super::target; use super::super::super::cli; }"
-        ),
+        seen(&file, "mod tests { use super::super::target; use super::super::super::cli; }"),
         ["cli"]
     );
-    assert_eq!(
-        seen(&file, "mod tests { mod deep {} } use super::super::cli;"),
-        ["cli"]
-    );
-    assert_eq!(
-        seen(&file, "use super::{mask, super::{report, x}};"),
-        ["report", "x"]
-    );
+    assert_eq!(seen(&file, "mod tests { mod deep {} } use super::super::cli;"), ["cli"]);
+    assert_eq!(seen(&file, "use super::{mask, super::{report, x}};"), ["report", "x"]);
     assert_eq!(seen(&["pruning"], "use super::model;"), ["model"]);
     assert_eq!(seen(&file, "use crate::*; use crate as me;"), ["(root)"]);
     assert_eq!(
@@ -419,22 +340,13 @@ fn the_checker_sees_imports_in_every_form() {
 
 #[test]
 fn a_forbidden_import_is_refused_and_an_allowed_one_is_not() {
-    let source = |path: &str, text: &str| Source {
-        path: path.into(),
-        text: text.into(),
-    };
+    let source = |path: &str, text: &str| Source { path: path.into(), text: text.into() };
     assert_eq!(
-        forbidden(&source(
-            "pruning/wanda.rs",
-            "use crate::{linalg::x, model::Head};"
-        )),
+        forbidden(&source("pruning/wanda.rs", "use crate::{linalg::x, model::Head};")),
         ["src/pruning/wanda.rs: `pruning` may not import `model`"]
     );
     assert_eq!(
-        forbidden(&source(
-            "eval/mod.rs",
-            "#[cfg(test)] mod tests { use crate::pruning::Mask; }"
-        )),
+        forbidden(&source("eval/mod.rs", "#[cfg(test)] mod tests { use crate::pruning::Mask; }")),
         ["src/eval/mod.rs: `eval` may not import `pruning`"]
     );
     assert_eq!(
@@ -446,10 +358,7 @@ fn a_forbidden_import_is_refused_and_an_allowed_one_is_not() {
         ["src/failure.rs: `failure` may not import `bytes`"]
     );
     for (path, text) in [
-        (
-            "pipeline/prune.rs",
-            "use crate::{pruning::Mask, runtime::Clock};",
-        ),
+        ("pipeline/prune.rs", "use crate::{pruning::Mask, runtime::Clock};"),
         ("bytes.rs", "use crate::failure::Failure;"),
         ("main.rs", "use crate::anything;"),
     ] {

@@ -50,10 +50,7 @@ fn is_allowed(expression: &str) -> bool {
     if let Some(parts) = split(" AND ") {
         return parts.iter().all(|part| is_allowed(part));
     }
-    match expression
-        .strip_prefix('(')
-        .and_then(|inner| inner.strip_suffix(')'))
-    {
+    match expression.strip_prefix('(').and_then(|inner| inner.strip_suffix(')')) {
         Some(inner) => is_allowed(inner),
         None => ALLOWED.contains(&expression),
     }
@@ -79,13 +76,7 @@ fn expressions_are_read_as_they_are_meant() {
 #[test]
 fn every_dependency_may_be_passed_on() {
     let output = Command::new(env!("CARGO"))
-        .args([
-            "metadata",
-            "--format-version",
-            "1",
-            "--offline",
-            "--all-features",
-        ])
+        .args(["metadata", "--format-version", "1", "--offline", "--all-features"])
         .current_dir(env!("CARGO_MANIFEST_DIR"))
         .output()
         .expect("cargo runs this test");

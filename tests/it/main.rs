@@ -1,9 +1,6 @@
 //! The integration tests, in one binary: the real commands on small checkpoints, the goldens of the reference, candle's Llama as
 //! oracle, and the rules of the source tree.
-#![expect(
-    clippy::print_stderr,
-    reason = "tests print skipped parts and measurements"
-)]
+#![expect(clippy::print_stderr, reason = "tests print skipped parts and measurements")]
 
 mod adapters;
 mod arithmetic;

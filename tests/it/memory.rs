@@ -3,10 +3,7 @@
 //!
 //! The allocator of this test binary counts allocated bytes. Tests share a process, so a measurement runs in a child process: this
 //! binary again, with the one test [`child`] or [`tokenizing_child`].
-#![expect(
-    unsafe_code,
-    reason = "an allocator that counts can only be written so"
-)]
+#![expect(unsafe_code, reason = "an allocator that counts can only be written so")]
 
 mod backward;
 mod phases;
@@ -109,10 +106,7 @@ fn tokenizing_child() {
     let Ok(arguments) = std::env::var(ARGUMENTS) else {
         return;
     };
-    rayon::ThreadPoolBuilder::new()
-        .num_threads(THREADS)
-        .build_global()
-        .unwrap();
+    rayon::ThreadPoolBuilder::new().num_threads(THREADS).build_global().unwrap();
     let cache = match arguments.as_str() {
         "cached" => TextCache::open(Some("cache".into())),
         _ => TextCache::disabled(),
@@ -144,33 +138,18 @@ fn taken(place: &Place, arguments: &str) -> Taken {
 
 /// The two numbers that one of the children leaves.
 fn measured(place: &Place, child: &str, arguments: &str) -> (u64, u64) {
-    let module = module_path!()
-        .split_once("::")
-        .expect("a module of a test binary")
-        .1;
+    let module = module_path!().split_once("::").expect("a module of a test binary").1;
     let output = Command::new(std::env::current_exe().expect("this binary has a path"))
-        .args([
-            "--exact",
-            &format!("{module}::{child}"),
-            "--ignored",
-            "--nocapture",
-        ])
+        .args(["--exact", &format!("{module}::{child}"), "--ignored", "--nocapture"])
         .current_dir(place.path("."))
         .env("PRUNE_CACHE", place.path(".cache"))
         .env(ARGUMENTS, arguments)
         .output()
         .expect("this binary can be started");
-    assert!(
-        output.status.success(),
-        "{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let text = fs::read_to_string(place.path(TAKEN)).expect("the child says what it took");
     let (first, second) = text.split_once(' ').expect("two numbers");
-    (
-        first.parse().expect("a number"),
-        second.parse().expect("a number"),
-    )
+    (first.parse().expect("a number"), second.parse().expect("a number"))
 }
 
 const SEQLEN: usize = 256;
@@ -192,12 +171,8 @@ fn shape(num_hidden_layers: usize, dtype: StoredDtype) -> RandomCheckpoint {
 fn flat_in_depth(dtype: StoredDtype, hidden_states: &str) -> (Place, Taken) {
     let run = |layers| {
         let place = Place::with(&shape(layers, dtype));
-        let (seqlen, samples, windows, threads) = (
-            SEQLEN.to_string(),
-            SAMPLES.to_string(),
-            WINDOWS.to_string(),
-            THREADS.to_string(),
-        );
+        let (seqlen, samples, windows, threads) =
+            (SEQLEN.to_string(), SAMPLES.to_string(), WINDOWS.to_string(), THREADS.to_string());
         let taken = taken(
             &place,
             &format!(
@@ -212,10 +187,7 @@ fn flat_in_depth(dtype: StoredDtype, hidden_states: &str) -> (Place, Taken) {
     let ((_, four), (place, twelve)) = (run(4), run(12));
     // Measured: 1 % at most, presumably what run.json keeps of every layer. A mask kept of each would be 7 %.
     let ratio = twelve.counted as f64 / four.counted as f64;
-    assert!(
-        (0.97..1.03).contains(&ratio),
-        "four layers take {four:?}, twelve {twelve:?}"
-    );
+    assert!((0.97..1.03).contains(&ratio), "four layers take {four:?}, twelve {twelve:?}");
     eprintln!("four layers take {four:?}, twelve {twelve:?}");
     (place, twelve)
 }
@@ -300,19 +272,13 @@ fn within(place: &Place, taken: Taken, dtype: StoredDtype, storage: HiddenStates
     let with_program = memory.bytes().0;
     let planned = with_program - program(&memory);
     eprintln!("planned {planned}, {taken:?}");
-    assert!(
-        taken.counted <= planned + SLACK,
-        "planned {planned}, {taken:?}"
-    );
+    assert!(taken.counted <= planned + SLACK, "planned {planned}, {taken:?}");
     assert!(
         taken.counted >= planned / 2,
         "the plan is far too large: planned {planned}, {taken:?}"
     );
     if cfg!(target_os = "linux") {
-        assert!(
-            taken.resident + MARGIN >= taken.counted,
-            "run.json forgets memory: {taken:?}"
-        );
+        assert!(taken.resident + MARGIN >= taken.counted, "run.json forgets memory: {taken:?}");
         // Weights that are kept packed lie in the heap of the thread that packed them; what that comes to was not measured.
         assert!(
             automatic(dtype) != Products::F32 || taken.resident <= with_program + HEAPS,
@@ -331,9 +297,7 @@ fn large_tokenizer() -> (Value, Vec<String>) {
     }
     let (mut merges, mut words) = (Vec::new(), vec!["Ġ".to_string()]);
     for most in [26, 676, 17_576, 40_000] {
-        let longer = words
-            .iter()
-            .flat_map(|word| letters.iter().map(move |letter| (word, letter)));
+        let longer = words.iter().flat_map(|word| letters.iter().map(move |letter| (word, letter)));
         let mut made = Vec::new();
         for (word, letter) in longer.take(most) {
             merges.push(json!([word, letter]));
@@ -360,9 +324,7 @@ fn tokenizing_takes_what_was_planned_however_long_the_text_is() {
     let words: Vec<String> = words.iter().map(|word| word.replace('Ġ', " ")).collect();
     let of = |count: usize, arguments: &str| {
         // Steps of a prime: neighbouring words differ.
-        let text: String = (0..count)
-            .map(|at| words[at * 7919 % words.len()].as_str())
-            .collect();
+        let text: String = (0..count).map(|at| words[at * 7919 % words.len()].as_str()).collect();
         fs::write(place.path("text.txt"), &text).unwrap();
         let (peak, loading) = measured(&place, "tokenizing_child", arguments);
         let text = ByteSize(text.len() as u64);
@@ -388,23 +350,14 @@ fn tokenizing_takes_what_was_planned_however_long_the_text_is() {
     let (peak, loading, _, _) = of(20_000, "no cache");
     // The resident and planned memory of a tokenizer is above the counted one: see the formula.
     let planned = footprint::load_tokenizer(size).0;
-    assert!(
-        loading <= planned && loading >= planned / 2,
-        "{loading} of {planned} planned"
-    );
+    assert!(loading <= planned && loading >= planned / 2, "{loading} of {planned} planned");
     assert!(peak <= planned);
     // The text is one line: not even that is in memory.
     let (peak, _, planned, text) = of(2_000_000, "no cache");
-    assert!(
-        peak <= planned && peak >= planned / 2,
-        "{peak} of {planned} planned"
-    );
+    assert!(peak <= planned && peak >= planned / 2, "{peak} of {planned} planned");
     let in_one_call = Encoding::InOneCall;
     assert!(footprint::tokenize(size, Some(ByteSize(text)), THREADS, in_one_call).0 > 10 * peak);
     let _ = of(2_000_000, "cached");
     let (peak, _, planned, _) = of(2_000_000, "cached");
-    assert!(
-        peak <= planned && peak >= planned / 2,
-        "{peak} of {planned} planned"
-    );
+    assert!(peak <= planned && peak >= planned / 2, "{peak} of {planned} planned");
 }

@@ -37,9 +37,8 @@ struct Results {
 }
 
 fn results(place: &Place, name: &str, flags: &str, settings: Option<&str>) -> Results {
-    let settings = settings.map_or_else(String::new, |settings| {
-        format!("--memory-settings {settings}")
-    });
+    let settings =
+        settings.map_or_else(String::new, |settings| format!("--memory-settings {settings}"));
     let line = format!(
         "--model m --eval both --dataset train.txt --eval-dataset test.txt --nsamples 3 \
          --seqlen 200 --eval-windows 3 --force --save {name} {flags} {settings}"
@@ -63,16 +62,10 @@ fn results(place: &Place, name: &str, flags: &str, settings: Option<&str>) -> Re
         Vec::new()
     };
     Results {
-        masks: matrices()
-            .map(|matrix| matrix.mask_sha256.clone())
-            .collect(),
+        masks: matrices().map(|matrix| matrix.mask_sha256.clone()).collect(),
         zeros: matrices().map(|matrix| matrix.zeros).collect(),
-        output_errors: matrices()
-            .map(|matrix| matrix.relative_output_error)
-            .collect(),
-        perplexities: reports
-            .flat_map(|report| [report.perplexity, report.mean_loss])
-            .collect(),
+        output_errors: matrices().map(|matrix| matrix.relative_output_error).collect(),
+        perplexities: reports.flat_map(|report| [report.perplexity, report.mean_loss]).collect(),
         model,
     }
 }
@@ -83,20 +76,14 @@ fn no_memory_setting_changes(shape: &RandomCheckpoint, flags: &str, saves: bool)
     let default = results(&place, "default", flags, None);
     assert_eq!(default.perplexities.len(), 4, "both sides are evaluated");
     assert!(default.masks.iter().flatten().count() > 0);
-    assert_ne!(
-        default.perplexities[0], default.perplexities[2],
-        "pruning shows"
-    );
+    assert_ne!(default.perplexities[0], default.perplexities[2], "pruning shows");
     assert_eq!(!default.model.is_empty(), saves);
     for settings in EXTREMES {
         let other = results(&place, "other", flags, Some(settings));
         assert_eq!(other.masks, default.masks, "{settings}");
         assert_eq!(other.zeros, default.zeros, "{settings}");
         assert_eq!(other.output_errors, default.output_errors, "{settings}");
-        assert!(
-            other.model == default.model,
-            "{settings}: the models differ"
-        );
+        assert!(other.model == default.model, "{settings}: the models differ");
         if settings.contains("head_rows") {
             let pairs = other.perplexities.iter().zip(&default.perplexities);
             for (other, default) in pairs {
@@ -144,11 +131,8 @@ fn no_memory_setting_changes_an_n_m_pattern_that_is_not_saved() {
 #[test]
 fn no_memory_setting_changes_what_magnitude_prunes() {
     let flags = "--prune-method magnitude --sparsity-ratio 0.5";
-    let shape = RandomCheckpoint {
-        attention_bias: false,
-        mlp_bias: false,
-        ..shape(StoredDtype::F16)
-    };
+    let shape =
+        RandomCheckpoint { attention_bias: false, mlp_bias: false, ..shape(StoredDtype::F16) };
     no_memory_setting_changes(&shape, flags, true);
 }
 
@@ -166,14 +150,7 @@ fn no_memory_setting_changes_the_perplexity_of_a_model_that_is_only_evaluated() 
     };
     let default = perplexity("{}");
     for settings in EXTREMES {
-        let tolerance = if settings.contains("head_rows") {
-            IN_PARTS
-        } else {
-            0.0
-        };
-        assert!(
-            (perplexity(settings) / default - 1.0).abs() <= tolerance,
-            "{settings}"
-        );
+        let tolerance = if settings.contains("head_rows") { IN_PARTS } else { 0.0 };
+        assert!((perplexity(settings) / default - 1.0).abs() <= tolerance, "{settings}");
     }
 }

@@ -48,12 +48,8 @@ fn numbers(dtype: Dtype, bytes: &[u8]) -> Vec<f64> {
             .chunks(4)
             .map(|bytes| f32::from_le_bytes(bytes.try_into().expect("four bytes")).into())
             .collect(),
-        Dtype::BF16 => pairs
-            .map(|bytes| half::bf16::from_bits(words(bytes)).into())
-            .collect(),
-        Dtype::F16 => pairs
-            .map(|bytes| half::f16::from_bits(words(bytes)).into())
-            .collect(),
+        Dtype::BF16 => pairs.map(|bytes| half::bf16::from_bits(words(bytes)).into()).collect(),
+        Dtype::F16 => pairs.map(|bytes| half::f16::from_bits(words(bytes)).into()).collect(),
         other => panic!("{other:?} is no dtype of these tests"),
     }
 }

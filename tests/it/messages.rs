@@ -31,20 +31,13 @@ fn settled(table: &str) -> String {
 fn the_final_table_is_what_the_snapshot_shows() {
     let place = Place::new();
     let ran = place.prune(&format!("{HALF} --save out --eval both --use-cpu"));
-    assert!(
-        ran.stdout.contains("  calibrate "),
-        "phases: {}",
-        ran.stdout
-    );
+    assert!(ran.stdout.contains("  calibrate "), "phases: {}", ran.stdout);
     let found = settled(&ran.stdout);
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/snapshots/table.txt");
     if std::env::var_os("UPDATE_SNAPSHOTS").is_some() {
         fs::write(&path, &found).expect("snapshots can be written");
     }
-    assert_eq!(
-        found,
-        fs::read_to_string(&path).expect("the snapshot is there")
-    );
+    assert_eq!(found, fs::read_to_string(&path).expect("the snapshot is there"));
 }
 
 #[test]
@@ -54,22 +47,14 @@ fn quiet_leaves_the_result_only() {
     assert_eq!(ran.stderr, "");
     assert!(ran.stdout.contains("pruned perplexity"), "{}", ran.stdout);
     let warned = place.prune(&format!("{HALF} -q"));
-    assert_eq!(
-        warned.stderr,
-        "warning: nothing will be saved; name a run folder with --save\n"
-    );
+    assert_eq!(warned.stderr, "warning: nothing will be saved; name a run folder with --save\n");
 }
 
 #[test]
 fn verbose_tells_every_matrix_and_memory() {
     let place = Place::new();
     let ran = place.prune(&format!("{HALF} --save out -v"));
-    assert!(
-        ran.stderr
-            .contains("  model.layers.1.mlp.down_proj sparsity 0.5"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("  model.layers.1.mlp.down_proj sparsity 0.5"), "{}", ran.stderr);
     if cfg!(target_os = "linux") {
         assert!(ran.stderr.contains("memory at layer_1: "), "{}", ran.stderr);
     }
@@ -100,19 +85,13 @@ fn json_progress_is_one_object_per_line() {
         .collect();
     let count = |name: &str| events.iter().filter(|event| event["event"] == name).count();
     assert_eq!(
-        (
-            count("sweep_started"),
-            count("layer_pruned"),
-            count("warning")
-        ),
+        (count("sweep_started"), count("layer_pruned"), count("warning")),
         (1, 2, 1),
         "{}",
         ran.stderr
     );
     // Two layers: calibration twice but for the last (4 samples each), the head and two layers for 5 windows.
-    let sweep = events
-        .iter()
-        .find(|event| event["event"] == "sweep_started");
+    let sweep = events.iter().find(|event| event["event"] == "sweep_started");
     assert_eq!(sweep.unwrap()["passes"], 4 * 3 + 5 * 3);
     let failed = place.run("--model nowhere --sparsity-ratio 0.5 --progress json");
     let last: Value = serde_json::from_str(failed.stderr.lines().last().unwrap()).unwrap();
@@ -175,11 +154,7 @@ fn devices_this_build_does_not_have_are_refused() {
     assert_eq!(run("--device tpu").code, 2);
     let writes = place.run("generate --model m --prompt a --device-map balanced");
     assert_eq!(writes.code, 2);
-    assert!(
-        writes.stderr.contains("computes on the CPU"),
-        "{}",
-        writes.stderr
-    );
+    assert!(writes.stderr.contains("computes on the CPU"), "{}", writes.stderr);
     let told = "device       cpu; this build has no CUDA";
     assert!(run("").stderr.contains(told));
     assert!(!run("--use-cpu").stderr.contains(told));
@@ -221,11 +196,7 @@ fn the_memory_log_has_the_checkpoints_of_the_original_and_a_row_per_layer() {
         assert!(used > 0.0 && peak >= used, "{row:?}");
     }
     assert!(ran.stderr.contains("memory 01_start "), "{}", ran.stderr);
-    assert!(
-        ran.stderr.contains("MEMORY USAGE SUMMARY (GiB)"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("MEMORY USAGE SUMMARY (GiB)"), "{}", ran.stderr);
     let samples = place.manifest("out").memory;
     assert_eq!(samples.len(), names.len());
     // A run that replaces this one and does not log leaves no old log behind.
@@ -236,10 +207,8 @@ fn the_memory_log_has_the_checkpoints_of_the_original_and_a_row_per_layer() {
 #[cfg(unix)]
 #[test]
 fn an_interrupted_run_says_what_it_leaves_and_never_looks_finished() {
-    let place = Place::with(&RandomCheckpoint {
-        num_hidden_layers: 64,
-        ..RandomCheckpoint::default()
-    });
+    let place =
+        Place::with(&RandomCheckpoint { num_hidden_layers: 64, ..RandomCheckpoint::default() });
     let arguments = format!(
         "{HALF} --save out --nsamples 64 --dataset train.txt --eval-dataset test.txt --seqlen 64"
     );
@@ -264,10 +233,7 @@ fn an_interrupted_run_says_what_it_leaves_and_never_looks_finished() {
     let [.., interrupted, unfinished, command] = &rest[..] else {
         panic!("{rest:?}");
     };
-    assert!(
-        interrupted.starts_with("interrupted (SIGINT) in layer "),
-        "{rest:?}"
-    );
+    assert!(interrupted.starts_with("interrupted (SIGINT) in layer "), "{rest:?}");
     assert!(
         unfinished
             .starts_with("finished layers are kept in `out`; this command continues the run:"),

@@ -20,9 +20,8 @@ const COLUMNS: usize = 176;
 fn noise(count: usize, seed: u64) -> Vec<f32> {
     let mut state = seed;
     let mut next = || {
-        state = state
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 40) as f32 / (1 << 23) as f32 - 1.0
     };
     (0..count).map(|_| next()).collect()
@@ -86,13 +85,7 @@ fn prune(
 
 /// Pruned weights in some columns of some rows.
 fn count(mask: &Mask, rows: std::ops::Range<usize>, columns: std::ops::Range<usize>) -> usize {
-    rows.map(|row| {
-        columns
-            .clone()
-            .filter(|&column| mask.is_pruned(row, column))
-            .count()
-    })
-    .sum()
+    rows.map(|row| columns.clone().filter(|&column| mask.is_pruned(row, column)).count()).sum()
 }
 
 /// Checks the number that a method declares. `ties`: scores may be equal, so a threshold may take more.
@@ -109,11 +102,7 @@ fn check_count(method: &dyn PruningMethod, mask: &Mask, target: Target, ties: bo
         Removes::FromRows => {
             for row in 0..ROWS {
                 let count = count(mask, row..row + 1, 0..COLUMNS);
-                assert_eq!(
-                    count,
-                    target.count_of(COLUMNS),
-                    "{name} {target:?} row {row}"
-                );
+                assert_eq!(count, target.count_of(COLUMNS), "{name} {target:?} row {row}");
             }
         }
         Removes::FromMatrix => up_to_threshold(mask.count() as usize, ROWS * COLUMNS),
@@ -125,10 +114,7 @@ fn check_count(method: &dyn PruningMethod, mask: &Mask, target: Target, ties: bo
         }
         Removes::NearRatio => {
             let share = mask.count() as f64 / (ROWS * COLUMNS) as f64;
-            assert!(
-                (share - target.ratio).abs() < 0.005,
-                "{name} {target:?}: {share}"
-            );
+            assert!((share - target.ratio).abs() < 0.005, "{name} {target:?}: {share}");
         }
     }
 }
@@ -148,10 +134,7 @@ fn check(method: &dyn PruningMethod) {
             prune(method, &mut before.clone(), unstructured(0.0), None).expect("valid input");
         assert_eq!(mask.count(), 0, "{name}: a ratio of 0 removes nothing");
         for (n, m) in [(2, 4), (1, 4), (4, 8), (5, 16)] {
-            let target = Target {
-                ratio: n as f64 / m as f64,
-                pattern: Pattern::NOfM { n, m },
-            };
+            let target = Target { ratio: n as f64 / m as f64, pattern: Pattern::NOfM { n, m } };
             let mut weight = before.clone();
             let mask = prune(method, &mut weight, target, None);
             if method.is_unstructured_only() {
@@ -170,14 +153,8 @@ fn check(method: &dyn PruningMethod) {
             check_kept(method, &before, weight, &mask);
         }
         let bad = Pattern::NOfM { n: 3, m: 7 };
-        let target = Target {
-            ratio: 3.0 / 7.0,
-            pattern: bad,
-        };
-        assert!(
-            prune(method, &mut before.clone(), target, None).is_err(),
-            "7 does not divide 176"
-        );
+        let target = Target { ratio: 3.0 / 7.0, pattern: bad };
+        assert!(prune(method, &mut before.clone(), target, None).is_err(), "7 does not divide 176");
     }
     check_threads(method);
     check_not_finite(method);
@@ -196,10 +173,7 @@ fn check_kept(
     assert_eq!((mask.rows(), mask.columns()), (ROWS, COLUMNS), "{name}");
     after.zero_bits(mask.bits());
     let bytes = before.dtype().bytes();
-    let pairs = before
-        .as_bytes()
-        .chunks(bytes)
-        .zip(after.as_bytes().chunks(bytes));
+    let pairs = before.as_bytes().chunks(bytes).zip(after.as_bytes().chunks(bytes));
     for (at, (before, after)) in pairs.enumerate() {
         let is_zero = after.iter().all(|&byte| byte == 0);
         let was_zero = before.iter().all(|&byte| byte == 0);
@@ -223,11 +197,7 @@ fn check_threads(method: &dyn PruningMethod) {
             (weight.as_bytes().to_vec(), mask)
         })
     };
-    assert!(
-        with(1) == with(8),
-        "{}: 1 and 8 threads differ",
-        method.name()
-    );
+    assert!(with(1) == with(8), "{}: 1 and 8 threads differ", method.name());
 }
 
 fn check_not_finite(method: &dyn PruningMethod) {
@@ -267,10 +237,7 @@ fn techniques() -> Vec<Technique> {
     let of = |method: &'static dyn PruningMethod| {
         let refinements = REFINEMENTS.iter().map(|one| Some(*one));
         let all = [None].into_iter().chain(refinements);
-        all.map(move |refinement| Technique {
-            refinement,
-            ..Technique::of(method)
-        })
+        all.map(move |refinement| Technique { refinement, ..Technique::of(method) })
     };
     METHODS.iter().flat_map(|method| of(*method)).collect()
 }
@@ -294,10 +261,7 @@ fn zeros_of_the_source_stay_zero_under_every_technique() {
     let source = StoredMatrix::from_f32(StoredDtype::F32, ROWS, COLUMNS, &values);
     let zeros = source.count_zeros();
     assert!(zeros * 2 > (ROWS * COLUMNS) as u64);
-    let two_of_four = Target {
-        ratio: 0.5,
-        pattern: Pattern::NOfM { n: 2, m: 4 },
-    };
+    let two_of_four = Target { ratio: 0.5, pattern: Pattern::NOfM { n: 2, m: 4 } };
     let mut seen = 0;
     for technique in techniques() {
         if technique.check().is_err() {
@@ -312,11 +276,8 @@ fn zeros_of_the_source_stay_zero_under_every_technique() {
             }
             let name = format!("{} {target:?}", technique.name());
             let mut weight = source.clone();
-            let request = Request::new(
-                "model.layers.0.self_attn.q_proj",
-                statistics.as_ref(),
-                target,
-            );
+            let request =
+                Request::new("model.layers.0.self_attn.q_proj", statistics.as_ref(), target);
             let mask = technique.prune(&mut weight, &request).expect("it prunes");
             weight.zero_bits(mask.bits());
             let mut after = vec![0.0; ROWS * COLUMNS];
@@ -353,12 +314,7 @@ fn a_refinement_that_takes_weights_back_is_refused_after_a_method_that_changes_w
         };
         let (method, refinement) = (technique.method.name(), refinement.name());
         let is_undefined = refinement == "dsnot" && technique.method.changes_weights();
-        assert_eq!(
-            technique.check().is_err(),
-            is_undefined,
-            "{}",
-            technique.name()
-        );
+        assert_eq!(technique.check().is_err(), is_undefined, "{}", technique.name());
         if !is_undefined {
             accepted += 1;
             continue;
@@ -430,29 +386,17 @@ fn no_thread_count_memory_setting_or_device_changes_the_masks_of_a_method() {
             false => "--verify full",
         };
         let run = |flags: &str| {
-            masks(
-                &place,
-                &format!("--prune-method {name} --sparsity-ratio 0.55 {verify} {flags}"),
-            )
+            masks(&place, &format!("--prune-method {name} --sparsity-ratio 0.55 {verify} {flags}"))
         };
         let expected = run("--threads 1");
         assert_eq!(expected.iter().flatten().count(), 14, "{name}");
         assert!(run("--threads 8") == expected, "{name}");
-        for settings in EXTREMES
-            .iter()
-            .filter(|settings| !settings.contains("head_rows"))
-        {
+        for settings in EXTREMES.iter().filter(|settings| !settings.contains("head_rows")) {
             let settings = settings.replace(' ', "");
-            assert!(
-                run(&format!("--memory-settings {settings}")) == expected,
-                "{name} {settings}"
-            );
+            assert!(run(&format!("--memory-settings {settings}")) == expected, "{name} {settings}");
         }
         let gpus = r#"{"gpus":["2GiB","2GiB"],"refuse":"12"}"#;
-        assert!(
-            run(&format!("--device cuda --simulate {gpus}")) == expected,
-            "{name}"
-        );
+        assert!(run(&format!("--device cuda --simulate {gpus}")) == expected, "{name}");
     }
 }
 
@@ -466,25 +410,10 @@ fn the_variant_warns_where_it_misses_its_ratio() {
     };
     let missed = run("0.99");
     let sparsity = missed.sparsity.expect("pruned").ratio;
-    assert!(
-        sparsity < 0.98,
-        "a share of 0.8 of the scores is not 0.99 of the weights: {sparsity}"
-    );
+    assert!(sparsity < 0.98, "a share of 0.8 of the scores is not 0.99 of the weights: {sparsity}");
     let warning =
         format!("wanda-variant removed {sparsity:.4} of the weights, 0.9900 were asked for");
-    assert!(
-        missed
-            .warnings
-            .iter()
-            .any(|text| text.starts_with(&warning)),
-        "{:?}",
-        missed.warnings
-    );
+    assert!(missed.warnings.iter().any(|text| text.starts_with(&warning)), "{:?}", missed.warnings);
     assert_eq!(missed.pruning.expect("pruned").method, "wanda-variant");
-    assert!(
-        run("0.5")
-            .warnings
-            .iter()
-            .all(|text| !text.contains("asked for"))
-    );
+    assert!(run("0.5").warnings.iter().all(|text| !text.contains("asked for")));
 }

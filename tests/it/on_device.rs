@@ -127,19 +127,11 @@ fn candles_operators_compute_what_our_layer_does() -> Result<()> {
         let tokens: Vec<u32> = (0..SEQLEN as u32).map(|t| t * 31 % 307).collect();
         let state = Embedding::open(&*checkpoint, &config)?.rows(&tokens)?;
         let layer = DecoderLayer::load(&*checkpoint, &config, 1)?;
-        let mut engine = OnCandle::new(
-            Device::Cpu,
-            arithmetic,
-            "cpu".to_string(),
-            &config,
-            &context,
-        )?;
+        let mut engine =
+            OnCandle::new(Device::Cpu, arithmetic, "cpu".to_string(), &config, &context)?;
         let ours = values(&layer.forward(&state, &mut context)?)?;
         let keeps = vec![0, 40, 74];
-        let mut expected = Observed {
-            keeps: keeps.clone(),
-            ..Observed::default()
-        };
+        let mut expected = Observed { keeps: keeps.clone(), ..Observed::default() };
         layer.capture(&state, &mut context, &mut expected)?;
         engine.begin(&layer)?;
         for projection in layer.projections() {
@@ -155,25 +147,15 @@ fn candles_operators_compute_what_our_layer_does() -> Result<()> {
         for (cut, needs_rows) in [(whole, false), (small, false), (whole, true), (small, true)] {
             let theirs = values(&engine.forward(&layer, &state, &cut)?)?;
             let apart = difference(&ours, &theirs);
-            assert!(
-                apart < tolerance,
-                "{stored:?} {arithmetic:?} {cut:?}: {apart}"
-            );
-            let mut observed = Observed {
-                keeps: keeps.clone(),
-                needs_rows,
-                ..Observed::default()
-            };
+            assert!(apart < tolerance, "{stored:?} {arithmetic:?} {cut:?}: {apart}");
+            let mut observed = Observed { keeps: keeps.clone(), needs_rows, ..Observed::default() };
             engine.capture(&layer, &state, &cut, &mut observed)?;
             assert_eq!(observed.seen, [SEQLEN; 4]);
             for point in 0..4 {
                 let narrow = |sums: &[f64]| sums.iter().map(|&sum| sum as f32).collect::<Vec<_>>();
                 let (ours, theirs) = (&expected.squares[point], &observed.squares[point]);
                 let apart = difference(&narrow(ours), &narrow(theirs));
-                assert!(
-                    apart < 2.0 * tolerance,
-                    "{stored:?} {arithmetic:?} {point}: {apart}"
-                );
+                assert!(apart < 2.0 * tolerance, "{stored:?} {arithmetic:?} {point}: {apart}");
                 let (ours, theirs) = (&expected.values[point], &observed.values[point]);
                 let apart = difference(&narrow(ours), &narrow(theirs));
                 assert!(apart < 4.0 * tolerance, "{arithmetic:?} {point}: {apart}");
@@ -186,11 +168,7 @@ fn candles_operators_compute_what_our_layer_does() -> Result<()> {
         let chunk = head.chunk(0..307)?;
         let mut expected = Vec::new();
         chunk.logits(&state, &mut context, |first, logits| {
-            expected.extend(LogSumExpPart::of_logits(
-                logits,
-                &(0..307),
-                &tokens[first + 1..],
-            ));
+            expected.extend(LogSumExpPart::of_logits(logits, &(0..307), &tokens[first + 1..]));
             Ok(())
         })?;
         engine.begin_head(&chunk)?;
@@ -202,10 +180,7 @@ fn candles_operators_compute_what_our_layer_does() -> Result<()> {
                     seen.sum.ln() + f64::from(seen.largest) - f64::from(seen.logit.unwrap())
                 };
                 let apart = (loss(ours) - loss(theirs)).abs();
-                assert!(
-                    apart < 10.0 * f64::from(tolerance),
-                    "{arithmetic:?}: {apart}"
-                );
+                assert!(apart < 10.0 * f64::from(tolerance), "{arithmetic:?}: {apart}");
             }
         }
     }
@@ -222,12 +197,7 @@ fn the_selftest_passes_with_candle_on_the_cpu() {
         return;
     }
     assert_eq!(ran.code, 0, "{}", ran.stderr);
-    let count = |mark: &str| {
-        ran.stderr
-            .lines()
-            .filter(|line| line.starts_with(mark))
-            .count()
-    };
+    let count = |mark: &str| ran.stderr.lines().filter(|line| line.starts_with(mark)).count();
     assert_eq!((count("ok "), count("skipped ")), (6, 2), "{}", ran.stderr);
     assert_eq!(place.run("selftest --device tpu").code, 2);
 }
@@ -295,9 +265,6 @@ fn a_weight_that_is_not_in_memory_is_an_error() -> Result<()> {
     let state = tensor::from_vec(vec![0.0; SEQLEN * HIDDEN], &[SEQLEN, HIDDEN])?;
     let cut = Cut::of(&MemorySettings::default(), &config);
     let error = engine.forward(&layer, &state, &cut).unwrap_err();
-    assert!(
-        error.to_string().contains("q_proj is not on the device"),
-        "{error}"
-    );
+    assert!(error.to_string().contains("q_proj is not on the device"), "{error}");
     Ok(())
 }

@@ -74,10 +74,7 @@ impl Candles {
         let mut tensors = HashMap::new();
         for entry in std::fs::read_dir(folder)? {
             let path = entry?.path();
-            if path
-                .extension()
-                .is_some_and(|extension| extension == "safetensors")
-            {
+            if path.extension().is_some_and(|extension| extension == "safetensors") {
                 tensors.extend(safetensors::load(path, &Device::Cpu)?);
             }
         }
@@ -106,18 +103,13 @@ impl Candles {
 pub(crate) fn distance(one: &[f32], other: &[f32]) -> f32 {
     assert_eq!(one.len(), other.len(), "as many logits");
     assert!(one.iter().chain(other).all(|logit| logit.is_finite()));
-    let differences = one
-        .iter()
-        .zip(other)
-        .map(|(one, other)| (one - other).abs());
+    let differences = one.iter().zip(other).map(|(one, other)| (one - other).abs());
     differences.fold(0.0, f32::max)
 }
 
 /// Token ids without a pattern.
 pub(crate) fn prompt(length: usize, vocab_size: usize) -> Vec<u32> {
-    (0..length)
-        .map(|i| ((i * i * 31 + i * 7 + 3) % vocab_size) as u32)
-        .collect()
+    (0..length).map(|i| ((i * i * 31 + i * 7 + 3) % vocab_size) as u32).collect()
 }
 
 /// Compares the last position's logits for prompts of these lengths.
@@ -127,10 +119,7 @@ fn compare(folder: &Path, lengths: &[usize]) -> Result<()> {
         let tokens = prompt(length, vocab_size);
         let (ours, candles) = (ours(folder, &tokens)?, candles(folder, &tokens)?);
         let largest = candles.iter().fold(0f32, |max, logit| max.max(logit.abs()));
-        ensure!(
-            largest > 0.1 && largest < 30.0,
-            "logits of up to {largest} say nothing"
-        );
+        ensure!(largest > 0.1 && largest < 30.0, "logits of up to {largest} say nothing");
         let apart = distance(&ours, &candles);
         ensure!(apart <= LOGITS, "{length} tokens: {apart:e} apart");
     }
@@ -151,10 +140,7 @@ pub(crate) fn sharp(shape: &RandomCheckpoint) -> Result<TempDir> {
     shape.write(folder.path(), &Silent)?;
     for entry in std::fs::read_dir(folder.path())? {
         let path = entry?.path();
-        if path
-            .extension()
-            .is_none_or(|extension| extension != "safetensors")
-        {
+        if path.extension().is_none_or(|extension| extension != "safetensors") {
             continue;
         }
         let mut tensors = safetensors::load(&path, &Device::Cpu)?;
@@ -182,9 +168,7 @@ fn logits_of_the_real_checkpoints_are_candles() {
     // 512 tokens are stories260k's limit; lengths around the blocks of our attention and a single token.
     let lengths = [1, 2, 37, 128, 129, 512];
     for model in ["stories260k", "wikitext-llama-8m"] {
-        compare(&shared.join("models").join(model), &lengths)
-            .with_context(|| model)
-            .unwrap();
+        compare(&shared.join("models").join(model), &lengths).with_context(|| model).unwrap();
     }
 }
 
@@ -193,70 +177,20 @@ fn logits_of_random_checkpoints_of_every_shape_and_dtype_are_candles() {
     let plain = RandomCheckpoint::default;
     let shapes = [
         ("grouped queries", plain()),
-        (
-            "one key head",
-            RandomCheckpoint {
-                num_key_value_heads: 1,
-                ..plain()
-            },
-        ),
-        (
-            "as many key heads",
-            RandomCheckpoint {
-                num_key_value_heads: 4,
-                ..plain()
-            },
-        ),
-        (
-            "tied",
-            RandomCheckpoint {
-                tie_word_embeddings: true,
-                ..plain()
-            },
-        ),
-        (
-            "llama3 rotary",
-            RandomCheckpoint {
-                rope_scaling: Some(llama3()),
-                ..plain()
-            },
-        ),
-        (
-            "head_dim said",
-            RandomCheckpoint {
-                head_dim: Some(16),
-                ..plain()
-            },
-        ),
-        (
-            "other base",
-            RandomCheckpoint {
-                rope_theta: 500_000.0,
-                ..plain()
-            },
-        ),
-        (
-            "f16",
-            RandomCheckpoint {
-                dtype: StoredDtype::F16,
-                ..plain()
-            },
-        ),
+        ("one key head", RandomCheckpoint { num_key_value_heads: 1, ..plain() }),
+        ("as many key heads", RandomCheckpoint { num_key_value_heads: 4, ..plain() }),
+        ("tied", RandomCheckpoint { tie_word_embeddings: true, ..plain() }),
+        ("llama3 rotary", RandomCheckpoint { rope_scaling: Some(llama3()), ..plain() }),
+        ("head_dim said", RandomCheckpoint { head_dim: Some(16), ..plain() }),
+        ("other base", RandomCheckpoint { rope_theta: 500_000.0, ..plain() }),
+        ("f16", RandomCheckpoint { dtype: StoredDtype::F16, ..plain() }),
         (
             "bf16, tied",
-            RandomCheckpoint {
-                dtype: StoredDtype::Bf16,
-                tie_word_embeddings: true,
-                ..plain()
-            },
+            RandomCheckpoint { dtype: StoredDtype::Bf16, tie_word_embeddings: true, ..plain() },
         ),
         (
             "bf16, shards",
-            RandomCheckpoint {
-                dtype: StoredDtype::Bf16,
-                max_shard: ByteSize(50_000),
-                ..plain()
-            },
+            RandomCheckpoint { dtype: StoredDtype::Bf16, max_shard: ByteSize(50_000), ..plain() },
         ),
     ];
     for (what, shape) in shapes {
@@ -267,11 +201,9 @@ fn logits_of_random_checkpoints_of_every_shape_and_dtype_are_candles() {
 
 #[test]
 fn the_oracle_notices_a_missing_scaling_and_a_swapped_matrix() {
-    let folder = sharp(&RandomCheckpoint {
-        rope_scaling: Some(llama3()),
-        ..RandomCheckpoint::default()
-    })
-    .unwrap();
+    let folder =
+        sharp(&RandomCheckpoint { rope_scaling: Some(llama3()), ..RandomCheckpoint::default() })
+            .unwrap();
     let tokens = prompt(200, 320);
     let right = candles(folder.path(), &tokens).unwrap();
     assert!(distance(&ours(folder.path(), &tokens).unwrap(), &right) <= LOGITS);

@@ -87,35 +87,21 @@ fn run(arguments: &[String]) {
     }
     for (split, seed) in [("train", 1), ("test", 2)] {
         let file = format!("wikitext-2-raw-v1/{split}-00000-of-00001.parquet");
-        server.add(
-            "datasets/Salesforce/wikitext",
-            &file,
-            parquet(&[words(seed, 1000)]),
-        );
+        server.add("datasets/Salesforce/wikitext", &file, parquet(&[words(seed, 1000)]));
     }
     let ran = ran(&mut command(&place, &server, &arguments.join(" ")));
     assert_eq!(ran.code, 0, "{arguments:?}\n{}", ran.stderr);
     assert!(ran.stderr.contains("layer 0 sparsity "), "{}", ran.stderr);
     assert!(ran.stdout.contains("pruned perplexity"), "{}", ran.stdout);
     let Some(save) = value(arguments, "--save") else {
-        assert!(
-            ran.stderr.contains("nothing will be saved"),
-            "{}",
-            ran.stderr
-        );
+        assert!(ran.stderr.contains("nothing will be saved"), "{}", ran.stderr);
         return;
     };
     let log = fs::read_to_string(place.path(save).join("log_wanda.txt")).expect("as the original");
-    assert!(
-        log.starts_with("method\tactual_sparsity\tppl_test\nwanda\t0.5000\t"),
-        "{log}"
-    );
+    assert!(log.starts_with("method\tactual_sparsity\tppl_test\nwanda\t0.5000\t"), "{log}");
     let logs_memory = arguments.iter().any(|argument| argument == "--log_memory");
     if cfg!(target_os = "linux") {
-        assert_eq!(
-            place.path(save).join("memory_log.csv").exists(),
-            logs_memory
-        );
+        assert_eq!(place.path(save).join("memory_log.csv").exists(), logs_memory);
     }
 }
 
@@ -135,9 +121,7 @@ fn the_guides_command_lines_run_unchanged_but_for_the_programs_name() {
     guides.sort();
     for guide in guides {
         let text = fs::read_to_string(&guide).expect("a guide is text");
-        let name = Path::new(guide.file_name().expect("it has one"))
-            .display()
-            .to_string();
+        let name = Path::new(guide.file_name().expect("it has one")).display().to_string();
         for command in commands(&text) {
             match fate(&command) {
                 Fate::Skip(why) => eprintln!("skipped: {name}: `{command}`: {why}"),
@@ -159,10 +143,7 @@ fn commands_are_found_in_fences_with_their_continued_lines() {
     let guide = "python main.py --no\n```bash\n# python\npython main.py --a \\\n  --b 1  # c\nls\n```\npython x\n";
     assert_eq!(commands(guide), ["python main.py --a --b 1"]);
     assert!(matches!(fate("python main.py --seqlen 9"), Fate::Skip(_)));
-    assert!(matches!(
-        fate("python main.py --model x ..."),
-        Fate::Skip(_)
-    ));
+    assert!(matches!(fate("python main.py --model x ..."), Fate::Skip(_)));
     assert!(matches!(fate("python use.py --model x"), Fate::Skip(_)));
     assert!(matches!(fate("python main.py --model x"), Fate::Run(_)));
 }

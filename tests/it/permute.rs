@@ -45,30 +45,19 @@ fn rows_biases_and_columns_take_one_order_together() {
                 elements(&bytes(&place, folder, &projection.bias_name(layer)))
             };
             // Biases of noise name the channels.
-            let (old, new) = (
-                bias("m", Projection::Gate),
-                bias("out/model", Projection::Gate),
-            );
+            let (old, new) = (bias("m", Projection::Gate), bias("out/model", Projection::Gate));
             let pairs = |channel: usize| {
-                (0..wide)
-                    .filter(|&from| old[from] == new[channel])
-                    .collect::<Vec<_>>()
+                (0..wide).filter(|&from| old[from] == new[channel]).collect::<Vec<_>>()
             };
             let ups = (bias("m", Projection::Up), bias("out/model", Projection::Up));
             let order: Vec<usize> = (0..wide)
                 .map(|channel| {
                     let candidates = pairs(channel);
-                    let found = candidates
-                        .iter()
-                        .find(|&&from| ups.0[from] == ups.1[channel]);
+                    let found = candidates.iter().find(|&&from| ups.0[from] == ups.1[channel]);
                     *found.expect("both biases of a channel move together")
                 })
                 .collect();
-            moved += order
-                .iter()
-                .enumerate()
-                .filter(|(at, from)| at != *from)
-                .count();
+            moved += order.iter().enumerate().filter(|(at, from)| at != *from).count();
             // Where nothing is changed, kept weights are those of the source at the old place.
             if method != "sparsegpt" {
                 for projection in [Projection::Gate, Projection::Up] {
@@ -85,20 +74,14 @@ fn rows_biases_and_columns_take_one_order_together() {
                 }
             }
             let down = bytes(&place, "m", &Projection::Down.bias_name(layer));
-            assert_eq!(
-                down,
-                bytes(&place, "out/model", &Projection::Down.bias_name(layer))
-            );
+            assert_eq!(down, bytes(&place, "out/model", &Projection::Down.bias_name(layer)));
         }
         assert!(moved > wide, "{method}: {moved} channels moved");
         let manifest = place.manifest("out");
         assert!(manifest.pruning.expect("it was pruned").permutes_channels);
         for layer in &manifest.layers {
             let report = layer.permutation.expect("every layer was permuted");
-            assert!(
-                report.kept_after > report.kept_before,
-                "{method}: {report:?}"
-            );
+            assert!(report.kept_after > report.kept_before, "{method}: {report:?}");
         }
         // Masks are those of the written weights.
         let masks = std::fs::read(place.path("out/masks.safetensors")).expect("masks");

@@ -32,16 +32,8 @@ fn a_shape_is_planned_without_a_checkpoint() {
     let cpu = tight.cpu().expect("the CPU is in every plan");
     assert!(cpu.peak <= ByteSize(2 << 30) && cpu.budget == Some(ByteSize(2 << 30)));
     assert!(tight.time.seconds > roomy.time.seconds);
-    let text = place
-        .run("plan --shape llama-2-7b --max-memory cpu=24GiB")
-        .stdout;
-    for part in [
-        "6.74 billion parameters",
-        "hidden states",
-        "calibrate",
-        "head",
-        "about ",
-    ] {
+    let text = place.run("plan --shape llama-2-7b --max-memory cpu=24GiB").stdout;
+    for part in ["6.74 billion parameters", "hidden states", "calibrate", "head", "about "] {
         assert!(text.contains(part), "{part}: {text}");
     }
 }
@@ -70,17 +62,9 @@ fn the_table_has_every_shape_and_what_is_the_least_for_it() {
         // The least really is what is refused one MiB below.
         let with = |bytes: u64| {
             let budget = format!("cpu={}MiB", bytes / (1 << 20));
-            place
-                .run(&format!(
-                    "plan --shape {shape} --use-cpu --max-memory {budget}"
-                ))
-                .code
+            place.run(&format!("plan --shape {shape} --use-cpu --max-memory {budget}")).code
         };
-        assert_eq!(
-            (with(least + (1 << 20)), with(least - (1 << 20))),
-            (0, 1),
-            "{shape}"
-        );
+        assert_eq!((with(least + (1 << 20)), with(least - (1 << 20))), (0, 1), "{shape}");
     }
 }
 
@@ -97,10 +81,7 @@ fn another_machine_is_planned_for_and_its_map_can_be_read_again() {
     assert_eq!(found["layers"], again["layers"]);
     assert_eq!(found["layers"][1]["devices"], json!(["cuda:1"]));
     let text = place.run(base).stdout;
-    assert!(
-        text.contains("cuda:0 and cuda:1") && text.contains("gpu-results.md"),
-        "{text}"
-    );
+    assert!(text.contains("cuda:0 and cuda:1") && text.contains("gpu-results.md"), "{text}");
     let cpu = place.run(&format!("{base} --use-cpu")).stdout;
     assert!(!cpu.contains("cuda"), "{cpu}");
 }
@@ -114,21 +95,9 @@ fn what_cannot_be_planned_is_refused_with_the_reason() {
         ("plan m --shape llama-2-7b", 2, "cannot be used with"),
         ("plan --table --shape llama-2-7b", 2, "cannot be used with"),
         ("plan --shape llama-2-7b --max-memory cpu=24Gb", 2, "bits"),
-        (
-            "plan --shape llama-2-7b --max-memory cuda:0=10GiB",
-            2,
-            "cuda:0 is not there",
-        ),
-        (
-            "plan --shape llama-2-7b --device-map none.json",
-            1,
-            "none.json",
-        ),
-        (
-            "plan --shape llama-2-7b --inventory none.json",
-            1,
-            "none.json",
-        ),
+        ("plan --shape llama-2-7b --max-memory cuda:0=10GiB", 2, "cuda:0 is not there"),
+        ("plan --shape llama-2-7b --device-map none.json", 1, "none.json"),
+        ("plan --shape llama-2-7b --inventory none.json", 1, "none.json"),
         ("plan --shape llama-30b --seqlen 4096", 2, "2048 positions"),
         ("plan --model nowhere", 1, "nowhere"),
     ] {
@@ -164,12 +133,7 @@ fn a_budget_is_kept_and_changes_no_result() {
         place.manifest(save)
     };
     let free = run("free", "--max-memory cpu=8GiB");
-    let planned = free
-        .plan
-        .as_ref()
-        .and_then(Plan::cpu)
-        .expect("every run has a plan")
-        .peak;
+    let planned = free.plan.as_ref().and_then(Plan::cpu).expect("every run has a plan").peak;
     let limit = planned.0 * 6 / 10;
     let tight = run("tight", &format!("--max-memory cpu={}KiB", limit >> 10));
     assert_eq!(tight.hidden_states, HiddenStatesStorage::Disk);
@@ -212,24 +176,11 @@ fn an_impossible_budget_is_refused_at_once_with_flags_that_work() {
     let refused = place.run(&format!("{RUN} --save out --max-memory cpu=14MiB"));
     assert_eq!(refused.code, 1, "{}", refused.stderr);
     // A fraction of a second by itself; other tests share the processors.
-    assert!(
-        start.elapsed().as_secs_f64() < 10.0,
-        "{:?}",
-        start.elapsed()
-    );
-    assert!(
-        refused
-            .stderr
-            .contains("does not fit into 14.00 MiB of cpu"),
-        "{}",
-        refused.stderr
-    );
+    assert!(start.elapsed().as_secs_f64() < 10.0, "{:?}", start.elapsed());
+    assert!(refused.stderr.contains("does not fit into 14.00 MiB of cpu"), "{}", refused.stderr);
     assert!(!place.path("out").exists(), "nothing was written");
-    let hint = refused
-        .stderr
-        .lines()
-        .find_map(|line| line.strip_prefix("hint: use "))
-        .expect("a hint");
+    let hint =
+        refused.stderr.lines().find_map(|line| line.strip_prefix("hint: use ")).expect("a hint");
     let advice: Vec<&str> = hint.split(", or ").collect();
     assert!(advice[0].starts_with("--max-memory cpu="), "{hint}");
     for (index, flags) in advice.iter().enumerate() {
@@ -240,15 +191,8 @@ fn an_impossible_budget_is_refused_at_once_with_flags_that_work() {
                 words.drain(at..at + 2);
             }
         }
-        let budget = if flags.contains("--max-memory") {
-            ""
-        } else {
-            "--max-memory cpu=14MiB"
-        };
-        let ran = place.run(&format!(
-            "{} {flags} --save out{index} {budget}",
-            words.join(" ")
-        ));
+        let budget = if flags.contains("--max-memory") { "" } else { "--max-memory cpu=14MiB" };
+        let ran = place.run(&format!("{} {flags} --save out{index} {budget}", words.join(" ")));
         assert_eq!(ran.code, 0, "{flags}: {}", ran.stderr);
     }
 }

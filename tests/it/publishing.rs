@@ -73,22 +73,13 @@ fn the_record_agrees_with_run_json_and_has_no_times() {
     assert_eq!(Some(record.sparsity), manifest.sparsity);
     assert_eq!(record.perplexity, manifest.perplexity);
     assert_eq!(record.source.identity, manifest.model.identity);
-    let matrices: Vec<_> = manifest
-        .layers
-        .into_iter()
-        .flat_map(|layer| layer.matrices)
-        .collect();
+    let matrices: Vec<_> = manifest.layers.into_iter().flat_map(|layer| layer.matrices).collect();
     assert_eq!(record.matrices, matrices);
     let (calibration, there) = (record.calibration.unwrap(), manifest.calibration.unwrap());
     assert_eq!(calibration.tokens_sha256, there.tokens_sha256);
     assert_eq!(calibration.text_sha256, there.text_sha256);
     let json: Value = serde_json::from_str(&read(&place, "out/model/pruning.json")).unwrap();
-    let names: Vec<&str> = json
-        .as_object()
-        .unwrap()
-        .keys()
-        .map(String::as_str)
-        .collect();
+    let names: Vec<&str> = json.as_object().unwrap().keys().map(String::as_str).collect();
     assert_eq!(
         names,
         [
@@ -116,11 +107,7 @@ fn nothing_that_is_published_names_the_machine_or_the_person() {
     fs::create_dir_all(place.path(&format!("{home}/texts"))).expect("a new folder");
     place.checkpoint(&format!("{home}/m"), &RandomCheckpoint::default());
     for name in ["train.txt", "test.txt"] {
-        fs::copy(
-            place.path(name),
-            place.path(&format!("{home}/texts/{name}")),
-        )
-        .expect("a copy");
+        fs::copy(place.path(name), place.path(&format!("{home}/texts/{name}"))).expect("a copy");
     }
     let at = |name: &str| place.path(&format!("{home}/{name}")).display().to_string();
     fs::write(at("ratios.json"), "[0.5, 0.6]").expect("a new file");
@@ -150,20 +137,13 @@ fn nothing_that_is_published_names_the_machine_or_the_person() {
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let root = place.path("");
-    let folders = root
-        .components()
-        .filter_map(|part| part.as_os_str().to_str());
+    let folders = root.components().filter_map(|part| part.as_os_str().to_str());
     // Names of a few letters may be parts of other words.
-    let words: Vec<&str> = folders
-        .chain([host.trim(), home])
-        .filter(|word| word.len() >= 8)
-        .collect();
+    let words: Vec<&str> =
+        folders.chain([host.trim(), home]).filter(|word| word.len() >= 8).collect();
     assert!(words.contains(&home));
     let manifest = read(&place, &format!("{home}/run/run.json"));
-    assert!(
-        words.iter().any(|word| manifest.contains(word)),
-        "run.json has them"
-    );
+    assert!(words.iter().any(|word| manifest.contains(word)), "run.json has them");
     for name in ["pruning.json", "README.md", "SHA256SUMS"] {
         let text = read(&place, &format!("{home}/run/model/{name}"));
         for word in &words {
@@ -239,11 +219,7 @@ fn the_command_of_the_record_repeats_the_run() {
             repeated.insert(name.to_string());
             let is_named = first.command.contains(&format!("--{name}"));
             // This flag is part of a method's name.
-            assert!(
-                is_named || name == "use-variant",
-                "{name}: {:?}",
-                first.command
-            );
+            assert!(is_named || name == "use-variant", "{name}: {:?}", first.command);
         }
         if let Some(ratios) = &first.pruning.layer_ratios {
             let json = serde_json::to_string(ratios).unwrap();
@@ -266,18 +242,12 @@ fn a_source_without_a_card_has_no_licence_here_and_no_base_model() {
     let place = Place::new();
     place.prune(&format!("{HALF} --save out"));
     let card = read(&place, "out/model/README.md");
-    assert!(
-        card.contains("The licence of the source is not known"),
-        "{card}"
-    );
+    assert!(card.contains("The licence of the source is not known"), "{card}");
     let front_matter = front_matter(&place, "out");
     for key in ["license", "language", "base_model", "datasets"] {
         assert!(front_matter.get(key).is_empty(), "{key}: {card}");
     }
-    assert_eq!(
-        front_matter.get("tags"),
-        ["prune", "pruned", "sparse", "wanda", "unstructured"]
-    );
+    assert_eq!(front_matter.get("tags"), ["prune", "pruned", "sparse", "wanda", "unstructured"]);
     assert_eq!(front_matter.get("pipeline_tag"), ["text-generation"]);
     assert_eq!(cards(&place, "out"), ["README.md"]);
 }
@@ -293,14 +263,8 @@ fn a_declined_card_leaves_the_source_its_own() {
     // The card of this program would be wrong about the next model.
     place.prune(&format!("{HALF} --save carded"));
     place.prune("--model carded/model --sparsity-ratio 0.6 --save again --no-model-card");
-    assert_eq!(
-        cards(&place, "again"),
-        ["README.source.md", "README.source.source.md"]
-    );
-    assert_eq!(
-        read(&place, "again/model/README.source.source.md"),
-        META_CARD
-    );
+    assert_eq!(cards(&place, "again"), ["README.source.md", "README.source.source.md"]);
+    assert_eq!(read(&place, "again/model/README.source.source.md"), META_CARD);
 }
 
 #[test]
@@ -312,42 +276,27 @@ fn a_model_that_is_pruned_twice_has_a_record_and_a_card_of_the_second_time() {
     let second = record(&place, "second");
     assert_eq!(second.pruning.method, "magnitude");
     assert_eq!(second.source.name, "model");
-    assert_eq!(
-        second.sparsity.zeros_before,
-        record(&place, "first").sparsity.zeros
-    );
+    assert_eq!(second.sparsity.zeros_before, record(&place, "first").sparsity.zeros);
     assert_eq!(
         cards(&place, "second"),
         ["README.md", "README.source.md", "README.source.source.md"]
     );
     let same = |of: &str, kept: &str| {
-        assert_eq!(
-            read(&place, of),
-            read(&place, &format!("second/model/{kept}"))
-        );
+        assert_eq!(read(&place, of), read(&place, &format!("second/model/{kept}")));
     };
     same("first/model/README.md", "README.source.md");
     same("m/README.md", "README.source.source.md");
     let card = read(&place, "second/model/README.md");
-    assert!(
-        card.contains("| Pruned before | `wanda`, 50 % `unstructured` |"),
-        "{card}"
-    );
+    assert!(card.contains("| Pruned before | `wanda`, 50 % `unstructured` |"), "{card}");
     assert_eq!(front_matter(&place, "second").get("license"), ["llama2"]);
     // The model on the hub is still the base where the first record names it, unless that is no name.
-    for (id, base) in [
-        ("some-owner/Tiny", Some("some-owner/Tiny")),
-        ("](x) a/b", None),
-    ] {
+    for (id, base) in [("some-owner/Tiny", Some("some-owner/Tiny")), ("](x) a/b", None)] {
         let path = place.path("first/model/pruning.json");
         crate::support::edit_json(&path, |json| json["source"]["id"] = id.into());
         place.prune("--model first/model --sparsity-ratio 0.75 --eval none --save third --force");
         assert_eq!(record(&place, "third").base_model(), base);
         assert_eq!(
-            front_matter(&place, "third")
-                .get("base_model")
-                .first()
-                .map(String::as_str),
+            front_matter(&place, "third").get("base_model").first().map(String::as_str),
             base
         );
     }
@@ -359,9 +308,8 @@ fn hostile_cards_and_names_are_quoted_or_passed_over() {
     let name = "m `x` | y: \"z\" # [a](b) <!-- \u{202e}é --- -->";
     fs::rename(place.path("m"), place.path(name)).expect("the folder moves");
     let prune = |save: &str| {
-        let mut command = place.command(&format!(
-            "--sparsity-ratio 0.5 --eval none --save {save} {TEXTS}"
-        ));
+        let mut command =
+            place.command(&format!("--sparsity-ratio 0.5 --eval none --save {save} {TEXTS}"));
         let ran = ran(command.args(["--model", name]));
         assert_eq!(ran.code, 0, "{}", ran.stderr);
         read(&place, &format!("{save}/model/README.md"))
@@ -384,26 +332,16 @@ fn hostile_cards_and_names_are_quoted_or_passed_over() {
         let front_matter = FrontMatter::of(card.as_bytes());
         assert_eq!(front_matter.get("library_name"), ["transformers"], "{card}");
         // The front matter ends once, and the table has two columns.
-        assert_eq!(
-            card.lines().filter(|line| *line == "---").count(),
-            2,
-            "{card}"
-        );
+        assert_eq!(card.lines().filter(|line| *line == "---").count(), 2, "{card}");
         for row in card.lines().filter(|line| line.starts_with('|')) {
             assert_eq!(row.replace("\\|", "").matches('|').count(), 3, "{row}");
             assert_eq!(row.matches('`').count() % 2, 0, "{row}");
         }
-        assert!(
-            !card.contains('\u{202e}') && !card.contains("\n# owned"),
-            "{card}"
-        );
+        assert!(!card.contains('\u{202e}') && !card.contains("\n# owned"), "{card}");
         let kept = fs::read(place.path(&format!("{save}/model/README.source.md")));
         assert_eq!(kept.expect("the source's card"), *content);
     }
-    assert_eq!(
-        front_matter(&place, "out0").get("license"),
-        ["mit\n---\n# owned\u{85}"]
-    );
+    assert_eq!(front_matter(&place, "out0").get("license"), ["mit\n---\n# owned\u{85}"]);
     // A folder or a link to nowhere of this name is no card.
     fs::remove_file(&readme).expect("it was written");
     fs::create_dir(&readme).expect("a new folder");
@@ -427,27 +365,13 @@ fn the_last_line_is_the_command_that_uploads_the_model() {
         (last, ran.stderr)
     };
     let (line, _) = last("--save out");
-    assert_eq!(
-        line,
-        "publish it with: hf upload YOUR_NAME/m-wanda-0.5 out/model"
-    );
+    assert_eq!(line, "publish it with: hf upload YOUR_NAME/m-wanda-0.5 out/model");
     let (line, _) = last("--save 'my out'");
-    assert_eq!(
-        line,
-        "publish it with: hf upload YOUR_NAME/m-wanda-0.5 'my out/model'"
-    );
+    assert_eq!(line, "publish it with: hf upload YOUR_NAME/m-wanda-0.5 'my out/model'");
     // One folder for both: run.json has paths of this machine.
     let (line, _) = last("--save one --save-model one");
-    assert_eq!(
-        line,
-        "publish it with: hf upload YOUR_NAME/m-wanda-0.5 one --exclude run.json"
-    );
-    for flags in [
-        "--save out --json",
-        "--save out --quiet",
-        "--save out2 --no-save-model",
-        "",
-    ] {
+    assert_eq!(line, "publish it with: hf upload YOUR_NAME/m-wanda-0.5 one --exclude run.json");
+    for flags in ["--save out --json", "--save out --quiet", "--save out2 --no-save-model", ""] {
         let (_, stderr) = last(flags);
         assert!(!stderr.contains("hf upload"), "{flags}: {stderr}");
     }
@@ -459,24 +383,15 @@ fn force_replaces_the_cards_of_the_run_before() {
     fs::write(place.path("m/README.md"), META_CARD).expect("a new file");
     place.prune(&format!("{HALF} --eval none --save out"));
     fs::remove_file(place.path("m/README.md")).expect("it was written");
-    place.prune(&format!(
-        "{HALF} --eval none --save out --force --no-model-card"
-    ));
+    place.prune(&format!("{HALF} --eval none --save out --force --no-model-card"));
     assert_eq!(cards(&place, "out"), Vec::<String>::new());
-    assert!(
-        place
-            .names("out/model")
-            .iter()
-            .all(|name| is_model_file(name))
-    );
+    assert!(place.names("out/model").iter().all(|name| is_model_file(name)));
 }
 
 #[test]
 fn inspect_shows_the_record_and_passes_over_others() {
     let place = Place::new();
-    place.prune(&format!(
-        "{HALF} --eval both --save out --dtype f32 --use-cpu"
-    ));
+    place.prune(&format!("{HALF} --eval both --save out --dtype f32 --use-cpu"));
     let path = place.path("out/model/pruning.json");
     let inspect = |more: &str| {
         let ran = place.run(&format!("inspect out/model {more}"));
@@ -484,26 +399,14 @@ fn inspect_shows_the_record_and_passes_over_others() {
         ran
     };
     let shown = inspect("").stdout;
-    let rows: Vec<&str> = shown
-        .lines()
-        .skip_while(|line| !line.starts_with("pruned by"))
-        .take(5)
-        .collect();
+    let rows: Vec<&str> =
+        shown.lines().skip_while(|line| !line.starts_with("pruned by")).take(5).collect();
     let version = env!("CARGO_PKG_VERSION");
-    assert_eq!(
-        rows[0],
-        format!("pruned by   prune {version}: wanda 0.5000 unstructured")
-    );
+    assert_eq!(rows[0], format!("pruned by   prune {version}: wanda 0.5000 unstructured"));
     assert_eq!(rows[1], "made from   m");
-    assert_eq!(
-        rows[2],
-        "calibration text (train.txt), 4 of 64 tokens, seed 0"
-    );
+    assert_eq!(rows[2], "calibration text (train.txt), 4 of 64 tokens, seed 0");
     assert!(rows[3].starts_with("perplexity  dense "), "{}", rows[3]);
-    assert_eq!(
-        rows[4],
-        "measured on text (test.txt), 5 windows of 64 tokens"
-    );
+    assert_eq!(rows[4], "measured on text (test.txt), 5 windows of 64 tokens");
     let json: Value = serde_json::from_str(&inspect("--json").stdout).expect("one JSON object");
     let file: Value = serde_json::from_slice(&fs::read(&path).expect("written")).expect("JSON");
     assert_eq!(json["pruning"], file);
@@ -517,34 +420,15 @@ fn inspect_shows_the_record_and_passes_over_others() {
     for (content, expected) in [
         (b"".to_vec(), "pruning.json is passed over: EOF".to_string()),
         (cut, "pruning.json is passed over: EOF".to_string()),
-        (
-            b"[1, 2]".to_vec(),
-            "pruning.json is passed over: ".to_string(),
-        ),
-        (
-            b"{\"schema\": 9}".to_vec(),
-            "pruning.json is passed over: it has schema 9".to_string(),
-        ),
-        (
-            b"\xff\x1b[2J".to_vec(),
-            "pruning.json is passed over: ".to_string(),
-        ),
-        (
-            "[".repeat(100_000).into_bytes(),
-            "pruning.json is passed over: ".to_string(),
-        ),
-        (
-            other.into_bytes(),
-            "pruning.json is of another model: it counts 1 zeros".to_string(),
-        ),
+        (b"[1, 2]".to_vec(), "pruning.json is passed over: ".to_string()),
+        (b"{\"schema\": 9}".to_vec(), "pruning.json is passed over: it has schema 9".to_string()),
+        (b"\xff\x1b[2J".to_vec(), "pruning.json is passed over: ".to_string()),
+        ("[".repeat(100_000).into_bytes(), "pruning.json is passed over: ".to_string()),
+        (other.into_bytes(), "pruning.json is of another model: it counts 1 zeros".to_string()),
     ] {
         fs::write(&path, content).expect("it can be replaced");
         let ran = inspect("--json");
-        assert!(
-            ran.stderr.starts_with(&format!("warning: {expected}")),
-            "{}",
-            ran.stderr
-        );
+        assert!(ran.stderr.starts_with(&format!("warning: {expected}")), "{}", ran.stderr);
         assert_eq!(ran.stderr.lines().count(), 1, "{}", ran.stderr);
         assert!(!ran.stderr.contains('\u{1b}'), "{}", ran.stderr);
         let found: Inspection = serde_json::from_str(&ran.stdout).expect("one JSON object");
@@ -557,10 +441,7 @@ fn inspect_shows_the_record_and_passes_over_others() {
         json["source"]["name"] = "x".repeat(10_000).into();
     });
     let shown = inspect("").stdout;
-    assert!(
-        !shown.contains('\u{1b}') && shown.contains("\\u{1b}[2J"),
-        "{shown}"
-    );
+    assert!(!shown.contains('\u{1b}') && shown.contains("\\u{1b}[2J"), "{shown}");
     assert!(shown.len() < 3000, "{}", shown.len());
     fs::remove_file(&path).expect("it was written");
     let without = inspect("");

@@ -20,9 +20,7 @@ fn tensors(folder: &Path) -> Tensors {
     let checkpoint = Checkpoint::open(folder).expect("a file that can be read and written");
     let read = |entry: &TensorEntry| {
         let mut bytes = vec![0; entry.bytes as usize];
-        checkpoint
-            .read(entry, 0, &mut bytes)
-            .expect("a file that can be read and written");
+        checkpoint.read(entry, 0, &mut bytes).expect("a file that can be read and written");
         (entry.name.clone(), (entry.clone(), bytes))
     };
     checkpoint.tensors().map(read).collect()
@@ -42,19 +40,13 @@ fn pruned_stories(shared: &Path) -> Place {
     let place = Place::empty();
     copy_folder(&shared.join("models/stories260k"), &place.path("m"));
     let masks = "goldens/stories260k-on-stories";
-    let masks = Checkpoint::open_file(
-        &shared.join(masks),
-        "wanda-0.6-unstructured.masks.safetensors",
-    );
+    let masks =
+        Checkpoint::open_file(&shared.join(masks), "wanda-0.6-unstructured.masks.safetensors");
     let masks = masks.expect("a file that can be read and written");
     let bits = |name: &str| {
-        let entry = masks
-            .entry(name)
-            .or_else(|| masks.entry(name.strip_suffix(".weight")?))?;
+        let entry = masks.entry(name).or_else(|| masks.entry(name.strip_suffix(".weight")?))?;
         let mut bits = vec![0; entry.bytes as usize];
-        masks
-            .read(entry, 0, &mut bits)
-            .expect("a file that can be read and written");
+        masks.read(entry, 0, &mut bits).expect("a file that can be read and written");
         Some(bits)
     };
     let mut matrices = 0;
@@ -98,11 +90,7 @@ fn every_tensor_is_that_which_transformers_wrote() {
     assert_eq!(names(&found), names(&expected));
     for (name, (entry, bytes)) in &expected {
         let (ours, our_bytes) = &found[name];
-        assert_eq!(
-            (ours.dtype, &ours.shape),
-            (entry.dtype, &entry.shape),
-            "{name}"
-        );
+        assert_eq!((ours.dtype, &ours.shape), (entry.dtype, &entry.shape), "{name}");
         assert!(our_bytes == bytes, "{name}");
     }
     let [ours, theirs] = [&place.path("q"), &golden].map(|folder| config(folder));
@@ -131,22 +119,14 @@ fn the_perplexity_is_that_of_the_reference() {
     let Some(shared) = shared() else { return };
     let place = Place::empty();
     copy_folder(&shared.join("models/stories260k"), &place.path("q"));
-    copy_folder(
-        &shared.join("goldens/recovery/stories260k-wanda60-bnb4"),
-        &place.path("q"),
-    );
+    copy_folder(&shared.join("goldens/recovery/stories260k-wanda60-bnb4"), &place.path("q"));
     let text = shared.join("data/stories/stories.test.txt");
-    let texts = format!(
-        "--eval-dataset wikitext2:{} --seqlen 512 --dtype f32",
-        text.display()
-    );
+    let texts = format!("--eval-dataset wikitext2:{} --seqlen 512 --dtype f32", text.display());
     let record = fs::read(shared.join("goldens/recovery/curve.lora-nf4.json"))
         .expect("a file that can be read and written");
     let record: Value =
         serde_json::from_slice(&record).expect("a file that can be read and written");
-    let expected = record["perplexity_base"]
-        .as_f64()
-        .expect("a file that can be read and written");
+    let expected = record["perplexity_base"].as_f64().expect("a file that can be read and written");
     let found = perplexity(&place, "q", &texts);
     assert!((found / expected - 1.0).abs() < 1e-6, "{found} {expected}");
 }
@@ -160,20 +140,13 @@ fn dequantized(place: &Place) {
         prune::quantized::QuantizedSource::open(base).expect("a file that can be read and written");
     copy_folder(&place.path("m"), &place.path("d"));
     rewrite(place, |name, _, bytes| {
-        let entry = source
-            .entry(name)
-            .expect("a file that can be read and written");
+        let entry = source.entry(name).expect("a file that can be read and written");
         assert_eq!(entry.bytes as usize, bytes.len());
-        source
-            .read(entry, 0, bytes)
-            .expect("a file that can be read and written");
+        source.read(entry, 0, bytes).expect("a file that can be read and written");
         true
     });
-    fs::rename(
-        place.path("m/model.safetensors"),
-        place.path("d/model.safetensors"),
-    )
-    .expect("a file that can be read and written");
+    fs::rename(place.path("m/model.safetensors"), place.path("d/model.safetensors"))
+        .expect("a file that can be read and written");
 }
 
 #[test]
@@ -183,19 +156,15 @@ fn a_four_bit_model_computes_as_its_dequantised_one() {
         (StoredDtype::Bf16, "nf4-double"),
         (StoredDtype::F16, "nf4-double"),
     ] {
-        let place = Place::with(&RandomCheckpoint {
-            dtype,
-            ..RandomCheckpoint::default()
-        });
+        let place = Place::with(&RandomCheckpoint { dtype, ..RandomCheckpoint::default() });
         quantized(&place, format, "m", "q");
         dequantized(&place);
         let texts = "--eval-dataset test.txt --seqlen 64 --eval-windows 5";
         let [q, d] = ["q", "d"].map(|model| perplexity(&place, model, texts));
         assert_eq!(q.to_bits(), d.to_bits(), "{dtype:?} {format}");
         let [q, d] = ["q", "d"].map(|model| {
-            let ran = place.run(&format!(
-                "generate {model} --prompt \"a b\" --max-tokens 8 --ignore-eos"
-            ));
+            let ran = place
+                .run(&format!("generate {model} --prompt \"a b\" --max-tokens 8 --ignore-eos"));
             assert_eq!(ran.code, 0, "{}", ran.stderr);
             ran.stdout
         });
@@ -214,10 +183,8 @@ fn a_four_bit_model_computes_as_its_dequantised_one() {
 
 #[test]
 fn reads_may_begin_and_end_anywhere() {
-    let place = Place::with(&RandomCheckpoint {
-        dtype: StoredDtype::Bf16,
-        ..RandomCheckpoint::default()
-    });
+    let place =
+        Place::with(&RandomCheckpoint { dtype: StoredDtype::Bf16, ..RandomCheckpoint::default() });
     quantized(&place, "nf4-double", "m", "q");
     let base = std::sync::Arc::new(
         Checkpoint::open(&place.path("q")).expect("a file that can be read and written"),
@@ -228,23 +195,13 @@ fn reads_may_begin_and_end_anywhere() {
         .entry("model.layers.0.mlp.down_proj.weight")
         .expect("a file that can be read and written");
     let mut whole = vec![0; entry.bytes as usize];
-    source
-        .read(entry, 0, &mut whole)
-        .expect("a file that can be read and written");
+    source.read(entry, 0, &mut whole).expect("a file that can be read and written");
     let length = whole.len();
-    for (start, end) in [
-        (0, 0),
-        (0, 1),
-        (1, 2),
-        (3, 130),
-        (127, 129),
-        (255, 4001),
-        (length - 1, length),
-    ] {
+    for (start, end) in
+        [(0, 0), (0, 1), (1, 2), (3, 130), (127, 129), (255, 4001), (length - 1, length)]
+    {
         let mut piece = vec![0; end - start];
-        source
-            .read(entry, start as u64, &mut piece)
-            .expect("a file that can be read and written");
+        source.read(entry, start as u64, &mut piece).expect("a file that can be read and written");
         assert_eq!(piece, whole[start..end], "{start}..{end}");
     }
     let beyond = source.read(entry, length as u64, &mut [0]);
@@ -257,10 +214,7 @@ fn results_do_not_depend_on_threads_and_pruned_weights_stay_zero() {
     place.prune("--model m --sparsity-ratio 0.5 --eval none --save out");
     let one = quantized(&place, "nf4", "out/model --threads 1", "one");
     let two = quantized(&place, "nf4", "out/model --threads 3", "two");
-    assert_eq!(
-        (one.zeros_before, one.zeros_after),
-        (two.zeros_before, two.zeros_after)
-    );
+    assert_eq!((one.zeros_before, one.zeros_after), (two.zeros_before, two.zeros_after));
     assert!(one.zeros_after >= one.zeros_before && 2 * one.zeros_before >= one.weights - 64);
     let [one, two] = ["one", "two"].map(|folder| {
         fs::read(place.path(folder).join("model.safetensors"))
@@ -270,11 +224,7 @@ fn results_do_not_depend_on_threads_and_pruned_weights_stay_zero() {
     let inspected = place.run("inspect one --json");
     let inspection: Inspection =
         serde_json::from_str(&inspected.stdout).expect("a file that can be read and written");
-    assert!(
-        inspection.sparsity.ratio >= 0.49,
-        "{}",
-        inspection.sparsity.ratio
-    );
+    assert!(inspection.sparsity.ratio >= 0.49, "{}", inspection.sparsity.ratio);
 }
 
 #[test]

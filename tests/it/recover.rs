@@ -21,10 +21,7 @@ use crate::support::Place;
 
 /// A dense model `m` of two layers, and a pruned one in `pruned/model`.
 pub(crate) fn pruned(dtype: StoredDtype, pattern: &str) -> Place {
-    let place = Place::with(&RandomCheckpoint {
-        dtype,
-        ..RandomCheckpoint::default()
-    });
+    let place = Place::with(&RandomCheckpoint { dtype, ..RandomCheckpoint::default() });
     place.prune(&format!("--model m {pattern} --eval none --save pruned"));
     place
 }
@@ -68,10 +65,7 @@ fn matrices(model: &Path) -> Vec<(String, Vec<f32>)> {
         };
         values
     };
-    names
-        .iter()
-        .map(|name| (name.clone(), values(name)))
-        .collect()
+    names.iter().map(|name| (name.clone(), values(name))).collect()
 }
 
 /// Checks that what is zero in `before` is +0 in `after`, and returns the number of weights that changed.
@@ -93,10 +87,7 @@ fn losses(manifest: &Manifest) -> (f64, f64) {
     match (recovery.steps.first(), recovery.steps.last()) {
         (Some(first), Some(last)) => (first.loss, last.loss),
         _ => {
-            let layer = manifest
-                .layers
-                .last()
-                .and_then(|layer| layer.training.as_ref());
+            let layer = manifest.layers.last().and_then(|layer| layer.training.as_ref());
             let layer = layer.expect("a layer that was trained");
             (layer.first, layer.last)
         }
@@ -146,10 +137,9 @@ fn a_planned_training_is_the_plan_of_the_run() {
 
 #[test]
 fn every_way_lowers_its_loss_and_keeps_zeros() {
-    for (dtype, pattern) in [
-        (StoredDtype::F32, "--sparsity-ratio 0.5"),
-        (StoredDtype::Bf16, "--sparsity-type 2:4"),
-    ] {
+    for (dtype, pattern) in
+        [(StoredDtype::F32, "--sparsity-ratio 0.5"), (StoredDtype::Bf16, "--sparsity-type 2:4")]
+    {
         let place = pruned(dtype, pattern);
         let before = place.path("pruned/model");
         for way in WAYS {
@@ -166,11 +156,7 @@ fn every_way_lowers_its_loss_and_keeps_zeros() {
             let recovered = manifest.perplexity.pruned.expect("measured").perplexity;
             assert!(dense != recovered, "{when}: {dense}");
             if dtype == StoredDtype::F32 {
-                assert_eq!(
-                    manifest.recovery.expect("a training").new_zeros,
-                    0,
-                    "{when}"
-                );
+                assert_eq!(manifest.recovery.expect("a training").new_zeros, 0, "{when}");
             }
             if way.contains("--save-adapter") {
                 let adapter = Adapter::open(&place.path("out/adapter")).expect("an adapter");
@@ -178,16 +164,10 @@ fn every_way_lowers_its_loss_and_keeps_zeros() {
                 assert_eq!(adapter.changed().count(), 4, "{when}");
                 let card = std::fs::read_to_string(place.path("out/adapter/README.md"));
                 let card = card.expect("a card");
-                assert!(
-                    card.contains("rank 4, alpha 8, q_proj, down_proj"),
-                    "{card}"
-                );
+                assert!(card.contains("rank 4, alpha 8, q_proj, down_proj"), "{card}");
             }
             for name in ["recovery.json", "pruning.json", "README.md"] {
-                assert!(
-                    place.path("out/model").join(name).exists(),
-                    "{when}: {name}"
-                );
+                assert!(place.path("out/model").join(name).exists(), "{when}: {name}");
             }
         }
     }
@@ -202,9 +182,7 @@ fn threads_places_and_pages_change_no_bit() {
         "--how blocks --lr 3e-3 --teacher m --nsamples 16",
     ] {
         let model = |more: &str| {
-            let ran = place.run(&format!(
-                "{COMMON} {way} --eval none --save out --force {more}"
-            ));
+            let ran = place.run(&format!("{COMMON} {way} --eval none --save out --force {more}"));
             assert_eq!(ran.code, 0, "{way} {more}: {}", ran.stderr);
             matrices(&place.path("out/model"))
         };
@@ -231,16 +209,8 @@ fn the_best_state_is_written_and_patience_ends_a_training() {
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     let recovery = place.manifest("out").recovery.expect("a training");
     let best = recovery.best_step.expect("measured");
-    assert_eq!(
-        recovery.steps.len() as u64,
-        best + 2,
-        "{:?}",
-        recovery.held_out
-    );
+    assert_eq!(recovery.steps.len() as u64, best + 2, "{:?}", recovery.held_out);
     assert!(recovery.steps.len() < 40);
-    let lowest = recovery
-        .held_out
-        .iter()
-        .min_by(|a, b| a.loss.total_cmp(&b.loss));
+    let lowest = recovery.held_out.iter().min_by(|a, b| a.loss.total_cmp(&b.loss));
     assert_eq!(lowest.expect("measured").step, best);
 }

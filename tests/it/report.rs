@@ -52,10 +52,7 @@ fn assert_well_formed(text: &str) {
             assert_entities(value);
             attributes = after;
         }
-        assert!(
-            attributes.trim().is_empty(),
-            "not an attribute: {attributes}"
-        );
+        assert!(attributes.trim().is_empty(), "not an attribute: {attributes}");
         if !is_closed {
             open.push(name);
         }
@@ -80,9 +77,7 @@ fn end_of_tag(text: &str) -> usize {
 #[track_caller]
 fn assert_entities(text: &str) {
     for (at, _) in text.match_indices('&') {
-        let known = [
-            "&amp;", "&lt;", "&gt;", "&quot;", "&apos;", "&#x27;", "&#x2f;",
-        ];
+        let known = ["&amp;", "&lt;", "&gt;", "&quot;", "&apos;", "&#x27;", "&#x2f;"];
         assert!(
             known.iter().any(|entity| text[at..].starts_with(entity)),
             "not an entity: {}",
@@ -95,12 +90,10 @@ fn assert_entities(text: &str) {
 #[track_caller]
 fn assert_self_contained(text: &str) {
     // The name of the language, and links inside the page, ask for nothing.
-    let without_namespace = text
-        .replace("http://www.w3.org/2000/svg", "")
-        .replace("href=\"#", "");
-    for forbidden in [
-        "http:", "https:", "<script", "<link", "<iframe", "@import", "url(", " src=", "href=",
-    ] {
+    let without_namespace = text.replace("http://www.w3.org/2000/svg", "").replace("href=\"#", "");
+    for forbidden in
+        ["http:", "https:", "<script", "<link", "<iframe", "@import", "url(", " src=", "href="]
+    {
         assert!(!without_namespace.contains(forbidden), "`{forbidden}`");
     }
 }
@@ -169,11 +162,7 @@ fn several_runs_are_compared_on_one_page() {
     let page = fs::read_to_string(place.path("report/report.html")).expect("it was written");
     assert_self_contained(&page);
     assert_well_formed_pictures(&page);
-    let dense = place
-        .manifest("runs/wanda")
-        .perplexity
-        .dense
-        .expect("both sides");
+    let dense = place.manifest("runs/wanda").perplexity.dense.expect("both sides");
     let expected = format!("dense: {:.4}", dense.perplexity);
     assert!(page.contains(&expected), "no `{expected}`");
     let other = place.run("report --out elsewhere runs/wanda runs/magnitude");
@@ -187,11 +176,8 @@ fn names_of_folders_and_models_are_escaped() {
     let record = place.path("runs/wanda/run.json");
     let text = fs::read_to_string(&record).expect("a finished run");
     let evil = r#"\"><script>alert(1)</script><b title='"#;
-    fs::write(
-        &record,
-        text.replace(r#""path": "m""#, &format!(r#""path": "{evil}""#)),
-    )
-    .expect("replaced");
+    fs::write(&record, text.replace(r#""path": "m""#, &format!(r#""path": "{evil}""#)))
+        .expect("replaced");
     assert!(place.manifest("runs/wanda").model.path.contains("<script>"));
     fs::rename(place.path("runs/wanda"), place.path("runs/<i>&amp;")).expect("renamed");
     let ran = place.run("report --out drawn runs/<i>&amp; runs/magnitude");
@@ -211,11 +197,7 @@ fn what_is_no_finished_run_of_ours_is_refused() {
     let refused = |arguments: &str, code: i32, message: &str| {
         let ran = place.run(arguments);
         assert_eq!(ran.code, code, "{arguments:?}: {}", ran.stderr);
-        assert!(
-            ran.stderr.contains(message),
-            "{arguments:?}: {}",
-            ran.stderr
-        );
+        assert!(ran.stderr.contains(message), "{arguments:?}: {}", ran.stderr);
         assert_eq!(ran.stdout, "");
     };
     fs::create_dir_all(place.path("empty")).expect("a new folder");
@@ -230,25 +212,13 @@ fn what_is_no_finished_run_of_ours_is_refused() {
     }
     refused("report", 2, "<RUN>");
     refused("report nowhere", 2, "there is no run folder `nowhere`");
-    refused(
-        "report empty",
-        2,
-        "`empty` is not a run folder: it has no run.json",
-    );
+    refused("report empty", 2, "`empty` is not a run folder: it has no run.json");
     refused("report m", 2, "`m` is a model, not a run folder");
     refused("report train.txt", 2, "`train.txt` is not a run folder");
     refused("report begun", 1, "the run in `begun` is not finished");
-    refused(
-        "report newer",
-        1,
-        "its schema is 99, this program reads up to 1",
-    );
+    refused("report newer", 1, "its schema is 99, this program reads up to 1");
     refused("report newer", 1, "use prune 7.1.0 or newer");
-    refused(
-        "report broken",
-        1,
-        "`broken/run.json` is not the record of a run",
-    );
+    refused("report broken", 1, "`broken/run.json` is not the record of a run");
     refused("report other", 1, "missing field");
     fs::create_dir_all(place.path("nested/run.json")).expect("a new folder");
     refused("report nested", 1, "is a directory");
@@ -265,8 +235,7 @@ fn a_folder_with_the_name_of_the_record_is_refused_before_anything_is_computed()
     let ran = place.run("eval --model m --eval-dataset test.txt --seqlen 64 --save out --force");
     assert_eq!(ran.code, 1, "{}", ran.stderr);
     assert!(
-        ran.stderr
-            .contains("`out/run.json` is a folder; the record of the run needs this name"),
+        ran.stderr.contains("`out/run.json` is a folder; the record of the run needs this name"),
         "{}",
         ran.stderr
     );
@@ -277,11 +246,7 @@ fn a_report_does_not_replace_a_file_by_a_folder() {
     let place = two_runs();
     let ran = place.run("report runs/wanda --out train.txt");
     assert_eq!(ran.code, 2, "{}", ran.stderr);
-    assert!(
-        ran.stderr.contains("`train.txt` is a file"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("`train.txt` is a file"), "{}", ran.stderr);
 }
 
 #[test]
@@ -297,9 +262,7 @@ fn output_errors_are_measured_where_there_is_calibration_and_grow_with_the_ratio
         place.prune(&format!("{first} {more}"));
         let manifest = place.manifest(&save);
         let matrices = manifest.layers.iter().flat_map(|layer| &layer.matrices);
-        matrices
-            .map(|matrix| matrix.relative_output_error)
-            .collect()
+        matrices.map(|matrix| matrix.relative_output_error).collect()
     };
     let (few, many) = (errors("wanda", "0.3", ""), errors("wanda", "0.7", ""));
     assert_eq!(few.len(), 14);
@@ -338,10 +301,7 @@ fn runs_without_pruning_have_the_names_of_what_they_did() {
     }
     for table in &tables[4..] {
         let lines = || table.lines().map(str::trim_start);
-        assert!(
-            lines().any(|line| line.starts_with("perplexity ")),
-            "{table}"
-        );
+        assert!(lines().any(|line| line.starts_with("perplexity ")), "{table}");
         assert!(!table.contains("dense perplexity"), "{table}");
     }
     for (run, name) in [

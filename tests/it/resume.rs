@@ -127,24 +127,15 @@ fn does_not_load(place: &Place, when: &str) {
     // A model that loads has its record and its card.
     for name in ["pruning.json", "README.md"] {
         let is_there = run.join("model").join(name).exists();
-        assert!(
-            is_there || !run.join("model/config.json").exists(),
-            "{name}, {when}"
-        );
+        assert!(is_there || !run.join("model/config.json").exists(), "{name}, {when}");
     }
     assert!(
         run.join("run.json").exists() || !run.join("model/config.json").exists() || {
             // All was published, and only the record is missing.
             run.join("unfinished.json").exists()
-                && fs::read_dir(run.join("model"))
-                    .expect("a folder")
-                    .all(|entry| {
-                        !entry
-                            .expect("an entry")
-                            .path()
-                            .to_string_lossy()
-                            .ends_with("partial")
-                    })
+                && fs::read_dir(run.join("model")).expect("a folder").all(|entry| {
+                    !entry.expect("an entry").path().to_string_lossy().ends_with("partial")
+                })
         },
         "{when}"
     );
@@ -165,19 +156,13 @@ const SLOW: &str = "--model m --sparsity-ratio 0.6 --save out --dataset train.tx
     --eval-dataset test.txt --nsamples 24 --seqlen 256 --quiet";
 
 fn spawned(command: &mut std::process::Command) -> Child {
-    command
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("the binary")
+    command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("the binary")
 }
 
 #[cfg(unix)]
 pub(crate) fn signal(child: &Child, signal: &str) {
     let id = child.id().to_string();
-    let kill = std::process::Command::new("kill")
-        .args(["-s", signal, &id])
-        .status();
+    let kill = std::process::Command::new("kill").args(["-s", signal, &id]).status();
     assert!(kill.expect("kill(1)").success());
 }
 
@@ -230,12 +215,7 @@ fn interrupted(place: &Place, arguments: &str) -> u64 {
 fn going_on_may_be_ended_too() {
     let place = place();
     let expected = undisturbed(&place, WANDA);
-    for (number, what) in ["kill", "forget", "fail"]
-        .iter()
-        .cycle()
-        .take(15)
-        .enumerate()
-    {
+    for (number, what) in ["kill", "forget", "fail"].iter().cycle().take(15).enumerate() {
         assert!(with_fault(&place, WANDA, "kill:70").is_none());
         let fault = format!("{what}:{}", 1 + 6 * number);
         let second = with_fault(&place, WANDA, &fault);
@@ -246,11 +226,7 @@ fn going_on_may_be_ended_too() {
             assert_eq!(third.code, 0, "after {fault}\n{}", third.stderr);
             Work::of(&third.stderr).assert_layers_after(saved, 3, &fault);
         }
-        assert_same(
-            &outcome(&place.path("out")),
-            &expected,
-            &format!("going on, after {fault}"),
-        );
+        assert_same(&outcome(&place.path("out")), &expected, &format!("going on, after {fault}"));
         fs::remove_dir_all(place.path("out")).expect("removed");
     }
 }
@@ -274,11 +250,7 @@ fn a_run_cut_off_at_its_last_step_is_finished() {
     cut_off_at_the_last_step(&place, MAGNITUDE);
     let ran = place.run(&command(MAGNITUDE));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
-    assert!(
-        ran.stderr.contains("this run is finished"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("this run is finished"), "{}", ran.stderr);
     assert!(ran.stdout.contains("sparsity reached"), "{}", ran.stdout);
     let found = outcome(&place.path("out"));
     assert_eq!(found["run.json"], expected["run.json"]);
@@ -299,10 +271,7 @@ fn a_finished_run_is_compared_with_the_gate_of_the_command() {
     assert!(!gate.is_met && gate.max_perplexity == 1.5, "{gate:?}");
     let printed: Value = serde_json::from_str(&ran.stdout).expect("one JSON object");
     let saved = fs::read(place.path("out/run.json")).expect("a record");
-    assert_eq!(
-        printed,
-        serde_json::from_slice::<Value>(&saved).expect("JSON")
-    );
+    assert_eq!(printed, serde_json::from_slice::<Value>(&saved).expect("JSON"));
 }
 
 /// Started before anything of value: its own memory log is no result of another run.
@@ -327,11 +296,7 @@ fn a_record_whose_model_is_gone_does_not_end_a_run() {
     fs::write(place.path("out/run.json"), record).expect("written");
     let ran = place.run(&command(MAGNITUDE));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
-    assert!(
-        !ran.stderr.contains("this run is finished"),
-        "{}",
-        ran.stderr
-    );
+    assert!(!ran.stderr.contains("this run is finished"), "{}", ran.stderr);
     assert_same(&outcome(&place.path("out")), &expected, "gone on with");
 }
 
@@ -346,10 +311,7 @@ fn force_never_leaves_the_record_of_a_model_that_is_gone() {
         assert!(with_fault(&place, &forced, &format!("kill:{at}")).is_none());
         let is_there = |name: &str| place.path(&format!("out/{name}")).exists();
         gone += usize::from(!is_there("model/config.json"));
-        assert!(
-            is_there("model/config.json") || !is_there("run.json"),
-            "killed at operation {at}"
-        );
+        assert!(is_there("model/config.json") || !is_there("run.json"), "killed at operation {at}");
     }
     assert!(gone > 0, "no model was ever removed");
 }
@@ -370,11 +332,7 @@ fn a_finished_layer_that_was_changed_is_done_again() {
     }
     let ran = place.run(&command(WANDA));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
-    assert!(
-        ran.stderr.contains("is not on the disk as it was written"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("is not on the disk as it was written"), "{}", ran.stderr);
     let mut found = outcome(&place.path("out"));
     let mut manifest: Value = serde_json::from_slice(&found["run.json"]).expect("JSON");
     let warnings = manifest["warnings"].as_array_mut().expect("a list");
@@ -409,11 +367,7 @@ fn the_lock_of_a_killed_run_is_said_to_be_stale() {
     assert!(place.path("out/prune.lock").exists());
     let ran = place.run(&command(WANDA));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
-    assert!(
-        ran.stderr.contains("a stale lock in `out`: process "),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("a stale lock in `out`: process "), "{}", ran.stderr);
 }
 
 /// The flag decides nothing else, so a continued run may give it.

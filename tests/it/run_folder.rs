@@ -5,12 +5,8 @@ use std::fs;
 use crate::support::{Place, arguments, refuses, refuses_command};
 
 /// Files of a run folder without a record, as the Python original leaves them.
-const RESULTS: [&str; 4] = [
-    "log_magnitude.txt",
-    "log_wanda.txt",
-    "masks.safetensors",
-    "memory_log.csv",
-];
+const RESULTS: [&str; 4] =
+    ["log_magnitude.txt", "log_wanda.txt", "masks.safetensors", "memory_log.csv"];
 const HINT: &str = "hint: choose another --save folder, or replace these files with --force";
 
 /// A place whose folder `out` holds these files.
@@ -35,10 +31,7 @@ fn results_without_a_record_are_named_and_not_replaced() {
         refuses_command(&place, eval, 1, &first, HINT);
     }
     let place = with_results(&RESULTS);
-    let first = format!(
-        "error: `out` holds results of another run: {}",
-        RESULTS.join(", ")
-    );
+    let first = format!("error: `out` holds results of another run: {}", RESULTS.join(", "));
     refuses(&place, "--save-masks --log-memory", 1, &first, HINT);
 }
 
@@ -63,12 +56,7 @@ fn forced_results_are_replaced_only_by_a_run_that_begins() {
     );
     let ran = place.run(&arguments("--force --eval none"));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
-    assert_eq!(
-        place.names("out"),
-        ["log_wanda.txt", "model", "run.json"]
-            .map(String::from)
-            .into()
-    );
+    assert_eq!(place.names("out"), ["log_wanda.txt", "model", "run.json"].map(String::from).into());
     let log = fs::read_to_string(place.path("out/log_wanda.txt")).expect("written by the run");
     assert!(log.starts_with("method\t"), "{log}");
 }

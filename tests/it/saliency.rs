@@ -28,16 +28,13 @@ fn tensors(file: &Path) -> Tensors {
             }
             Dtype::F32 => {
                 let chunks = data.as_chunks::<4>().0.iter();
-                chunks
-                    .map(|bytes| f32::from_le_bytes(*bytes).into())
-                    .collect()
+                chunks.map(|bytes| f32::from_le_bytes(*bytes).into()).collect()
             }
             other => panic!("{other:?}"),
         }
     };
     let all = file.tensors().into_iter();
-    all.map(|(name, view)| (name, elements(view.dtype(), view.data())))
-        .collect()
+    all.map(|(name, view)| (name, elements(view.dtype(), view.data()))).collect()
 }
 
 /// Replaces vectors of a file of statistics by those of a golden.
@@ -136,14 +133,8 @@ impl Goldens {
     /// The three cases, each in the folder of its name followed by `suffix`.
     fn cases(&self, suffix: &str) {
         let of = |case: &str| format!("{case}{suffix}");
-        self.of_base(
-            &of("saliency-ties-base"),
-            "--method ties --density 0.5 --saliency base",
-        );
-        self.of_experts(
-            &of("saliency-ties-experts"),
-            "--method ties --density 0.3 --weight 1,0.7",
-        );
+        self.of_base(&of("saliency-ties-base"), "--method ties --density 0.5 --saliency base");
+        self.of_experts(&of("saliency-ties-experts"), "--method ties --density 0.3 --weight 1,0.7");
         self.of_experts(&of("regmean-diag"), "--method regmean_diag");
     }
 
@@ -159,11 +150,7 @@ impl Goldens {
     }
 }
 
-const CASES: [&str; 3] = [
-    "saliency-ties-base",
-    "saliency-ties-experts",
-    "regmean-diag",
-];
+const CASES: [&str; 3] = ["saliency-ties-base", "saliency-ties-experts", "regmean-diag"];
 
 /// The largest difference of a tensor relative to its largest element, over all tensors.
 fn largest_difference(found: &Tensors, expected: &Tensors) -> f64 {
@@ -232,9 +219,8 @@ fn the_goldens_are_repeated_with_their_statistics_and_with_ours() {
         let errors = golden["output_error"].as_object().expect("errors");
         let report = report(place, &run);
         let linears = report.tensors.iter();
-        let linears: Vec<_> = linears
-            .filter_map(|tensor| Some((&tensor.name, tensor.output_errors?)))
-            .collect();
+        let linears: Vec<_> =
+            linears.filter_map(|tensor| Some((&tensor.name, tensor.output_errors?))).collect();
         assert_eq!(linears.len(), errors.len());
         for (name, found) in linears {
             let expected = errors[name].as_f64().expect("a number");
@@ -269,10 +255,7 @@ fn aim_damps_the_difference_by_the_activations_of_the_base() {
     goldens.of_base("aim", "--method ties --density 0.5 --aim 0.4");
     goldens.of_base("one", "--method ties --density 0.5 --aim 1");
     let plain = "--method ties --density 0.5 --use-cpu --save plain";
-    merged(
-        place,
-        &format!("{} {} {plain}", goldens.base, goldens.experts),
-    );
+    merged(place, &format!("{} {} {plain}", goldens.base, goldens.experts));
     let (aim, plain) = (model(place, "aim"), model(place, "plain"));
     assert!(model(place, "one") == plain, "ω = 1 changes nothing");
     let shared = shared().expect("found above");
@@ -307,10 +290,7 @@ fn an_expert_with_an_adapter_is_measured_as_the_model_that_it_makes() {
         folder.join("stories260k-experts/lora-wiki").display()
     );
     let flags = format!("--use-cpu --nsamples 3 --seqlen 100 {}", goldens.wiki);
-    merged(
-        place,
-        &format!("{base} --model {adapted} --method linear --save folded"),
-    );
+    merged(place, &format!("{base} --model {adapted} --method linear --save folded"));
     for (run, expert) in [("a", adapted.as_str()), ("b", "folded/model")] {
         merged(
             place,
@@ -359,10 +339,7 @@ fn a_sample_that_a_gpu_has_no_memory_for_counts_once() {
     let expected = files(&place);
     let run = |simulation: &str| {
         fs::remove_dir_all(place.path("out")).expect("removed");
-        merged(
-            &place,
-            &format!("{BOTH} --device cuda --simulate {simulation}"),
-        );
+        merged(&place, &format!("{BOTH} --device cuda --simulate {simulation}"));
         assert!(files(&place) == expected, "{simulation}");
         place.manifest("out")
     };
@@ -375,12 +352,7 @@ fn a_sample_that_a_gpu_has_no_memory_for_counts_once() {
     for unit in (0..39).step_by(2) {
         let run = run(&format!(r#"{{"gpus":["2GiB"],"refuse":"{unit}"}}"#));
         let refused = 2 + usize::from(unit < linears);
-        assert_eq!(
-            run.fallbacks.len(),
-            refused,
-            "unit {unit}: {:?}",
-            run.fallbacks
-        );
+        assert_eq!(run.fallbacks.len(), refused, "unit {unit}: {:?}", run.fallbacks);
     }
     for refuse in ["10x1", "10x2", "10x4", "all"] {
         let run = run(&format!(r#"{{"gpus":["2GiB"],"refuse":"{refuse}"}}"#));
@@ -393,11 +365,8 @@ fn measured_layers(place: &Place) -> [usize; 2] {
     let bytes = fs::read(place.path("out/saliency.safetensors"));
     let bytes = bytes.unwrap_or_default();
     let file = SafeTensors::deserialize(&bytes).ok();
-    let names: Vec<String> = file
-        .iter()
-        .flat_map(|file| file.names())
-        .map(str::to_string)
-        .collect();
+    let names: Vec<String> =
+        file.iter().flat_map(|file| file.names()).map(str::to_string).collect();
     [0, 1].map(|model| {
         let layer =
             |layer: &usize| names.contains(&format!("{model}.model.layers.{layer}.down_in"));
@@ -431,11 +400,7 @@ fn an_interrupted_measurement_continues_after_its_last_layer() {
         }
         let sessions = ran.stderr.matches("measuring the activations of ").count();
         let left = measured.iter().filter(|layers| **layers < 3).count();
-        assert!(
-            sessions <= left,
-            "operation {at}: {measured:?}\n{}",
-            ran.stderr
-        );
+        assert!(sessions <= left, "operation {at}: {measured:?}\n{}", ran.stderr);
         // All was finished but the removal of the state, or the run continues.
         assert_eq!(ran.code, 0, "operation {at}: {}", ran.stderr);
         assert!(files(&place) == expected, "operation {at}");
@@ -467,14 +432,8 @@ fn files_of_other_statistics_are_refused() {
         &of("--nsamples 3 --seqlen 100 --dataset test.txt --dataset test.txt"),
         &["--dataset is given 3 times"],
     );
-    refused(
-        "--saliency-file m/model.safetensors",
-        &["no file of activation statistics"],
-    );
-    refused(
-        "--saliency-file none",
-        &["there are no statistics in `none`"],
-    );
+    refused("--saliency-file m/model.safetensors", &["no file of activation statistics"]);
+    refused("--saliency-file none", &["there are no statistics in `none`"]);
     refused("--aim 1.5", &["--aim 1.5 is not between 0 and 1"]);
     for (name, seed) in [("m", 7), ("e", 8)] {
         fs::remove_dir_all(place.path(name)).expect("removed");

@@ -20,28 +20,16 @@ pub(crate) fn sources() -> Vec<Source> {
             if path.is_dir() {
                 folders.push(path);
             } else if path.extension().is_some_and(|extension| extension == "rs") {
-                let below: PathBuf = path
-                    .strip_prefix(&root)
-                    .expect("found below the root")
-                    .into();
-                let parts: Vec<_> = below
-                    .iter()
-                    .map(|part| part.to_string_lossy().into_owned())
-                    .collect();
+                let below: PathBuf = path.strip_prefix(&root).expect("found below the root").into();
+                let parts: Vec<_> =
+                    below.iter().map(|part| part.to_string_lossy().into_owned()).collect();
                 let text = fs::read_to_string(&path).expect("source is UTF-8");
-                sources.push(Source {
-                    path: parts.join("/"),
-                    text,
-                });
+                sources.push(Source { path: parts.join("/"), text });
             }
         }
     }
     sources.sort_by(|one, other| one.path.cmp(&other.path));
-    assert!(
-        sources.len() > 50,
-        "the tree was not found: {} files",
-        sources.len()
-    );
+    assert!(sources.len() > 50, "the tree was not found: {} files", sources.len());
     sources
 }
 
@@ -52,10 +40,7 @@ impl Source {
         if matches!(path, "main" | "lib") {
             return Vec::new();
         }
-        path.strip_suffix("/mod")
-            .unwrap_or(path)
-            .split('/')
-            .collect()
+        path.strip_suffix("/mod").unwrap_or(path).split('/').collect()
     }
 }
 
@@ -73,10 +58,7 @@ pub(crate) fn tokens(text: &str) -> Vec<&str> {
         } else if let Some(length) = literal(rest) {
             at += length;
         } else if is_word(bytes[at]) {
-            let length = rest
-                .bytes()
-                .position(|byte| !is_word(byte))
-                .unwrap_or(rest.len());
+            let length = rest.bytes().position(|byte| !is_word(byte)).unwrap_or(rest.len());
             tokens.push(&rest[..length]);
             at += length;
         } else {
@@ -92,22 +74,14 @@ pub(crate) fn tokens(text: &str) -> Vec<&str> {
 
 /// The length of the string or character that `rest` begins with; a lifetime's quote is none.
 fn literal(rest: &str) -> Option<usize> {
-    let prefix = rest
-        .bytes()
-        .take_while(|byte| matches!(byte, b'b' | b'c' | b'r'))
-        .count();
-    let hashes = rest[prefix..]
-        .bytes()
-        .take_while(|&byte| byte == b'#')
-        .count();
+    let prefix = rest.bytes().take_while(|byte| matches!(byte, b'b' | b'c' | b'r')).count();
+    let hashes = rest[prefix..].bytes().take_while(|&byte| byte == b'#').count();
     let body = &rest[prefix + hashes..];
     if body.starts_with('"') && prefix <= 2 {
         let is_raw = rest[..prefix].ends_with('r');
         if is_raw {
             let end = format!("\"{}", "#".repeat(hashes));
-            return body[1..]
-                .find(&end)
-                .map(|found| prefix + hashes + 1 + found + end.len());
+            return body[1..].find(&end).map(|found| prefix + hashes + 1 + found + end.len());
         }
         if hashes == 0 {
             return quoted(body, '"').map(|length| prefix + length);

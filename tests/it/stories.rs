@@ -13,14 +13,8 @@ mod generator;
 #[test]
 fn the_generator_makes_the_texts_that_the_program_contains() {
     for (part, packed) in [
-        (
-            Part::Calibration,
-            &include_bytes!("../../src/data/assets/calibration.txt.gz")[..],
-        ),
-        (
-            Part::Test,
-            include_bytes!("../../src/data/assets/test.txt.gz"),
-        ),
+        (Part::Calibration, &include_bytes!("../../src/data/assets/calibration.txt.gz")[..]),
+        (Part::Test, include_bytes!("../../src/data/assets/test.txt.gz")),
     ] {
         let mut text = String::new();
         GzDecoder::new(packed).read_to_string(&mut text).unwrap();

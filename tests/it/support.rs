@@ -22,17 +22,12 @@ use tempfile::TempDir;
 /// The folder of real texts, models and goldens: `PRUNE_SHARED`, else `../shared` beside the checkout. Prints a line and returns
 /// `None` where it is absent.
 pub(crate) fn shared() -> Option<PathBuf> {
-    let folder = std::env::var_os("PRUNE_SHARED").map_or_else(
-        || Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared"),
-        PathBuf::from,
-    );
+    let folder = std::env::var_os("PRUNE_SHARED")
+        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared"), PathBuf::from);
     if folder.join("goldens").is_dir() {
         return Some(folder);
     }
-    eprintln!(
-        "skipped: no goldens in `{}` (set PRUNE_SHARED)",
-        folder.display()
-    );
+    eprintln!("skipped: no goldens in `{}` (set PRUNE_SHARED)", folder.display());
     None
 }
 
@@ -52,11 +47,7 @@ pub(crate) fn settings_of(line: &str) -> anyhow::Result<Settings> {
 pub(crate) fn sparsity(method: &str, ratio: f64, sparsity_type: Pattern) -> SparsitySettings {
     SparsitySettings {
         prune_method: method.to_owned(),
-        selection: Selection {
-            sparsity_ratio: Some(ratio),
-            sparsity_type,
-            ..Selection::default()
-        },
+        selection: Selection { sparsity_ratio: Some(ratio), sparsity_type, ..Selection::default() },
         ..SparsitySettings::default()
     }
 }
@@ -116,9 +107,7 @@ impl Place {
 
     /// Writes a checkpoint.
     pub(crate) fn checkpoint(&self, name: &str, shape: &RandomCheckpoint) {
-        shape
-            .write(&self.path(name), &Silent)
-            .expect("the shape is a Llama's");
+        shape.write(&self.path(name), &Silent).expect("the shape is a Llama's");
     }
 
     /// The absolute path of a name in the folder.
@@ -201,9 +190,8 @@ impl Work {
         let mut work = Self::default();
         for line in stderr.lines() {
             // "layer 3 sparsity 0.500000 (0.1 s)"
-            if let Some((layer, rest)) = line
-                .strip_prefix("layer ")
-                .and_then(|rest| rest.split_once(' '))
+            if let Some((layer, rest)) =
+                line.strip_prefix("layer ").and_then(|rest| rest.split_once(' '))
                 && rest.starts_with("sparsity ")
             {
                 work.layers.extend(layer.parse::<u64>());
@@ -265,9 +253,7 @@ fn the_work_of_a_process_is_counted_in_both_forms() {
 
 /// Runs a command to its end.
 pub(crate) fn ran(command: &mut Command) -> Ran {
-    let output = command
-        .output()
-        .expect("the binary was built by this test run");
+    let output = command.output().expect("the binary was built by this test run");
     Ran {
         code: output.status.code().expect("no signal ended it"),
         stdout: String::from_utf8(output.stdout).expect("results are UTF-8"),
@@ -285,9 +271,8 @@ pub(crate) fn words(seed: u64, count: usize) -> String {
     let mut text = String::new();
     for number in 1..=count {
         // Knuth's multiplier; the high bits are the random ones.
-        state = state
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         text += WORDS[(state >> 33) as usize % WORDS.len()];
         text += if number % 11 == 0 { ".\n" } else { " " };
     }
@@ -313,32 +298,20 @@ pub(crate) fn split(line: &str) -> Vec<String> {
 
 #[test]
 fn a_command_line_is_split_at_white_space_and_quotes_hold_a_value_together() {
-    assert_eq!(
-        split(" eval --model  m\n--json "),
-        ["eval", "--model", "m", "--json"]
-    );
+    assert_eq!(split(" eval --model  m\n--json "), ["eval", "--model", "m", "--json"]);
     assert_eq!(
         split(r#"--prompt 'two words' --system "it's" --include ''"#),
         ["--prompt", "two words", "--system", "it's", "--include", ""]
     );
-    assert_eq!(
-        split(r#"--knobs {"threads":1}"#),
-        ["--knobs", r#"{"threads":1}"#]
-    );
+    assert_eq!(split(r#"--knobs {"threads":1}"#), ["--knobs", r#"{"threads":1}"#]);
 }
 
 /// The command line of a run that is refused: the model, half of the weights, the usual texts, saved as `out`; then `more`.
 /// A flag of `more` replaces the flag of the same name, and `--flag -` leaves that flag out.
 pub(crate) fn arguments(more: &str) -> String {
     let given = split(more);
-    let is_given = |flag: &str| {
-        given
-            .iter()
-            .any(|word| word.split('=').next() == Some(flag))
-    };
-    let defaults = split(&format!(
-        "--model m --sparsity-ratio 0.5 --save out {TEXTS}"
-    ));
+    let is_given = |flag: &str| given.iter().any(|word| word.split('=').next() == Some(flag));
+    let defaults = split(&format!("--model m --sparsity-ratio 0.5 --save out {TEXTS}"));
     let mut line = String::new();
     for pair in defaults.chunks(2) {
         if !is_given(&pair[0]) {
@@ -361,11 +334,8 @@ fn contents(place: &Place) -> BTreeMap<String, Vec<u8>> {
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(folder).expect("the folder is there") {
             let path = entry.expect("the folder can be listed").path();
-            let name = path
-                .strip_prefix(&root)
-                .expect("found below the root")
-                .display()
-                .to_string();
+            let name =
+                path.strip_prefix(&root).expect("found below the root").display().to_string();
             if name == ".cache" {
                 continue;
             }
@@ -401,10 +371,7 @@ pub(crate) fn refuses_command(
     // Earlier lines (cached tokens, the plan) are no part of the error.
     let error = shown.find("error: ").map_or("", |at| &shown[at..]);
     assert_eq!(error.lines().next(), Some(first), "{shown}");
-    let last = error
-        .lines()
-        .find(|line| line.starts_with("hint: "))
-        .unwrap_or("");
+    let last = error.lines().find(|line| line.starts_with("hint: ")).unwrap_or("");
     assert_eq!(last, hint, "{shown}");
     assert_eq!(ran.code, code, "{shown}");
     assert_eq!(ran.stdout, "", "an error is no result");
@@ -412,10 +379,7 @@ pub(crate) fn refuses_command(
     assert!(
         before == after,
         "written: {:?}",
-        after
-            .keys()
-            .filter(|name| !before.contains_key(*name))
-            .collect::<Vec<_>>()
+        after.keys().filter(|name| !before.contains_key(*name)).collect::<Vec<_>>()
     );
     ran
 }
@@ -436,10 +400,7 @@ pub(crate) fn edit_sealed(path: &Path, change: impl FnOnce(String) -> String) {
 }
 
 pub(crate) fn sharded() -> Place {
-    Place::with(&RandomCheckpoint {
-        max_shard: ByteSize(200 << 10),
-        ..RandomCheckpoint::default()
-    })
+    Place::with(&RandomCheckpoint { max_shard: ByteSize(200 << 10), ..RandomCheckpoint::default() })
 }
 
 /// Writes `m/model.safetensors` anew with tensors changed; `change` sees name, header and bytes, and says whether it stays.
@@ -452,14 +413,9 @@ pub(crate) fn rewrite(
     let (mut infos, mut data) = (Vec::new(), Vec::new());
     for entry in checkpoint.tensors() {
         let mut bytes = vec![0; entry.bytes as usize];
-        checkpoint
-            .read(entry, 0, &mut bytes)
-            .expect("a good checkpoint");
-        let mut info = TensorInfo {
-            dtype: entry.dtype,
-            shape: entry.shape.clone(),
-            data_offsets: (0, 0),
-        };
+        checkpoint.read(entry, 0, &mut bytes).expect("a good checkpoint");
+        let mut info =
+            TensorInfo { dtype: entry.dtype, shape: entry.shape.clone(), data_offsets: (0, 0) };
         if change(&entry.name, &mut info, &mut bytes) {
             info.data_offsets = (data.len(), data.len() + bytes.len());
             infos.push((entry.name.clone(), info));
@@ -474,9 +430,7 @@ pub(crate) fn rewrite(
 /// Compares `found` with a file in `snapshots/`; `UPDATE_SNAPSHOTS=1` writes it.
 #[track_caller]
 pub(crate) fn assert_snapshot(name: &str, found: &str) {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("tests/it/snapshots")
-        .join(name);
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/snapshots").join(name);
     if std::env::var_os("UPDATE_SNAPSHOTS").is_some() {
         fs::write(&path, found).expect("snapshots can be written");
     }

@@ -45,9 +45,7 @@ fn table(place: &Place) -> Value {
 /// The moments at which the cells began.
 fn begun(place: &Place) -> BTreeMap<&'static str, Vec<u8>> {
     let run = |cell: &'static str| fs::read(place.path("out").join(cell).join("run.json"));
-    let found = CELLS
-        .iter()
-        .filter_map(|cell| Some((*cell, run(cell).ok()?)));
+    let found = CELLS.iter().filter_map(|cell| Some((*cell, run(cell).ok()?)));
     found.collect()
 }
 
@@ -94,11 +92,7 @@ fn cells_equal_single_runs_and_the_table_has_their_means() {
     let place = Place::new();
     let ran = sweep(&place, "--save-masks");
     assert_eq!(ran.code, 0, "{}", ran.stderr);
-    assert!(
-        ran.stderr.contains("cell 6 of 6: magnitude-2of4-seed0"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("cell 6 of 6: magnitude-2of4-seed0"), "{}", ran.stderr);
     for cell in CELLS {
         let mut flags = cell.split('-');
         let method = flags.next().expect("a method");
@@ -110,19 +104,13 @@ fn cells_equal_single_runs_and_the_table_has_their_means() {
         place.prune(&format!(
             "--model m --prune-method {method} {target} --seed {seed} --eval both --no-save-model --save-masks --save single/{cell}"
         ));
-        let (single, of_sweep) = (
-            place.manifest(&format!("single/{cell}")),
-            place.manifest(&format!("out/{cell}")),
-        );
+        let (single, of_sweep) =
+            (place.manifest(&format!("single/{cell}")), place.manifest(&format!("out/{cell}")));
         assert_eq!(masks(&single), masks(&of_sweep), "{cell}");
         assert_eq!(single.perplexity, of_sweep.perplexity, "{cell}");
         let bytes =
             |folder: &str| fs::read(place.path(folder).join(cell).join("masks.safetensors"));
-        assert_eq!(
-            bytes("single").expect("saved"),
-            bytes("out").expect("saved"),
-            "{cell}"
-        );
+        assert_eq!(bytes("single").expect("saved"), bytes("out").expect("saved"), "{cell}");
         assert!(!place.path("out").join(cell).join("model").exists());
     }
     let pruned = |cell: &str| {
@@ -143,22 +131,11 @@ fn cells_equal_single_runs_and_the_table_has_their_means() {
     let json = table(&place);
     assert_eq!(json["columns"], serde_json::json!(["0.5", "2:4"]));
     assert_eq!(json["methods"], serde_json::json!(["wanda", "magnitude"]));
-    let dense = place
-        .manifest("out/dense")
-        .perplexity
-        .dense
-        .expect("measured");
-    assert_eq!(
-        json["dense_perplexity"],
-        serde_json::json!(dense.perplexity)
-    );
+    let dense = place.manifest("out/dense").perplexity.dense.expect("measured");
+    assert_eq!(json["dense_perplexity"], serde_json::json!(dense.perplexity));
     // No cell has measured the dense model itself.
     let phases = &place.manifest("out/wanda-0.5-seed0").phases;
-    assert!(
-        phases
-            .iter()
-            .all(|phase| phase.phase.to_string() != "evaluate dense")
-    );
+    assert!(phases.iter().all(|phase| phase.phase.to_string() != "evaluate dense"));
 }
 
 #[test]
@@ -170,9 +147,7 @@ fn shards_make_the_table_of_one_process_whatever_their_order() {
     let second = sweep(&place, "--shard 2/2");
     assert_eq!(second.code, 0, "{}", second.stderr);
     assert!(
-        second
-            .stderr
-            .contains("3 cells of other shards are not finished"),
+        second.stderr.contains("3 cells of other shards are not finished"),
         "{}",
         second.stderr
     );
@@ -200,10 +175,7 @@ fn shards_make_the_table_of_one_process_whatever_their_order() {
         fs::remove_file(place.path("out").join(file)).expect("removed");
     }
     let again = place.run("sweep --table out");
-    assert_eq!(
-        (again.code, table(&place)["cells"].clone()),
-        (0, expected["cells"].clone())
-    );
+    assert_eq!((again.code, table(&place)["cells"].clone()), (0, expected["cells"].clone()));
     assert!(place.path("out/report.html").is_file() && place.path("out/sweep.md").is_file());
 }
 
@@ -219,10 +191,7 @@ fn killed_at_any_time_a_sweep_goes_on_and_leaves_finished_cells_alone() {
     for tenth in [2, 4, 6, 8] {
         fs::remove_dir_all(place.path("out")).expect("removed");
         let mut command = place.command(&format!("{GRID} {TEXTS} --keep-models --quiet"));
-        let mut child = command
-            .stdout(std::process::Stdio::null())
-            .spawn()
-            .expect("the binary");
+        let mut child = command.stdout(std::process::Stdio::null()).spawn().expect("the binary");
         std::thread::sleep(whole * tenth / 10);
         // It may have finished already.
         let _ = child.kill();
@@ -234,19 +203,12 @@ fn killed_at_any_time_a_sweep_goes_on_and_leaves_finished_cells_alone() {
         assert_cells_after(&saved, &format!("after {tenth} tenths"));
         assert_eq!(table(&place), expected, "after {tenth} tenths");
         let after = begun(&place);
-        let unfinished = |cell: &str| {
-            second
-                .stderr
-                .contains(&format!("{cell}\nthis run is finished"))
-        };
+        let unfinished =
+            |cell: &str| second.stderr.contains(&format!("{cell}\nthis run is finished"));
         let is_kept =
             |(cell, record): (&&str, &Vec<u8>)| after[cell] == *record || unfinished(cell);
         assert!(before.iter().all(is_kept));
-        assert!(
-            place
-                .path("out/wanda-0.5-seed0/model/config.json")
-                .is_file()
-        );
+        assert!(place.path("out/wanda-0.5-seed0/model/config.json").is_file());
         assert!(!place.path("out/wanda-0.5-seed0/unfinished.json").exists());
     }
     assert!(kills > 0);
@@ -293,11 +255,7 @@ fn what_a_killed_process_left_in_finished_cells_is_removed() {
     // A lock as a killed process leaves it, and a file that it was writing.
     let lock = lock_of_a_killed_run();
     for cell in CELLS {
-        for folder in [
-            cell.to_string(),
-            format!("{cell}/model"),
-            "dense".to_string(),
-        ] {
+        for folder in [cell.to_string(), format!("{cell}/model"), "dense".to_string()] {
             let folder = place.path("out").join(folder);
             fs::write(folder.join(".run.json.4321.tmp"), b"{").expect("written");
             fs::write(folder.join("prune.lock"), &lock).expect("written");
@@ -317,17 +275,12 @@ fn a_cell_that_fails_is_recorded_and_the_others_go_on() {
     let ran = place.run(&line);
     assert_eq!(ran.code, 1, "{}", ran.stderr);
     assert!(
-        ran.stderr
-            .contains("error: 4 of 6 cells failed\n  wanda-0.5-seed0\n"),
+        ran.stderr.contains("error: 4 of 6 cells failed\n  wanda-0.5-seed0\n"),
         "{}",
         ran.stderr
     );
     assert!(ran.stdout.contains("failed"), "{}", ran.stdout);
-    assert_eq!(
-        begun(&place).len(),
-        2,
-        "magnitude needs no calibration text"
-    );
+    assert_eq!(begun(&place).len(), 2, "magnitude needs no calibration text");
     let json = table(&place);
     assert_eq!(json["cells"][0]["state"], "failed");
     let error = json["cells"][0]["error"].as_str().expect("recorded");
@@ -357,11 +310,7 @@ fn cells_of_other_settings_are_refused_and_a_grid_can_grow() {
         "error: `out` holds cells of a sweep with other settings",
         "hint: give the settings of that sweep, choose another --save folder, or replace its cells with --force",
     );
-    assert!(
-        refused.stderr.contains("  eval-windows: 5 there, 4 now"),
-        "{}",
-        refused.stderr
-    );
+    assert!(refused.stderr.contains("  eval-windows: 5 there, 4 now"), "{}", refused.stderr);
     fs::create_dir_all(place.path("out/magnitude-0.6-seed0/model")).expect("a new folder");
     let larger = small.replace("--ratios 0.5", "--ratios 0.6,0.5");
     refuses_command(
@@ -397,10 +346,7 @@ fn a_dry_run_lists_the_cells_and_writes_nothing() {
     let place = Place::new();
     let ran = sweep(&place, "--dry-run");
     assert_eq!(ran.code, 0, "{}", ran.stderr);
-    let expected: String = CELLS
-        .iter()
-        .map(|cell| format!("to do       {cell}\n"))
-        .collect();
+    let expected: String = CELLS.iter().map(|cell| format!("to do       {cell}\n")).collect();
     assert_eq!(ran.stdout, expected);
     assert!(!place.path("out").exists());
     let half = sweep(&place, "--dry-run --shard 2/2").stdout;
@@ -488,25 +434,13 @@ fn lists_that_make_no_grid_are_refused_with_a_fix() {
     assert_eq!(misspelt.code, 2);
     assert!(misspelt.stderr.contains("'wanda'"), "{}", misspelt.stderr);
     let absent = place.run("sweep --model m --save out --methods admm --ratios 0.5");
-    assert!(
-        absent.stderr.contains("does not exist in this version"),
-        "{}",
-        absent.stderr
-    );
+    assert!(absent.stderr.contains("does not exist in this version"), "{}", absent.stderr);
     let no_folder = place.run("sweep --model m --methods wanda --ratios 0.5");
     assert_eq!(no_folder.code, 2);
-    assert!(
-        no_folder.stderr.contains("hint: add --save DIR"),
-        "{}",
-        no_folder.stderr
-    );
+    assert!(no_folder.stderr.contains("hint: add --save DIR"), "{}", no_folder.stderr);
     let no_sweep = place.run("sweep --table m");
     assert_eq!(no_sweep.code, 2);
-    assert!(
-        no_sweep.stderr.contains("`m` holds no cell of a sweep"),
-        "{}",
-        no_sweep.stderr
-    );
+    assert!(no_sweep.stderr.contains("`m` holds no cell of a sweep"), "{}", no_sweep.stderr);
 }
 
 #[test]

@@ -16,10 +16,7 @@ use crate::support::{self, Place, TEXTS, Work, refuses_command};
 
 /// Three layers of 4 query heads and 2 key/value heads.
 fn place() -> Place {
-    Place::with(&RandomCheckpoint {
-        num_hidden_layers: 3,
-        ..RandomCheckpoint::default()
-    })
+    Place::with(&RandomCheckpoint { num_hidden_layers: 3, ..RandomCheckpoint::default() })
 }
 
 const DROP: &str = "--model m --drop-width 0.3 --eval both --save out";
@@ -50,11 +47,7 @@ fn the_narrower_model_has_the_perplexity_of_its_record_and_loads_in_candle() {
     assert!(after < before && after % drop.multiple == 0);
     assert_eq!(drop.num_attention_heads[0], drop.num_attention_heads[1]);
     assert!(drop.parameters[1] < drop.parameters[0]);
-    assert!(
-        drop.lost_scores
-            .iter()
-            .all(|lost| lost[0] == 0.0 && lost[1] > 0.0 && lost[1] < 0.3)
-    );
+    assert!(drop.lost_scores.iter().all(|lost| lost[0] == 0.0 && lost[1] > 0.0 && lost[1] < 0.3));
 
     // The plan counts the pass, too.
     assert_eq!(manifest.exceeded_plan(), Vec::<String>::new());
@@ -66,18 +59,11 @@ fn the_narrower_model_has_the_perplexity_of_its_record_and_loads_in_candle() {
     assert_eq!(perplexity_of(&place, "out/model"), pruned);
     loads_in_candle(&place.path("out/model")).expect("equal logits");
     assert_eq!(config(&place, "out/model")["intermediate_size"], after);
-    assert!(
-        !place.path("out/narrower").exists(),
-        "it is removed at the end"
-    );
+    assert!(!place.path("out/narrower").exists(), "it is removed at the end");
 
     let ran = place.run("inspect out/model --against m");
     assert_eq!(ran.code, 0, "{}\n{}", ran.stdout, ran.stderr);
-    for expected in [
-        "M parameters in ",
-        "width dropped: ",
-        "verdict: m made narrower",
-    ] {
+    for expected in ["M parameters in ", "width dropped: ", "verdict: m made narrower"] {
         assert!(ran.stdout.contains(expected), "{expected}: {}", ran.stdout);
     }
 }
@@ -94,14 +80,8 @@ fn heads_go_with_their_keys_and_the_config_says_their_width() {
     let number = |config: &Value, key: &str| config[key].as_u64().expect("a number") as usize;
     let heads = number(&before, "num_attention_heads");
     assert_eq!(number(&after, "num_attention_heads"), heads / 2);
-    assert_eq!(
-        number(&after, "num_key_value_heads") * 2,
-        number(&before, "num_key_value_heads")
-    );
-    assert_eq!(
-        number(&after, "head_dim"),
-        number(&before, "hidden_size") / heads
-    );
+    assert_eq!(number(&after, "num_key_value_heads") * 2, number(&before, "num_key_value_heads"));
+    assert_eq!(number(&after, "head_dim"), number(&before, "hidden_size") / heads);
     assert_eq!(drop.kept_heads.len(), 3);
     let pruned = manifest.perplexity.pruned.expect("both").perplexity;
     assert_eq!(perplexity_of(&place, "out/model"), pruned);
@@ -128,10 +108,7 @@ fn layers_and_width_are_dropped_in_one_run() {
     let width = manifest.width_drop.as_ref().expect("width was dropped");
     assert_eq!(layers.parameters[1], width.parameters[0]);
     let perplexity = &manifest.perplexity;
-    assert_eq!(
-        perplexity_of(&place, "m"),
-        perplexity.dense.expect("both").perplexity
-    );
+    assert_eq!(perplexity_of(&place, "m"), perplexity.dense.expect("both").perplexity);
     let pruned = perplexity.pruned.expect("both").perplexity;
     assert_eq!(perplexity_of(&place, "out/model"), pruned);
     loads_in_candle(&place.path("out/model")).expect("equal logits");
@@ -150,15 +127,9 @@ fn neither_threads_nor_the_place_of_samples_change_the_result() {
     .enumerate()
     {
         let run = format!("run{at}");
-        place.prune(&format!(
-            "{} --width-of both {flags}",
-            DROP.replace("out", &run)
-        ));
+        place.prune(&format!("{} --width-of both {flags}", DROP.replace("out", &run)));
         let model = fs::read(place.path(&run).join("model/model.safetensors"));
-        found.push((
-            model.expect("it was written"),
-            place.manifest(&run).width_drop,
-        ));
+        found.push((model.expect("it was written"), place.manifest(&run).width_drop));
     }
     assert!(found.iter().all(|other| *other == found[0]));
 }
@@ -194,17 +165,10 @@ fn a_killed_run_continues_or_begins_again() {
         assert!(!(has_state && narrowed), "{at}: {stderr}");
         continued += usize::from(has_state);
         begun += usize::from(narrowed);
-        assert_same(
-            &outcome(&place.path("out")),
-            &expected,
-            &format!("kill:{at}"),
-        );
+        assert_same(&outcome(&place.path("out")), &expected, &format!("kill:{at}"));
         assert!(!place.path("out/narrower").exists(), "{at}");
     }
-    assert!(
-        continued > 1 && begun > 1,
-        "{continued} continued, {begun} begun again"
-    );
+    assert!(continued > 1 && begun > 1, "{continued} continued, {begun} begun again");
 }
 
 #[test]
@@ -271,10 +235,7 @@ fn the_refit_lowers_the_perplexity_of_stories() -> Result<()> {
         let flags = format!("--width-of {part} --drop-width {share}");
         let [dense, refitted] = run(&format!("{part}-refit"), &flags)?;
         let [_, plain] = run(part, &format!("{flags} --no-width-refit"))?;
-        assert!(
-            dense < refitted && refitted < plain,
-            "{part}: {dense} {refitted} {plain}"
-        );
+        assert!(dense < refitted && refitted < plain, "{part}: {dense} {refitted} {plain}");
     }
     loads_in_candle(&place.path("mlp-refit/model"))
 }

@@ -21,10 +21,7 @@ pub(super) fn tell(random: &mut StoryRandom) -> String {
         outside::sharing,
     ];
     let plot = PLOTS[random.below(PLOTS.len())];
-    let mut story = Story {
-        random,
-        text: String::new(),
-    };
+    let mut story = Story { random, text: String::new() };
     plot(&mut story);
     story.text
 }

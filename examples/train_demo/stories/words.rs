@@ -15,21 +15,11 @@ pub(super) struct Child {
 }
 
 const fn girl(name: &'static str) -> Child {
-    Child {
-        name,
-        she: "she",
-        her: "her",
-        hers: "her",
-    }
+    Child { name, she: "she", her: "her", hers: "her" }
 }
 
 const fn boy(name: &'static str) -> Child {
-    Child {
-        name,
-        she: "he",
-        her: "him",
-        hers: "his",
-    }
+    Child { name, she: "he", her: "him", hers: "his" }
 }
 
 #[rustfmt::skip]
@@ -64,14 +54,7 @@ const fn animal(
     glad: &'static str,
     moves: &'static str,
 ) -> Animal {
-    Animal {
-        a,
-        kind,
-        eats,
-        lives,
-        glad,
-        moves,
-    }
+    Animal { a, kind, eats, lives, glad, moves }
 }
 
 #[rustfmt::skip]
@@ -115,12 +98,7 @@ const fn dish(
     made: &'static str,
     tastes: &'static str,
 ) -> Dish {
-    Dish {
-        name,
-        needs,
-        made,
-        tastes,
-    }
+    Dish { name, needs, made, tastes }
 }
 
 #[rustfmt::skip]
@@ -157,12 +135,7 @@ const fn weather(
     needs: &'static str,
     play: &'static str,
 ) -> Weather {
-    Weather {
-        day,
-        sky,
-        needs,
-        play,
-    }
+    Weather { day, sky, needs, play }
 }
 
 #[rustfmt::skip]
@@ -234,20 +207,11 @@ pub(super) const COUNTED: &[(&str, &str)] = &[
     ("plum", "plums"),
 ];
 
-pub(super) const NUMBERS: &[&str] = &[
-    "no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine",
-];
+pub(super) const NUMBERS: &[&str] =
+    &["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"];
 
-pub(super) const RELATIVES: &[&str] = &[
-    "mother",
-    "father",
-    "grandmother",
-    "grandfather",
-    "aunt",
-    "uncle",
-    "sister",
-    "brother",
-];
+pub(super) const RELATIVES: &[&str] =
+    &["mother", "father", "grandmother", "grandfather", "aunt", "uncle", "sister", "brother"];
 
 /// Jobs: who, where this person works, with what, doing what.
 #[rustfmt::skip]
@@ -264,9 +228,8 @@ pub(super) const JOBS: &[(&str, &str, &str, &str)] = &[
 
 pub(super) const SIZES: &[&str] = &["little", "big", "small", "tiny", "huge", "round"];
 
-pub(super) const PET_NAMES: &[&str] = &[
-    "Pip", "Coco", "Daisy", "Biscuit", "Shadow", "Luna", "Pepper", "Sunny", "Bubbles", "Ginger",
-];
+pub(super) const PET_NAMES: &[&str] =
+    &["Pip", "Coco", "Daisy", "Biscuit", "Shadow", "Luna", "Pepper", "Sunny", "Bubbles", "Ginger"];
 
 /// How a story that ends well ends.
 pub(super) const ENDINGS: &[&str] = &[
@@ -306,9 +269,8 @@ pub(super) const FEELINGS: &[&str] = &[
 ];
 
 /// What things are made of.
-pub(super) const MATERIALS: &[&str] = &[
-    "wood", "paper", "glass", "gold", "wool", "stone", "silk", "iron", "clay", "leather",
-];
+pub(super) const MATERIALS: &[&str] =
+    &["wood", "paper", "glass", "gold", "wool", "stone", "silk", "iron", "clay", "leather"];
 
 /// When something happens.
 pub(super) const TIMES: &[&str] = &[

@@ -60,9 +60,7 @@ impl RenderingPlace {
         let renderer = match &mut *place {
             Some(renderer) => renderer,
             none => none.insert(Renderer::start(program).map_err(|error| {
-                Refusal::new(format!(
-                    "the process that renders it does not start: {error}"
-                ))
+                Refusal::new(format!("the process that renders it does not start: {error}"))
             })?),
         };
         renderer.ask(request).unwrap_or_else(|_| {
@@ -75,11 +73,7 @@ impl RenderingPlace {
 impl Renderer {
     fn start(program: &PathBuf) -> io::Result<Self> {
         let mut command = Command::new(program);
-        command
-            .arg(ARGUMENT)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null());
+        command.arg(ARGUMENT).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
         // Ctrl-C is for the run, which ends its renderer.
         #[cfg(unix)]
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
@@ -88,20 +82,14 @@ impl Renderer {
         let (Some(requests), Some(answers)) = (requests, answers) else {
             return Err(io::ErrorKind::BrokenPipe.into());
         };
-        Ok(Self {
-            process,
-            requests,
-            answers: BufReader::new(answers),
-        })
+        Ok(Self { process, requests, answers: BufReader::new(answers) })
     }
 
     /// Sends a conversation and waits for the answer. Fails when the process ends before.
     fn ask(&mut self, request: &RenderingRequest) -> io::Result<Rendered> {
         send(&mut self.requests, request)?;
         let mut line = Vec::new();
-        (&mut self.answers)
-            .take(LONGEST_ANSWER)
-            .read_until(b'\n', &mut line)?;
+        (&mut self.answers).take(LONGEST_ANSWER).read_until(b'\n', &mut line)?;
         Ok(serde_json::from_slice(&line)?)
     }
 
@@ -174,25 +162,15 @@ fn bound_memory() {
         use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
         let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-        let in_use = status
-            .lines()
-            .find_map(|line| line.strip_prefix("VmSize:")?.split_whitespace().next());
+        let in_use =
+            status.lines().find_map(|line| line.strip_prefix("VmSize:")?.split_whitespace().next());
         let in_use: u64 = in_use.and_then(|kib| kib.parse().ok()).unwrap_or(0);
         let most = (in_use << 10) + super::rendering::STACK as u64 + MEMORY.0;
         let maximum = getrlimit(Resource::As).maximum;
         let most = maximum.map_or(most, |maximum| maximum.min(most));
         // The end of a process that asks for too much leaves no core dump. A system that refuses has other bounds.
-        let none = Rlimit {
-            current: Some(0),
-            maximum: Some(0),
-        };
+        let none = Rlimit { current: Some(0), maximum: Some(0) };
         let _ = setrlimit(Resource::Core, none);
-        let _ = setrlimit(
-            Resource::As,
-            Rlimit {
-                current: Some(most),
-                maximum,
-            },
-        );
+        let _ = setrlimit(Resource::As, Rlimit { current: Some(most), maximum });
     }
 }

@@ -54,11 +54,7 @@ pub(super) type Rendered = Result<Vec<String>, Refusal>;
 
 impl Refusal {
     pub(super) fn new(why: impl Into<String>) -> Self {
-        Self {
-            why: why.into(),
-            place: None,
-            messages: None,
-        }
+        Self { why: why.into(), place: None, messages: None }
     }
 
     fn of(error: &Error, messages: Option<usize>) -> Self {
@@ -77,21 +73,15 @@ pub(super) fn rendered(request: &RenderingRequest, watch: &(dyn Fn() + Sync)) ->
     const FAILED: &str = "the template library failed";
     if request.template.len() as u64 > LARGEST.0 {
         let bytes = ByteSize(request.template.len() as u64);
-        return Err(Refusal::new(format!(
-            "it has {bytes}, the limit is {LARGEST}"
-        )));
+        return Err(Refusal::new(format!("it has {bytes}, the limit is {LARGEST}")));
     }
     thread::scope(|scope| {
         let thread = thread::Builder::new()
             .name("chat-template".to_owned())
             .stack_size(STACK)
-            .spawn_scoped(scope, || {
-                blaming(Failure::new(FAILED), || beginnings(request, watch))
-            });
+            .spawn_scoped(scope, || blaming(Failure::new(FAILED), || beginnings(request, watch)));
         match thread.map(thread::ScopedJoinHandle::join) {
-            Err(error) => Err(Refusal::new(format!(
-                "the thread for it does not start: {error}"
-            ))),
+            Err(error) => Err(Refusal::new(format!("the thread for it does not start: {error}"))),
             Ok(Ok(Ok(answer))) => answer,
             Ok(_) => Err(Refusal::new(FAILED)),
         }
@@ -130,9 +120,7 @@ fn beginnings(request: &RenderingRequest, watch: &(dyn Fn() + Sync)) -> Rendered
 /// A message as templates see it.
 fn message(fields: &Message) -> Jinja {
     let fields = fields.iter();
-    fields
-        .map(|(name, value)| (name.as_str(), Jinja::from_serialize(value)))
-        .collect()
+    fields.map(|(name, value)| (name.as_str(), Jinja::from_serialize(value))).collect()
 }
 
 /// Bytes of text in a value.

@@ -21,10 +21,7 @@ fn datasets_are_read_and_printed_alike() {
         assert_eq!(spec(text).to_string(), text);
     }
     for text in ["", "wikitext2:", "c4:", "ptb", "ptb:", "jsonl", "jsonl:"] {
-        assert!(
-            text.parse::<DatasetSpec>()
-                .is_err_and(|failure| failure.is_usage)
-        );
+        assert!(text.parse::<DatasetSpec>().is_err_and(|failure| failure.is_usage));
     }
 }
 
@@ -47,10 +44,7 @@ fn the_penn_treebank_is_a_file_or_the_folder_of_its_splits() {
 #[test]
 fn missing_texts_name_their_flag_and_the_way_out() {
     let error = message(check(&spec("wikitext2"), Role::Calibration));
-    assert!(
-        error.contains("use --dataset wikitext2:PATH") && !error.contains("--eval"),
-        "{error}"
-    );
+    assert!(error.contains("use --dataset wikitext2:PATH") && !error.contains("--eval"), "{error}");
     let error = message(check(&spec("c4"), Role::Evaluation));
     assert!(
         error.contains("use --eval-dataset c4:PATH") && error.contains("--eval none"),
@@ -70,11 +64,8 @@ fn missing_texts_name_their_flag_and_the_way_out() {
     );
     fs::write(folder.path().join("a.jsonl.zst"), "x").expect("write");
     assert!(
-        message(check(
-            &spec(&format!("{at}/a.jsonl.zst")),
-            Role::Calibration
-        ))
-        .contains("unpack it")
+        message(check(&spec(&format!("{at}/a.jsonl.zst")), Role::Calibration))
+            .contains("unpack it")
     );
 }
 
@@ -102,31 +93,17 @@ fn folders_of_wikitext2_and_c4_are_searched_for_the_split() {
     fs::remove_file(hub.join("train-00001-of-00002.parquet")).expect("remove");
     assert!(message(found(Role::Calibration)).contains("announce 2 parts, 1 are there"));
     fs::write(root.join("wiki.train.head.raw"), "x").expect("write");
-    assert!(
-        found(Role::Calibration)
-            .expect("found")
-            .ends_with("wiki.train.head.raw")
-    );
+    assert!(found(Role::Calibration).expect("found").ends_with("wiki.train.head.raw"));
     fs::write(root.join("wiki.train.tail.raw"), "x").expect("write");
     assert!(message(found(Role::Calibration)).contains("wiki.train.head.raw, wiki.train.tail.raw"));
     fs::write(root.join("wiki.train.raw"), "x").expect("write");
-    assert!(
-        found(Role::Calibration)
-            .expect("found")
-            .ends_with("wiki.train.raw")
-    );
+    assert!(found(Role::Calibration).expect("found").ends_with("wiki.train.raw"));
     assert!(message(found(Role::Evaluation)).contains("no test split"));
 
     let c4 = spec(&format!("c4:{}", root.display()));
     fs::create_dir(root.join("en")).expect("create");
-    gzip(
-        &root.join("en/c4-train.00000-of-01024.json.gz"),
-        &["{\"text\": \"x\"}\n"],
-    );
-    gzip(
-        &root.join("en/c4-train.00001-of-01024.json.gz"),
-        &["{\"text\": \"x\"}\n"],
-    );
+    gzip(&root.join("en/c4-train.00000-of-01024.json.gz"), &["{\"text\": \"x\"}\n"]);
+    gzip(&root.join("en/c4-train.00001-of-01024.json.gz"), &["{\"text\": \"x\"}\n"]);
     check(&c4, Role::Calibration).expect("the reference's shard");
     assert!(message(check(&c4, Role::Evaluation)).contains("no `c4-validation` shard"));
 }

@@ -23,11 +23,8 @@ use crate::run::{Events, Silent};
 
 /// A tokenizer of one id per letter of a small alphabet, "a" = 0: counts can be done by hand.
 fn letters(folder: &Path) -> Tokenizer {
-    let vocab: serde_json::Map<String, Value> = ('a'..='z')
-        .chain([' '])
-        .enumerate()
-        .map(|(id, c)| (c.to_string(), json!(id)))
-        .collect();
+    let vocab: serde_json::Map<String, Value> =
+        ('a'..='z').chain([' ']).enumerate().map(|(id, c)| (c.to_string(), json!(id))).collect();
     let model = json!({ "type": "BPE", "vocab": vocab, "merges": [], "dropout": null, "unk_token": null, "fuse_unk": false, "byte_fallback": false });
     let file = json!({ "version": "1.0", "added_tokens": [], "model": model });
     fs::write(folder.join("tokenizer.json"), file.to_string()).expect("write");
@@ -54,11 +51,7 @@ fn calibration(
     events: &dyn Events,
 ) -> Result<Calibration> {
     let source = Source::find(spec, Role::Calibration)?;
-    let draw = Draw {
-        nsamples,
-        seqlen,
-        seed,
-    };
+    let draw = Draw { nsamples, seqlen, seed };
     super::calibration(&source, tokenizer, draw, cache, events)
 }
 
@@ -96,10 +89,7 @@ fn texts_that_are_too_short_say_how_long_they_are() {
     let dataset = spec(&path.display().to_string());
     let none = TextCache::disabled();
     let error = message(calibration(&dataset, &tokenizer, 1, 10, 0, &none, &Silent));
-    assert!(
-        error.contains("has 10 tokens") && error.contains("--seqlen 8"),
-        "{error}"
-    );
+    assert!(error.contains("has 10 tokens") && error.contains("--seqlen 8"), "{error}");
     // One token more than a sample is needed; n = 1 is the only start.
     assert_eq!(
         calibration(&dataset, &tokenizer, 2, 9, 0, &none, &Silent)
@@ -109,15 +99,9 @@ fn texts_that_are_too_short_say_how_long_they_are() {
         [0, 0]
     );
     let error = message(evaluation(&dataset, &tokenizer, 11, None, &none, &Silent));
-    assert!(
-        error.contains("has 10 tokens") && error.contains("--eval none"),
-        "{error}"
-    );
+    assert!(error.contains("has 10 tokens") && error.contains("--eval none"), "{error}");
     let windows = evaluation(&dataset, &tokenizer, 3, None, &none, &Silent).expect("evaluation");
-    assert_eq!(
-        (windows.windows, &windows.tokens[..]),
-        (3, &[0, 1, 2, 3, 4, 5, 6, 7, 8][..])
-    );
+    assert_eq!((windows.windows, &windows.tokens[..]), (3, &[0, 1, 2, 3, 4, 5, 6, 7, 8][..]));
     assert_eq!(
         evaluation(&dataset, &tokenizer, 3, Some(2), &none, &Silent)
             .expect("evaluation")
@@ -161,11 +145,7 @@ fn calibration_reproduces_the_samples_of_the_reference() {
                 continue;
             };
             let train = text("train");
-            let kind = if train.starts_with("wiki") {
-                "wikitext2"
-            } else {
-                "stories"
-            };
+            let kind = if train.starts_with("wiki") { "wikitext2" } else { "stories" };
             let (Some(train), Some(model)) = (
                 shared(&format!("data/{kind}/{train}")),
                 shared(&format!("models/{}", text("model"))),
@@ -193,10 +173,7 @@ fn calibration_reproduces_the_samples_of_the_reference() {
             assert_eq!(drawn.tokens.len(), nsamples * seqlen);
             compared += 1;
         }
-        assert!(
-            compared > 0,
-            "no golden in {folder} has calibration samples"
-        );
+        assert!(compared > 0, "no golden in {folder} has calibration samples");
     }
 }
 
@@ -208,22 +185,11 @@ fn wikitext2_test_has_166_windows_with_the_llama2_tokenizer() {
     };
     let tokenizer = Tokenizer::load(&folder).expect("load");
     let dataset = spec(&format!("wikitext2:{}", texts.display()));
-    let result = evaluation(
-        &dataset,
-        &tokenizer,
-        2048,
-        None,
-        &TextCache::disabled(),
-        &Silent,
-    )
-    .expect("evaluation");
+    let result = evaluation(&dataset, &tokenizer, 2048, None, &TextCache::disabled(), &Silent)
+        .expect("evaluation");
     // 341,469 tokens: the count quoted for Llama-2 in the reference's threads; 166 = floor(341469 / 2048).
     assert_eq!(
-        (
-            result.protocol.total_tokens,
-            result.windows,
-            result.protocol.tokens_used
-        ),
+        (result.protocol.total_tokens, result.windows, result.protocol.tokens_used),
         (341_469, 166, 166 * 2048)
     );
     assert_eq!(result.tokens[0], 1, "one <s> at the very start");
@@ -244,10 +210,7 @@ fn the_outlook_tells_size_and_cache_without_tokenizing() {
             .expect("outlook")
     };
     let look = |cache: &TextCache| outlook(&dataset, cache);
-    let expected = |is_cached| TextOutlook {
-        text: Some(ByteSize(7)),
-        is_cached,
-    };
+    let expected = |is_cached| TextOutlook { text: Some(ByteSize(7)), is_cached };
     assert_eq!(look(&cache), expected(false));
     evaluation(&dataset, &tokenizer, 2, None, &cache, &Silent).expect("evaluation");
     assert_eq!(look(&cache), expected(true));
@@ -257,11 +220,5 @@ fn the_outlook_tells_size_and_cache_without_tokenizing() {
     let documents = folder.path().join("a.jsonl");
     fs::write(&documents, "{\"text\": \"a\"}\n").expect("write");
     let seen = outlook(&spec(&documents.display().to_string()), &cache);
-    assert_eq!(
-        seen,
-        TextOutlook {
-            text: None,
-            is_cached: false
-        }
-    );
+    assert_eq!(seen, TextOutlook { text: None, is_cached: false });
 }

@@ -134,30 +134,12 @@ pub(super) fn loaded(file: &Value) -> Tokenizer {
 /// Every kind whose texts can be cut.
 fn kinds() -> Vec<(String, Value)> {
     let mut kinds = vec![
-        (
-            "Llama 2".to_owned(),
-            file(sentence_piece(), prepend_and_replace(), json!(null)),
-        ),
-        (
-            "spaces replaced".to_owned(),
-            file(sentence_piece(), replace(), json!(null)),
-        ),
-        (
-            "GPT-2".to_owned(),
-            file(bytes(), json!(null), byte_level(true, false)),
-        ),
-        (
-            "GPT-2 with a space first".to_owned(),
-            file(bytes(), json!(null), byte_level(true, true)),
-        ),
-        (
-            "GPT-2, spelt out".to_owned(),
-            file(bytes(), json!(null), split_at(GPT_2)),
-        ),
-        (
-            "Llama 3".to_owned(),
-            file(bytes(), json!(null), split_at(LLAMA_3)),
-        ),
+        ("Llama 2".to_owned(), file(sentence_piece(), prepend_and_replace(), json!(null))),
+        ("spaces replaced".to_owned(), file(sentence_piece(), replace(), json!(null))),
+        ("GPT-2".to_owned(), file(bytes(), json!(null), byte_level(true, false))),
+        ("GPT-2 with a space first".to_owned(), file(bytes(), json!(null), byte_level(true, true))),
+        ("GPT-2, spelt out".to_owned(), file(bytes(), json!(null), split_at(GPT_2))),
+        ("Llama 3".to_owned(), file(bytes(), json!(null), split_at(LLAMA_3))),
     ];
     for scheme in ["first", "always", "never"] {
         for split in [false, true] {
@@ -174,9 +156,7 @@ fn kinds() -> Vec<(String, Value)> {
 fn tokenizers() -> &'static [(String, Tokenizer)] {
     static TOKENIZERS: OnceLock<Vec<(String, Tokenizer)>> = OnceLock::new();
     TOKENIZERS.get_or_init(|| {
-        let built = kinds()
-            .into_iter()
-            .map(|(name, file)| (name, loaded(&file)));
+        let built = kinds().into_iter().map(|(name, file)| (name, loaded(&file)));
         let real = [
             "data/tokenizers/llama2",
             "data/tokenizers/llama3",
@@ -353,23 +333,11 @@ fn a_tokenizer_that_is_not_proven_to_be_safe_is_not_cut() {
     });
     for (what, change) in [
         ("a token reaches over a space", word("b▁a")),
-        (
-            "words that are tokens are not merged",
-            set("ignore_merges", json!(true)),
-        ),
+        ("words that are tokens are not merged", set("ignore_merges", json!(true))),
         ("merges are left out by chance", set("dropout", json!(0.1))),
-        (
-            "the first part of a word is another",
-            set("continuing_subword_prefix", json!("##")),
-        ),
-        (
-            "the last part of a word is another",
-            set("end_of_word_suffix", json!("</w>")),
-        ),
-        (
-            "an unknown character is a space",
-            set("unk_token", json!("▁")),
-        ),
+        ("the first part of a word is another", set("continuing_subword_prefix", json!("##"))),
+        ("the last part of a word is another", set("end_of_word_suffix", json!("</w>"))),
+        ("an unknown character is a space", set("unk_token", json!("▁"))),
         ("a space is unknown", without_space),
         ("an added token has a space inside", added("<a b>")),
         ("an added token ends with a letter", added("|a")),
@@ -394,20 +362,12 @@ fn a_tokenizer_that_is_not_proven_to_be_safe_is_not_cut() {
             json!({"type": "Sequence", "normalizers": [replace(), {"type": "Prepend", "prepend": "▁"}]}),
             json!(null),
         ),
-        (
-            "another normalizer",
-            json!({"type": "NFC"}),
-            byte_level(true, false),
-        ),
+        ("another normalizer", json!({"type": "NFC"}), byte_level(true, false)),
         ("no pattern", json!(null), byte_level(false, false)),
         ("an unknown pattern", json!(null), split_at(r"\s+")),
         ("nothing at all", json!(null), json!(null)),
     ] {
-        assert_eq!(
-            rule(&file(bytes(), normalizer, pre_tokenizer)),
-            None,
-            "{what}"
-        );
+        assert_eq!(rule(&file(bytes(), normalizer, pre_tokenizer)), None, "{what}");
     }
 }
 
@@ -417,17 +377,11 @@ fn a_tokenizer_without_a_rule_encodes_the_whole() {
     let tokenizer = letters(folder.path());
     assert!(!tokenizer.is_bounded());
     let text = "ab cd ".repeat(50);
-    assert_eq!(
-        in_pieces(&tokenizer, &text, 7, 3),
-        tokenizer.encode_whole(&text).expect("encode")
-    );
+    assert_eq!(in_pieces(&tokenizer, &text, 7, 3), tokenizer.encode_whole(&text).expect("encode"));
     // A rule, but no place: one word.
     let tokenizer = loaded(&file(bytes(), json!(null), split_at(LLAMA_3)));
     let text = "ab".repeat(500);
-    assert_eq!(
-        in_pieces(&tokenizer, &text, 7, 3),
-        tokenizer.encode_whole(&text).expect("encode")
-    );
+    assert_eq!(in_pieces(&tokenizer, &text, 7, 3), tokenizer.encode_whole(&text).expect("encode"));
 }
 
 #[test]
@@ -435,23 +389,17 @@ fn letters_at_cuts_are_letters_to_the_patterns() {
     use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
     use tokenizers::{PreTokenizedString, PreTokenizer, SplitDelimiterBehavior};
     // `Lone` cuts before a letter behind "." and a newline: what is cut there tells which characters count.
-    let rule = loaded(&file(bytes(), json!(null), split_at(LLAMA_3)))
-        .cuts()
-        .expect("cuts")
-        .rule;
-    let letters: String = ('\u{21}'..='\u{2ffff}')
-        .filter(|c| rule.find(&format!(".\n{c}"), 1).is_some())
-        .collect();
+    let rule = loaded(&file(bytes(), json!(null), split_at(LLAMA_3))).cuts().expect("cuts").rule;
+    let letters: String =
+        ('\u{21}'..='\u{2ffff}').filter(|c| rule.find(&format!(".\n{c}"), 1).is_some()).collect();
     assert!(letters.chars().count() > 32_000);
     let pattern = SplitPattern::Regex(r"\p{L}+".to_owned());
     let split = Split::new(pattern, SplitDelimiterBehavior::Removed, false).expect("a pattern");
     let mut text = PreTokenizedString::from(letters.as_str());
     split.pre_tokenize(&mut text).expect("split");
     // All of it is one match, which was removed.
-    let left = text.get_splits(
-        tokenizers::OffsetReferential::Original,
-        tokenizers::OffsetType::Byte,
-    );
+    let left =
+        text.get_splits(tokenizers::OffsetReferential::Original, tokenizers::OffsetType::Byte);
     assert!(left.is_empty(), "{left:?}");
 }
 

@@ -8,12 +8,8 @@ use crate::data::{
 };
 use crate::failure::Failure;
 
-const REQUEST: ExampleRequest = ExampleRequest {
-    seqlen: 8,
-    packing: Packing::Packed,
-    at_least: 1,
-    at_most: None,
-};
+const REQUEST: ExampleRequest =
+    ExampleRequest { seqlen: 8, packing: Packing::Packed, at_least: 1, at_most: None };
 
 /// The examples of a `.jsonl` file with this content; `None` where the reference's tokenizer is absent.
 fn of(content: &str, request: ExampleRequest) -> Option<anyhow::Result<Examples>> {
@@ -35,8 +31,7 @@ fn read(file: &Path, tokenizer: &Tokenizer, request: ExampleRequest) -> anyhow::
 /// The tokens of all examples.
 fn tokens(examples: &Examples) -> Vec<u32> {
     let all = 0..examples.len();
-    all.flat_map(|example| examples.tokens_of(example).to_vec())
-        .collect()
+    all.flat_map(|example| examples.tokens_of(example).to_vec()).collect()
 }
 
 const LINES: &str = "{\"text\": \"Once upon a time there was a small cat.\"}\n{\"text\": \"The cat had a red ball, and a friend.\"}\n";
@@ -62,10 +57,7 @@ fn documents_are_packed_into_rows_or_cut_and_padded() {
         return;
     };
     let packed = packed.unwrap();
-    let request = ExampleRequest {
-        packing: Packing::PerDocument,
-        ..REQUEST
-    };
+    let request = ExampleRequest { packing: Packing::PerDocument, ..REQUEST };
     let lines = format!("{LINES}{{\"text\": \"A cat.\"}}\n");
     let apart = of(&lines, request).unwrap().unwrap();
     assert_eq!(apart.len(), 3);
@@ -91,22 +83,8 @@ fn bad_lines_have_their_number_and_short_texts_the_numbers() {
         return;
     };
     assert!(bad.message.contains("line 3"), "{bad:?}");
-    let many = ExampleRequest {
-        at_least: 500,
-        ..REQUEST
-    };
+    let many = ExampleRequest { at_least: 500, ..REQUEST };
     let short = failure(LINES, many).unwrap();
-    assert!(
-        short
-            .message
-            .contains("examples of 8 tokens, and 500 are needed"),
-        "{short:?}"
-    );
-    assert!(
-        short
-            .hint
-            .as_ref()
-            .is_some_and(|hint| hint.contains("--dataset")),
-        "{short:?}"
-    );
+    assert!(short.message.contains("examples of 8 tokens, and 500 are needed"), "{short:?}");
+    assert!(short.hint.as_ref().is_some_and(|hint| hint.contains("--dataset")), "{short:?}");
 }

@@ -176,10 +176,7 @@ impl FolderLock {
             }
         }
         Err(cannot(io::Error::other("it comes and goes"))
-            .hint(format!(
-                "remove `{}` if no other prune works there",
-                path.display()
-            ))
+            .hint(format!("remove `{}` if no other prune works there", path.display()))
             .into())
     }
 
@@ -291,9 +288,7 @@ fn judge(
         }
         _ => {}
     }
-    let name = owner
-        .as_ref()
-        .map_or("a process that cannot be told".to_string(), Owner::name);
+    let name = owner.as_ref().map_or("a process that cannot be told".to_string(), Owner::name);
     events.note(format!(
         "`{}` is locked by {name}; looking for a sign of it for {} s",
         folder.display(),

@@ -26,9 +26,7 @@ fn written(folder: &Path, change: impl FnOnce(&mut Owner)) -> Owner {
 }
 
 fn says<T>(result: Result<T>) -> String {
-    result
-        .err()
-        .map_or("taken".into(), |error| error.to_string())
+    result.err().map_or("taken".into(), |error| error.to_string())
 }
 
 #[test]
@@ -62,10 +60,7 @@ fn the_lock_of_a_process_that_is_gone_is_taken_over_aloud() {
         let notes = Notes::default();
         let lock = FolderLock::take_within(folder.path(), SHORT, &notes).unwrap();
         let notes = notes.0.lock().unwrap();
-        assert!(
-            notes.len() == 1 && notes[0].contains("does not work any more"),
-            "{notes:?}"
-        );
+        assert!(notes.len() == 1 && notes[0].contains("does not work any more"), "{notes:?}");
         drop(lock);
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
     }
@@ -80,11 +75,7 @@ fn a_process_that_nobody_has_buried_does_not_work_any_more() {
         std::thread::sleep(BRIEFLY);
     }
     let me = Owner::me();
-    let gone = Owner {
-        pid: child.id(),
-        process_began: owner::began(child.id()),
-        ..me.clone()
-    };
+    let gone = Owner { pid: child.id(), process_began: owner::began(child.id()), ..me.clone() };
     assert_eq!(owner::exists(child.id()), Some(true));
     assert_eq!((gone.lives(&me), me.lives(&me)), (Some(false), Some(true)));
     child.wait().unwrap();
@@ -115,21 +106,10 @@ fn another_host_is_watched() {
 
 #[test]
 fn a_batch_job_that_was_started_again_has_no_rival() {
-    let me = Owner {
-        job: "7".to_string(),
-        restart: "1".to_string(),
-        ..Owner::me()
-    };
-    let before = Owner {
-        host: "elsewhere".to_string(),
-        restart: String::new(),
-        ..me.clone()
-    };
+    let me = Owner { job: "7".to_string(), restart: "1".to_string(), ..Owner::me() };
+    let before = Owner { host: "elsewhere".to_string(), restart: String::new(), ..me.clone() };
     assert_eq!(before.lives(&me), Some(false));
-    let other = Owner {
-        job: "8".to_string(),
-        ..before
-    };
+    let other = Owner { job: "8".to_string(), ..before };
     assert_eq!(other.lives(&me), None);
 }
 
@@ -140,10 +120,7 @@ fn who_lost_the_lock_is_told_and_does_not_remove_it() {
     assert_eq!(lock.beat(1), None);
     assert_eq!(lock.beat(2), None);
     written(folder.path(), |owner| owner.host = "elsewhere".to_string());
-    assert!(
-        lock.beat(3)
-            .is_some_and(|other| other.contains("elsewhere"))
-    );
+    assert!(lock.beat(3).is_some_and(|other| other.contains("elsewhere")));
     drop(lock);
     assert!(folder.path().join(FILE).is_file());
 }

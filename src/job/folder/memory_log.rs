@@ -56,11 +56,7 @@ impl MemoryLog {
     /// # Errors
     /// Fails once when the file cannot be written; the run continues without the file.
     pub(in crate::job) fn add(&mut self, sample: &MemorySample) -> Result<()> {
-        self.append(&text::csv_row(
-            sample,
-            self.started_unix_seconds,
-            self.total,
-        ))
+        self.append(&text::csv_row(sample, self.started_unix_seconds, self.total))
     }
 
     fn append(&mut self, row: &str) -> Result<()> {

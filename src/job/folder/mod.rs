@@ -80,18 +80,13 @@ impl RunFolder {
                 .hint("choose another --save or --save-model folder")
                 .into());
             }
-            let mut places = sources
-                .iter()
-                .map(|source| refuse_source_folder(source, folder));
+            let mut places = sources.iter().map(|source| refuse_source_folder(source, folder));
             // Every source gives the same place.
             let place = places.next().transpose()?;
             places.try_for_each(|place| place.map(drop))?;
             resolved.extend(place);
         }
-        if let Some(record) = save
-            .map(|save| save.join(MANIFEST))
-            .filter(|path| path.is_dir())
-        {
+        if let Some(record) = save.map(|save| save.join(MANIFEST)).filter(|path| path.is_dir()) {
             return Err(Failure::new(format!(
                 "`{}` is a folder; the record of the run needs this name",
                 record.display()
@@ -146,10 +141,7 @@ impl RunFolder {
     /// Fails when the run folder holds a finished run or the model folder holds files that no unfinished run explains, unless
     /// forced; and when the state of an unfinished run cannot be read, or cannot be continued without a model.
     pub(in crate::job) fn look(&self) -> Result<Option<RunState>> {
-        let is_finished = self
-            .run
-            .as_ref()
-            .is_some_and(|run| run.join(MANIFEST).exists());
+        let is_finished = self.run.as_ref().is_some_and(|run| run.join(MANIFEST).exists());
         if is_finished && self.is_forced {
             return self.refuse_to_part().map(|()| None);
         }
@@ -201,9 +193,7 @@ impl RunFolder {
 
     /// Names of the files in the run folder that a new run removes, other than the record.
     fn results() -> Vec<String> {
-        let logs = METHODS
-            .iter()
-            .map(|method| report::log::file_name(method.name()));
+        let logs = METHODS.iter().map(|method| report::log::file_name(method.name()));
         let others = [memory_log::FILE, MASKS_FILE, state::TRAINING_FILE].map(String::from);
         logs.chain(others).collect()
     }
@@ -237,13 +227,7 @@ impl RunFolder {
         let is_ours = |name: &str| {
             name.starts_with(lock::FILE)
                 || is_temporary(name)
-                || [
-                    state::FILE,
-                    state::TRAINING_FILE,
-                    memory_log::FILE,
-                    NARROWER,
-                ]
-                .contains(&name)
+                || [state::FILE, state::TRAINING_FILE, memory_log::FILE, NARROWER].contains(&name)
                 || (!partials && name.ends_with(PARTIAL_SUFFIX))
         };
         let files = files_in(model)?;
@@ -315,12 +299,11 @@ impl RunFolder {
     /// Refuses the folder of an unfinished run, for commands that do not continue one.
     pub(in crate::job) fn refuse_unfinished(&self) -> Result<()> {
         match &self.run {
-            Some(run) if StateFile::path(run).exists() => Err(Failure::new(format!(
-                "`{}` holds an unfinished run",
-                run.display()
-            ))
-            .hint("choose another --save folder, or finish that run first")
-            .into()),
+            Some(run) if StateFile::path(run).exists() => {
+                Err(Failure::new(format!("`{}` holds an unfinished run", run.display()))
+                    .hint("choose another --save folder, or finish that run first")
+                    .into())
+            }
             _ => Ok(()),
         }
     }
@@ -423,10 +406,7 @@ impl RunFolder {
     pub(in crate::job) fn record(&self, manifest: &Manifest) -> Result<()> {
         let Some(run) = &self.run else { return Ok(()) };
         if let (Some(pruning), Some(text)) = (&manifest.pruning, report::log::text(manifest)) {
-            write_atomic(
-                &run.join(report::log::file_name(&pruning.method)),
-                text.as_bytes(),
-            )?;
+            write_atomic(&run.join(report::log::file_name(&pruning.method)), text.as_bytes())?;
         }
         let mut json =
             serde_json::to_vec_pretty(manifest).context("writing the manifest as JSON")?;
@@ -445,9 +425,7 @@ fn sync(folder: &Path) -> Result<()> {
 
 /// `.run.json.1234.tmp`: a small file on its way to its name.
 fn is_temporary(name: &str) -> bool {
-    let inner = name
-        .strip_prefix('.')
-        .and_then(|name| name.strip_suffix(".tmp"));
+    let inner = name.strip_prefix('.').and_then(|name| name.strip_suffix(".tmp"));
     let number = inner.and_then(|inner| inner.rsplit_once('.'));
     number.is_some_and(|(of, number)| !of.is_empty() && number.parse::<u32>().is_ok())
 }
@@ -458,9 +436,8 @@ fn files_in(folder: &Path) -> Result<Vec<String>> {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(error).with_context(|| format!("listing `{}`", folder.display())),
     };
-    let names: std::io::Result<Vec<String>> = entries
-        .map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()))
-        .collect();
+    let names: std::io::Result<Vec<String>> =
+        entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect();
     let mut names = names.with_context(|| format!("listing `{}`", folder.display()))?;
     names.sort();
     Ok(names)
@@ -473,14 +450,7 @@ mod tests {
     #[test]
     fn only_our_temporary_files_are_tidied_away() {
         assert!(is_temporary(".run.json.1234.tmp"));
-        for other in [
-            "run.json",
-            ".run.json.tmp",
-            ".tmp",
-            "..1.tmp",
-            ".a.x.tmp",
-            "a.1.tmp",
-        ] {
+        for other in ["run.json", ".run.json.tmp", ".tmp", "..1.tmp", ".a.x.tmp", "a.1.tmp"] {
             assert!(!is_temporary(other), "{other}");
         }
     }

@@ -99,10 +99,7 @@ pub(super) fn exists(pid: u32) -> Option<bool> {
     let pid = i32::try_from(pid).ok();
     let pid = pid.and_then(rustix::process::Pid::from_raw);
     Some(pid.is_some_and(|pid| {
-        !matches!(
-            rustix::process::test_kill_process(pid),
-            Err(rustix::io::Errno::SRCH)
-        )
+        !matches!(rustix::process::test_kill_process(pid), Err(rustix::io::Errno::SRCH))
     }))
 }
 

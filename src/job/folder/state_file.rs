@@ -51,10 +51,7 @@ impl<'a> StateFile<'a> {
         let cannot = |why: String| {
             Failure::new(format!("cannot continue from `{}`", path.display()))
                 .detail(why)
-                .hint(format!(
-                    "start over with --force, or remove `{}`",
-                    folder.display()
-                ))
+                .hint(format!("start over with --force, or remove `{}`", folder.display()))
         };
         let text = match read_whole(&path, LARGEST) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
@@ -88,12 +85,7 @@ impl<'a> StateFile<'a> {
             seconds: clock.seconds(),
             first_layer: state.layers.len(),
         });
-        let file = Self {
-            path: Self::path(folder),
-            state,
-            clock,
-            recorder,
-        };
+        let file = Self { path: Self::path(folder), state, clock, recorder };
         file.write()?;
         Ok(file)
     }
@@ -137,16 +129,9 @@ impl<'a> StateFile<'a> {
         digests: BTreeMap<String, String>,
     ) -> Result<()> {
         self.state.merged.extend(tensors);
-        let counted: BTreeSet<&str> = self
-            .state
-            .merged
-            .iter()
-            .map(|of| of.name.as_str())
-            .collect();
+        let counted: BTreeSet<&str> = self.state.merged.iter().map(|of| of.name.as_str()).collect();
         self.state.tensors = digests;
-        self.state
-            .tensors
-            .retain(|name, _| counted.contains(name.as_str()));
+        self.state.tensors.retain(|name, _| counted.contains(name.as_str()));
         self.write()
     }
 
@@ -276,11 +261,7 @@ impl RunState {
             !damaged.iter().any(is_damaged)
                 && matrices().all(|matrix| self.tensors.contains_key(&tensor_of(&matrix.name)))
         };
-        let whole = self
-            .layers
-            .iter()
-            .take_while(|layer| is_whole(layer))
-            .count();
+        let whole = self.layers.iter().take_while(|layer| is_whole(layer)).count();
         let gone = self.layers.split_off(whole);
         if gone.is_empty() {
             return Vec::new();
@@ -402,10 +383,7 @@ mod tests {
                 false => std::fs::write(&path, text)?,
             }
             let error = StateFile::read(folder.path()).unwrap_err().to_string();
-            assert!(
-                error.contains("unfinished.json") && error.contains("--force"),
-                "{error}"
-            );
+            assert!(error.contains("unfinished.json") && error.contains("--force"), "{error}");
         }
         Ok(())
     }

@@ -68,19 +68,13 @@ pub(super) fn of(settings: &GridSettings, out: &Path) -> Result<Vec<PlannedCell>
                 };
                 let folder = out.join(cell.name());
                 let mut run = settings.run.clone();
-                run.sparsity = Some(SparsitySettings {
-                    selection: target.clone(),
-                    ..sparsity.clone()
-                });
+                run.sparsity =
+                    Some(SparsitySettings { selection: target.clone(), ..sparsity.clone() });
                 if let Some(calibration) = &mut run.calibration {
                     calibration.seed = seed;
                 }
                 run.output.save = Some(folder.clone());
-                cells.push(PlannedCell {
-                    cell,
-                    folder,
-                    settings: run,
-                });
+                cells.push(PlannedCell { cell, folder, settings: run });
             }
         }
     }

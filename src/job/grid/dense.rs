@@ -29,10 +29,7 @@ pub(super) fn perplexity(
     }
     let folder = out.join(DENSE);
     if let Some(manifest) = measured(&folder, common)? {
-        let output = OutputSettings {
-            save: Some(folder),
-            ..OutputSettings::default()
-        };
+        let output = OutputSettings { save: Some(folder), ..OutputSettings::default() };
         RunFolder::at(&[], &output, false)?.tidy_finished(events)?;
         return Ok(Some(manifest));
     }
@@ -44,11 +41,8 @@ pub(super) fn perplexity(
     settings.width_drop = None;
     settings.evaluation.eval = EvalSides::Dense;
     settings.evaluation.max_perplexity = None;
-    settings.output = OutputSettings {
-        save: Some(folder.clone()),
-        force: true,
-        ..OutputSettings::default()
-    };
+    settings.output =
+        OutputSettings { save: Some(folder.clone()), force: true, ..OutputSettings::default() };
     match eval(settings.clone(), events) {
         Ok(manifest) => {
             records::write(&folder, &records::record_of(None, common, None))?;

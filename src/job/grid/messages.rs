@@ -46,10 +46,7 @@ impl<'a> CellEvents<'a> {
     pub(super) fn begin(&self, numbers: RangeInclusive<usize>, of: usize, names: &str) {
         let (first, last) = numbers.into_inner();
         let (place, note) = match first == last {
-            true => (
-                format!("{first}/{of}: "),
-                format!("cell {first} of {of}: {names}"),
-            ),
+            true => (format!("{first}/{of}: "), format!("cell {first} of {of}: {names}")),
             false => (
                 format!("{first}-{last}/{of}: "),
                 format!("cells {first} to {last} of {of} share their statistics: {names}"),
@@ -68,9 +65,8 @@ impl<'a> CellEvents<'a> {
     /// The cell is done.
     pub(super) fn finished(&self, name: &str, manifest: &Manifest) {
         let perplexity = manifest.perplexity.pruned;
-        let measured = perplexity.map_or_else(String::new, |of| {
-            format!(", pruned perplexity {:.4}", of.perplexity)
-        });
+        let measured = perplexity
+            .map_or_else(String::new, |of| format!(", pruned perplexity {:.4}", of.perplexity));
         let seconds = manifest.seconds;
         let text = match manifest.cells_at_once {
             None => format!("  done in {seconds:.1} s{measured}"),
@@ -84,9 +80,8 @@ impl<'a> CellEvents<'a> {
     /// The cell has failed.
     pub(super) fn failed(&self, name: &str, error: &anyhow::Error) {
         self.emit(Event::IfInterrupted(None));
-        self.events.emit(Event::Warning {
-            text: format!("the cell {name} failed: {}", in_words(error)),
-        });
+        self.events
+            .emit(Event::Warning { text: format!("the cell {name} failed: {}", in_words(error)) });
     }
 
     /// All cells are done.
@@ -108,15 +103,12 @@ impl<'a> CellEvents<'a> {
 impl Events for CellEvents<'_> {
     fn emit(&self, event: Event) {
         let event = match event {
-            Event::PhaseStarted { phase, unit, steps } => Event::PhaseStarted {
-                phase: self.told().place.clone() + &phase,
-                unit,
-                steps,
-            },
-            Event::PhaseDone { phase, elapsed } => Event::PhaseDone {
-                phase: self.told().place.clone() + &phase,
-                elapsed,
-            },
+            Event::PhaseStarted { phase, unit, steps } => {
+                Event::PhaseStarted { phase: self.told().place.clone() + &phase, unit, steps }
+            }
+            Event::PhaseDone { phase, elapsed } => {
+                Event::PhaseDone { phase: self.told().place.clone() + &phase, elapsed }
+            }
             Event::Note { text } | Event::Warning { text } if !self.is_new(&text) => return,
             Event::IfInterrupted(unfinished) => {
                 // A cell whose layers are kept may finish its layer first; another one ends at once.

@@ -68,12 +68,8 @@ pub fn grid(settings: &GridSettings, events: &dyn Events) -> Result<GridOutcome>
     records::check(&out, &common, &cells, settings.run.output.force)?;
     let dense = dense::perplexity(&settings.run, &out, &common, &events)?;
     let mine = mine(settings, &cells)?;
-    let sweep = CellsOfSweep {
-        common: &common,
-        dense: dense.as_ref(),
-        events: &events,
-        cells: mine.len(),
-    };
+    let sweep =
+        CellsOfSweep { common: &common, dense: dense.as_ref(), events: &events, cells: mine.len() };
     let (mut failed, mut begun) = (Vec::new(), 0);
     for group in groups(&mine)? {
         begun += sweep.run_group(group, begun, &mut failed)?;
@@ -225,10 +221,7 @@ impl CellsOfSweep<'_> {
             events.check()?;
             events.begin(number..=number, self.cells, &cell.name());
             let settings = self.begin(cell)?;
-            let given = Given {
-                dense: self.dense,
-                ..Given::default()
-            };
+            let given = Given { dense: self.dense, ..Given::default() };
             let outcome = prune_given(settings, given, events, None);
             self.end(cell, outcome, failed)?;
         }

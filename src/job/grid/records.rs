@@ -73,12 +73,9 @@ fn is_absent(error: &std::io::Error) -> bool {
 }
 
 fn unreadable(path: &Path, why: &dyn std::fmt::Display) -> Failure {
-    Failure::new(format!(
-        "`{}` is not a record of this program",
-        path.display()
-    ))
-    .detail(why.to_string())
-    .hint("remove its folder, or choose another --save folder")
+    Failure::new(format!("`{}` is not a record of this program", path.display()))
+        .detail(why.to_string())
+        .hint("remove its folder, or choose another --save folder")
 }
 
 /// The record of a finished run; `None` for a folder without one.
@@ -172,10 +169,8 @@ fn refusal(out: &Path, name: &str, there: &CommonSettings, here: &CommonSettings
     /// Characters of a value that are shown.
     const SHOWN: usize = 60;
     let place = out.display();
-    let mut failure = Failure::new(format!(
-        "`{place}` holds cells of a sweep with other settings"
-    ))
-    .detail(format!("in `{name}`:"));
+    let mut failure = Failure::new(format!("`{place}` holds cells of a sweep with other settings"))
+        .detail(format!("in `{name}`:"));
     let mut names: Vec<&String> = there.keys().chain(here.keys()).collect();
     names.sort();
     names.dedup();
@@ -208,10 +203,7 @@ pub(super) fn begin(cell: &PlannedCell, common: &CommonSettings) -> Result<()> {
 /// Records the error of a cell.
 pub(super) fn failed(cell: &PlannedCell, common: &CommonSettings, error: &str) -> Result<()> {
     let error = Some(error.to_string());
-    write(
-        &cell.folder,
-        &record_of(Some(cell.cell.clone()), common, error),
-    )
+    write(&cell.folder, &record_of(Some(cell.cell.clone()), common, error))
 }
 
 /// The record of a cell; without `cell`, of the dense model.
@@ -220,12 +212,7 @@ pub(super) fn record_of(
     common: &CommonSettings,
     error: Option<String>,
 ) -> CellRecord {
-    CellRecord {
-        schema: SCHEMA,
-        cell,
-        settings: common.clone(),
-        error,
-    }
+    CellRecord { schema: SCHEMA, cell, settings: common.clone(), error }
 }
 
 /// Writes `cell.json`.

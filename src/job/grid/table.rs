@@ -71,10 +71,7 @@ pub(super) fn write(
         let mut json = serde_json::to_vec_pretty(&record).context("writing the table as JSON")?;
         json.push(b'\n');
         let name = name_of(&out.display().to_string());
-        write_atomic(
-            &out.join(MARKDOWN),
-            report::grid::markdown(&record).as_bytes(),
-        )?;
+        write_atomic(&out.join(MARKDOWN), report::grid::markdown(&record).as_bytes())?;
         let page = report::page::of_grid(&name, &record)?;
         write_atomic(&out.join(PAGE), page.as_bytes())?;
         write_atomic(&out.join(GRID_FILE), &json)?;
@@ -116,10 +113,8 @@ fn collect(out: &Path, common: &CommonSettings, methods: &[String]) -> Result<Gr
     let mut record = GridRecord::of(cells, common.clone(), methods);
     record.model = model;
     if !others.is_empty() {
-        let left_out = format!(
-            "folders with other settings are not in the table: {}",
-            others.join(", ")
-        );
+        let left_out =
+            format!("folders with other settings are not in the table: {}", others.join(", "));
         record.warnings.push(left_out);
     }
     Ok(record)

@@ -73,11 +73,7 @@ pub(super) fn run(
             None => Sharing::First(techniques[at + 1..].to_vec()),
             Some((_, first)) => Sharing::Next(first),
         };
-        let given = Given {
-            dense,
-            sharing,
-            ..Given::default()
-        };
+        let given = Given { dense, sharing, ..Given::default() };
         match Job::settle(settings, given, recorder) {
             Ok(Settled::Job(job)) => jobs.push((at, job)),
             Ok(Settled::Finished(manifest)) => outcomes[at] = Some(Ok(*manifest)),
@@ -96,10 +92,7 @@ pub(super) fn run(
         job.announce(&recorders[*at]);
     }
     pass(&jobs, &recorders, &mut outcomes)?;
-    outcomes
-        .into_iter()
-        .map(|of| of.context("every cell has an outcome").map(Some))
-        .collect()
+    outcomes.into_iter().map(|of| of.context("every cell has an outcome").map(Some)).collect()
 }
 
 fn techniques(cells: &[Settings]) -> Result<Vec<Technique>> {
@@ -154,9 +147,8 @@ fn pass(jobs: &[SettledCell], recorders: &[Recorder<'_>], outcomes: &mut Outcome
     let steps = passes(first, fewest, streams);
     let passengers: &mut [&mut dyn Passenger] = &mut [&mut shared];
     let swept = first.sweep(&devices, (None, None), passengers, steps, &recorders[*at]);
-    let ends: Vec<(Vec<LayerReport>, Option<anyhow::Error>)> = (shared.cells.into_iter())
-        .map(|cell| (cell.pruner.into_layers(), cell.error))
-        .collect();
+    let ends: Vec<(Vec<LayerReport>, Option<anyhow::Error>)> =
+        (shared.cells.into_iter()).map(|cell| (cell.pruner.into_layers(), cell.error)).collect();
     // Where every cell has failed, each has its own error.
     let swept = match swept {
         Err(_) if ends.iter().all(|(_, error)| error.is_some()) => SweepReport::default(),
@@ -214,13 +206,7 @@ fn sharing_cell<'a>(
     let model = &job.model;
     let calibrator = Calibrator::of(None, &model.config, &model.clock, events);
     let output = outputs.receivers();
-    let pruner = Pruner::new(
-        &pruning.technique,
-        &pruning.targets,
-        calibrator,
-        output,
-        before,
-    );
+    let pruner = Pruner::new(&pruning.technique, &pruning.targets, calibrator, output, before);
     let passengers = windows.iter_mut();
     Ok(SharingCell {
         pruner: pruner.with_flow(pruning.flow),

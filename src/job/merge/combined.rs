@@ -107,7 +107,7 @@ pub(super) fn method(
     if settings.semantics != MergeSemantics::Peft {
         if settings.majority_sign.is_some() {
             return Err(
-                Failure::usage("--majority-sign has a meaning for --semantics peft only").into(),
+                Failure::usage("--majority-sign has a meaning for --semantics peft only").into()
             );
         }
         let Some(method) = merging::method(name) else {
@@ -122,19 +122,14 @@ pub(super) fn method(
     let found = KINDS.iter().find(|(of, _)| *of == name);
     let Some((name, kind)) = found.copied() else {
         let names: Vec<&str> = KINDS.iter().map(|(name, _)| *name).collect();
-        return Err(
-            Failure::usage(format!("peft has no combination called `{name}`"))
-                .detail(format!("it has {}", names.join(", ")))
-                .hint("leave --semantics peft out, or choose one of these methods")
-                .into(),
-        );
+        return Err(Failure::usage(format!("peft has no combination called `{name}`"))
+            .detail(format!("it has {}", names.join(", ")))
+            .hint("leave --semantics peft out, or choose one of these methods")
+            .into());
     };
     let elects = matches!(kind, CombinationKind::Ties | CombinationKind::DareTies);
     for (flag, is_given) in [
-        (
-            "--majority-sign",
-            settings.majority_sign.is_some() && !elects,
-        ),
+        ("--majority-sign", settings.majority_sign.is_some() && !elects),
         ("--trim-scope", settings.trim_scope.is_some()),
         ("--saliency", settings.saliency.is_some()),
         ("--aim", settings.aim.is_some()),
@@ -177,10 +172,8 @@ impl CombinedJob {
         let folder = result_folder(settings, inputs)?;
         check_models(recipe, inputs)?;
         // In the order of the recipe, where the base is the first of all models and no adapter.
-        let adapters: Vec<Arc<Adapter>> = inputs.models[1..]
-            .iter()
-            .filter_map(|model| model.adapter.clone())
-            .collect();
+        let adapters: Vec<Arc<Adapter>> =
+            inputs.models[1..].iter().filter_map(|model| model.adapter.clone()).collect();
         let mut shares: BTreeMap<(usize, String), AdapterShare> = BTreeMap::new();
         for tensor in tensors {
             let sources = std::mem::take(&mut tensor.recipe.sources);
@@ -295,11 +288,9 @@ fn real(folder: &Path) -> Result<PathBuf> {
 fn result_folder(settings: &MergeSettings, inputs: &InputModels) -> Result<PathBuf> {
     let output = &settings.output;
     let Some(save) = &output.save else {
-        return Err(
-            Failure::usage("--semantics peft needs a run folder for the combined adapter")
-                .hint(format!("add --save DIR; the adapter becomes DIR/{FOLDER}"))
-                .into(),
-        );
+        return Err(Failure::usage("--semantics peft needs a run folder for the combined adapter")
+            .hint(format!("add --save DIR; the adapter becomes DIR/{FOLDER}"))
+            .into());
     };
     let folder = save.join(FOLDER);
     for source in inputs.folders() {
@@ -336,9 +327,8 @@ impl MergeJob {
         let draws = |adapter: usize, factor: &str, numbers: &mut [u32]| {
             Stream::new(self.settings.seed, adapter, factor).fill(0, numbers);
         };
-        let files = self
-            .clock
-            .measure(Phase::Merge, || job.combination.write(&job.folder, &draws))?;
+        let files =
+            self.clock.measure(Phase::Merge, || job.combination.write(&job.folder, &draws))?;
         events.note(format!("adapter      {}", job.folder.display()));
         let base = &self.inputs.models[0];
         let adapter = open_adapter(&job.folder, base.is_tied)?;

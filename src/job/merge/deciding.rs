@@ -16,16 +16,9 @@ fn evaluation_of(settings: &MergeSettings) -> String {
         return "none".to_string();
     }
     let of = &settings.evaluation;
-    let windows = of
-        .eval_windows
-        .map_or("all".to_string(), |windows| windows.to_string());
-    let seqlen = settings
-        .seqlen
-        .map_or("default".to_string(), |seqlen| seqlen.to_string());
-    format!(
-        "{:?}, {}, windows: {windows}, seqlen: {seqlen}",
-        settings.eval, of.eval_dataset
-    )
+    let windows = of.eval_windows.map_or("all".to_string(), |windows| windows.to_string());
+    let seqlen = settings.seqlen.map_or("default".to_string(), |seqlen| seqlen.to_string());
+    format!("{:?}, {}, windows: {windows}, seqlen: {seqlen}", settings.eval, of.eval_dataset)
 }
 
 /// Everything that decides the outcome, by name.
@@ -35,11 +28,8 @@ pub(super) fn decide(
     inputs: &InputModels,
     folder: &RunFolder,
 ) -> Result<BTreeMap<String, String>> {
-    let fingerprints: Result<Vec<String>> = inputs
-        .models
-        .iter()
-        .map(|model| model.fingerprint())
-        .collect();
+    let fingerprints: Result<Vec<String>> =
+        inputs.models.iter().map(|model| model.fingerprint()).collect();
     let as_json = |value: serde_json::Value| match value {
         serde_json::Value::String(text) => text,
         other => other.to_string(),
@@ -49,14 +39,8 @@ pub(super) fn decide(
         ("program", format!("prune {}", env!("CARGO_PKG_VERSION"))),
         ("recipe", recipe.to_yaml(crate::recipe::without_folders)),
         ("models", fingerprints?.join(" ")),
-        (
-            "semantics",
-            as_json(serde_json::to_value(settings.semantics)?),
-        ),
-        (
-            "trim_scope",
-            as_json(serde_json::to_value(settings.trim_scope)?),
-        ),
+        ("semantics", as_json(serde_json::to_value(settings.semantics)?)),
+        ("trim_scope", as_json(serde_json::to_value(settings.trim_scope)?)),
         ("seed", settings.seed.to_string()),
         ("keep_zeros", settings.keep_zeros.to_string()),
         ("evaluation", evaluation_of(settings)),

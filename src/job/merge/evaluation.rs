@@ -82,10 +82,7 @@ impl MergeJob {
         let row = self
             .perplexity(name, folder, adapter, devices, recorder)
             .with_context(|| format!("measuring the perplexity of `{name}`"))?;
-        recorder.note(format!(
-            "perplexity   {:.4} of {name}",
-            row.report.perplexity
-        ));
+        recorder.note(format!("perplexity   {:.4} of {name}", row.report.perplexity));
         state.model_measured(row)
     }
 
@@ -130,10 +127,7 @@ impl MergeJob {
         let windows = job.texts.windows.as_ref();
         Ok(ModelPerplexity {
             model: name.to_string(),
-            report: streams
-                .perplexities(&job)
-                .dense
-                .context("a model is measured")?,
+            report: streams.perplexities(&job).dense.context("a model is measured")?,
             text: windows.context("a text is measured")?.protocol.clone(),
         })
     }

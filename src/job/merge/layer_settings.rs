@@ -204,36 +204,25 @@ fn derived(config: &Config, layers: usize) -> Vec<(&'static str, Vec<Value>)> {
         Some("gemma2" | "gpt_oss") => vec![("layer_types", periodic(2))],
         Some("gemma3_text") => {
             let period = number("_sliding_window_pattern", 6);
-            vec![(
-                "layer_types",
-                periodic(number("sliding_window_pattern", period)),
-            )]
+            vec![("layer_types", periodic(number("sliding_window_pattern", period)))]
         }
         Some("cohere2") => vec![("layer_types", periodic(number("sliding_window_pattern", 4)))],
         Some("olmo3") => vec![("layer_types", periodic(4))],
         Some("qwen2" | "qwen3") => {
             let first = number("max_window_layers", 28);
-            vec![(
-                "layer_types",
-                windows(&|layer| has_window && layer >= first),
-            )]
+            vec![("layer_types", windows(&|layer| has_window && layer >= first))]
         }
         Some("smollm3") => {
             let interval = number("no_rope_layer_interval", 4);
             let given = config.get("no_rope_layers").and_then(Value::as_array);
             let has_positions = |layer: u64| match given {
-                Some(given) => given
-                    .get(layer as usize)
-                    .is_none_or(|of| of.as_u64() != Some(0)),
+                Some(given) => given.get(layer as usize).is_none_or(|of| of.as_u64() != Some(0)),
                 None => !(layer + 1).is_multiple_of(interval),
             };
             let positions = (0..layers as u64).map(|of| u64::from(has_positions(of)).into());
             vec![
                 ("no_rope_layers", positions.collect()),
-                (
-                    "layer_types",
-                    windows(&|layer| has_window && !has_positions(layer)),
-                ),
+                ("layer_types", windows(&|layer| has_window && !has_positions(layer))),
             ]
         }
         _ => Vec::new(),
@@ -270,9 +259,7 @@ mod tests {
             });
             letters.collect()
         };
-        let lists = lists
-            .iter()
-            .map(|(key, list)| format!("{key} {}", short(list)));
+        let lists = lists.iter().map(|(key, list)| format!("{key} {}", short(list)));
         lists.collect::<Vec<_>>().join(", ")
     }
 
@@ -296,10 +283,7 @@ mod tests {
                     "sliding_window": null}),
                 "layer_types fffffff",
             ),
-            (
-                json!({"model_type": "qwen3", "max_window_layers": 2}),
-                "layer_types fffffff",
-            ),
+            (json!({"model_type": "qwen3", "max_window_layers": 2}), "layer_types fffffff"),
             (
                 json!({"model_type": "smollm3", "no_rope_layer_interval": 3}),
                 "layer_types fffffff, no_rope_layers 1101101",
@@ -323,10 +307,7 @@ mod tests {
         use serde_json::json;
         for (config, expected) in [
             (json!({"model_type": "llama"}), None),
-            (
-                json!({"model_type": "new", "decoder_sparse_step": 2}),
-                Some("decoder_sparse_step"),
-            ),
+            (json!({"model_type": "new", "decoder_sparse_step": 2}), Some("decoder_sparse_step")),
             (json!({"model_type": "new", "decoder_sparse_step": 1}), None),
             (
                 json!({"model_type": "new", "max_window_layers": 2, "use_sliding_window": true}),

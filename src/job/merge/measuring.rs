@@ -29,19 +29,13 @@ impl Saliency {
     /// Fails when a layer cannot be read, for activations that are not finite, when a device fails for another reason than lack of
     /// memory, and when the file cannot be written.
     pub(super) fn measure(&self, clock: &Clock, events: &dyn Events) -> Result<MeasuredStatistics> {
-        let mut activations = MeasuredStatistics {
-            file: self.found.clone(),
-            ..MeasuredStatistics::default()
-        };
+        let mut activations =
+            MeasuredStatistics { file: self.found.clone(), ..MeasuredStatistics::default() };
         for asked in &self.asked {
             let Some(job) = &asked.job else { continue };
             let file = &mut activations.file;
             let at = file.begin(&asked.measurement);
-            let mut journal = FileJournal {
-                path: &self.path,
-                file,
-                at,
-            };
+            let mut journal = FileJournal { path: &self.path, file, at };
             let name = &asked.measurement.model;
             let swept = sweep(job, &mut journal, name, events)
                 .with_context(|| format!("measuring the activations of `{name}`"))?;
@@ -72,10 +66,7 @@ fn sweep(
     let mut streams = Streams::embed(job, &Outputs::default(), events)?;
     let samples = streams.calibration.take();
     let samples = samples.context("a measurement has samples")?;
-    let finished = (layers > 0).then(|| Finished {
-        layers,
-        written: model.source.clone(),
-    });
+    let finished = (layers > 0).then(|| Finished { layers, written: model.source.clone() });
     let mut meter = ActivationMeter::new(
         kind(has_magnitudes),
         samples,
@@ -112,10 +103,7 @@ impl ActivationJournal for FileJournal<'_> {
 pub(in crate::job) fn joined(measuring: Plan, merging: Plan) -> Plan {
     let mut devices = measuring.devices;
     for device in merging.devices {
-        match devices
-            .iter_mut()
-            .find(|known| known.device == device.device)
-        {
+        match devices.iter_mut().find(|known| known.device == device.device) {
             Some(known) if known.peak >= device.peak => {}
             Some(known) => *known = device,
             None => devices.push(device),

@@ -50,12 +50,7 @@ impl PassWork {
     pub(super) fn time(&self, output: ByteSize, threads: usize, rates: &Rates) -> TimeEstimate {
         let disk = (self.bytes + 2 * output.0) as f64 / (rates.disk_gb_s * 1e9);
         let compute = self.elements as f64 / (threads as f64 * ELEMENTS_PER_SECOND);
-        TimeEstimate {
-            seconds: disk.max(compute),
-            compute,
-            disk,
-            transfers: 0.0,
-        }
+        TimeEstimate { seconds: disk.max(compute), compute, disk, transfers: 0.0 }
     }
 }
 
@@ -116,16 +111,8 @@ impl MergeShape {
         elements.sort_unstable_by(|one, other| other.cmp(one));
         Self {
             elements,
-            longest_row: tensors
-                .iter()
-                .map(|tensor| tensor.matrix().1)
-                .max()
-                .unwrap_or(1),
-            sources: tensors
-                .iter()
-                .map(|tensor| tensor.recipe.sources.len())
-                .max()
-                .unwrap_or(1),
+            longest_row: tensors.iter().map(|tensor| tensor.matrix().1).max().unwrap_or(1),
+            sources: tensors.iter().map(|tensor| tensor.recipe.sources.len()).max().unwrap_or(1),
             experts: tensors
                 .iter()
                 .map(|tensor| {
@@ -134,10 +121,7 @@ impl MergeShape {
                 })
                 .max()
                 .unwrap_or(1),
-            listed: tensors
-                .iter()
-                .map(|tensor| tensor.recipe.sources.len())
-                .sum(),
+            listed: tensors.iter().map(|tensor| tensor.recipe.sources.len()).sum(),
             stored_bytes: 4 + tensors
                 .iter()
                 .map(|tensor| tensor.dtype.bytes() as u64)
@@ -180,11 +164,7 @@ impl MergeShape {
         let tensors = self.elements.iter().take(size.workers);
         let elements: u64 = tensors.map(|elements| piece.min(*elements)).sum();
         let pieces = elements * (4 * floats + self.stored_bytes + zeros);
-        let searches = if self.searches {
-            self.experts as u64
-        } else {
-            0
-        };
+        let searches = if self.searches { self.experts as u64 } else { 0 };
         // Each worker counts, and so does each group.
         let counts = COUNTS * searches * (size.workers as u64 + self.groups as u64);
         let factors = size.workers as u64 * self.factor_bytes;
@@ -224,10 +204,7 @@ impl MergeShape {
 
     /// The least memory that is enough for every phase.
     pub(super) fn least(&self) -> ByteSize {
-        let smallest = PassSize {
-            workers: 1,
-            piece_elements: self.longest_row,
-        };
+        let smallest = PassSize { workers: 1, piece_elements: self.longest_row };
         self.bytes(smallest).max(self.fixed())
     }
 
@@ -285,10 +262,7 @@ impl MergeShape {
             phase,
             device: "cpu".to_string(),
             bytes: sum(&parts),
-            parts: parts
-                .into_iter()
-                .filter(|part| part.bytes > ByteSize::ZERO)
-                .collect(),
+            parts: parts.into_iter().filter(|part| part.bytes > ByteSize::ZERO).collect(),
         };
         let mut phases = vec![
             phase(Phase::Merge, self.parts(size)),
@@ -322,10 +296,7 @@ impl MergeShape {
 }
 
 fn part(kind: PartKind, bytes: u64) -> MemoryPart {
-    MemoryPart {
-        kind,
-        bytes: ByteSize(bytes),
-    }
+    MemoryPart { kind, bytes: ByteSize(bytes) }
 }
 
 fn sum(parts: &[MemoryPart]) -> ByteSize {

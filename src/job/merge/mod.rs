@@ -87,8 +87,7 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
         keep_zeros: job.settings.keep_zeros,
         events: &recorder,
     };
-    job.clock
-        .measure(Phase::Merge, || pass.run(&mut outputs.state))?;
+    job.clock.measure(Phase::Merge, || pass.run(&mut outputs.state))?;
     job.clock.mark(Moment::AfterPruning, &recorder);
     weighed.devices.add_all(devices);
     let mut report = job.report(&outputs, &weighed)?;

@@ -99,31 +99,19 @@ impl InputModels {
                 adapter,
             });
         }
-        Ok(Self {
-            models,
-            row_maps: BTreeMap::new(),
-            dtype,
-        })
+        Ok(Self { models, row_maps: BTreeMap::new(), dtype })
     }
 
     /// The folders that are read.
     pub(super) fn folders(&self) -> Vec<&Path> {
-        let adapters = self
-            .models
-            .iter()
-            .filter_map(|model| model.adapter.as_ref());
+        let adapters = self.models.iter().filter_map(|model| model.adapter.as_ref());
         let models = self.models.iter().map(|model| model.folder.as_path());
-        models
-            .chain(adapters.map(|adapter| adapter.folder()))
-            .collect()
+        models.chain(adapters.map(|adapter| adapter.folder())).collect()
     }
 
     /// Bytes of the factors of the largest change of a tensor, in f32; several adapters of a tensor are held together.
     pub(super) fn factor_bytes(&self) -> u64 {
-        let adapters = self
-            .models
-            .iter()
-            .filter_map(|model| model.adapter.as_ref());
+        let adapters = self.models.iter().filter_map(|model| model.adapter.as_ref());
         adapters.map(|adapter| adapter.largest_change_bytes()).sum()
     }
 
@@ -181,13 +169,9 @@ impl InputModelFiles {
             .detail("expected `num_hidden_layers`, a positive integer")
         })?;
         let tensors = self.checkpoint.tensors();
-        let mut tensors: BTreeMap<String, Vec<usize>> = tensors
-            .map(|entry| (entry.name.clone(), entry.shape.clone()))
-            .collect();
-        let unties = self
-            .adapter
-            .as_ref()
-            .is_some_and(|adapter| adapter.unties());
+        let mut tensors: BTreeMap<String, Vec<usize>> =
+            tensors.map(|entry| (entry.name.clone(), entry.shape.clone())).collect();
+        let unties = self.adapter.as_ref().is_some_and(|adapter| adapter.unties());
         if unties && let Some(entry) = self.entry(HEAD) {
             tensors.insert(HEAD.to_string(), entry.shape.clone());
         }
@@ -285,10 +269,8 @@ pub(super) fn open_adapter(folder: &Path, base_is_tied: bool) -> Result<Adapter>
 /// Fails when the adapter does not fit.
 pub(super) fn put_on(model: &mut OpenedModel, adapter: Adapter) -> Result<()> {
     if adapter.unties() {
-        model.config = Arc::new(ModelConfig {
-            tie_word_embeddings: false,
-            ..(*model.config).clone()
-        });
+        model.config =
+            Arc::new(ModelConfig { tie_word_embeddings: false, ..(*model.config).clone() });
     }
     model.source = Arc::new(AdaptedSource::new(Arc::clone(&model.source), adapter)?);
     Ok(())

@@ -37,10 +37,7 @@ impl<'a> MergeOutputs<'a> {
             recorder.write_memory_log(&run.join(memory_log::FILE))?;
         }
         let started = job.started_unix_seconds;
-        Ok(Self {
-            writer,
-            state: StateFile::begin(folder, state, &job.clock, recorder, started)?,
-        })
+        Ok(Self { writer, state: StateFile::begin(folder, state, &job.clock, recorder, started)? })
     }
 
     /// Reads everything back and gives the files their names.
@@ -54,15 +51,12 @@ impl<'a> MergeOutputs<'a> {
         // The pieces of the workers, and what a measurement of activations left.
         memory::release_freed();
         let published = job.published(report)?;
-        let verification = job.clock.measure(Phase::SaveAndVerify, || {
-            self.writer.finish(published, &[], events)
-        })?;
+        let verification = job
+            .clock
+            .measure(Phase::SaveAndVerify, || self.writer.finish(published, &[], events))?;
         job.clock.mark(Moment::AfterSaving, events);
         let model = job.folder.model.as_ref().context("a merge has a folder")?;
-        let output = OutputReport {
-            model: model.display().to_string(),
-            verification,
-        };
+        let output = OutputReport { model: model.display().to_string(), verification };
         Ok((self.state, output))
     }
 }
@@ -102,9 +96,7 @@ fn reopen(job: &MergeJob, events: &dyn Events) -> Result<Option<(MergedWriter, R
     let mut state = state.clone();
     let counted: BTreeSet<&str> = state.merged.iter().map(|of| of.name.as_str()).collect();
     // Versions before recorded tensors whose counts were lost when they were killed.
-    state
-        .tensors
-        .retain(|name, _| counted.contains(name.as_str()));
+    state.tensors.retain(|name, _| counted.contains(name.as_str()));
     let folders = job.inputs.folders();
     let reopened = job.clock.measure(Phase::Check, || {
         MergedWriter::reopen(job.layout.clone(), model, &folders, &state.tensors, events)
@@ -118,15 +110,11 @@ fn reopen(job: &MergeJob, events: &dyn Events) -> Result<Option<(MergedWriter, R
         return Ok(None);
     };
     for name in &damaged {
-        events.warn(format!(
-            "`{name}` is not on the disk as it was written: it is merged again"
-        ));
+        events.warn(format!("`{name}` is not on the disk as it was written: it is merged again"));
         state.tensors.remove(name);
     }
     let tensors = &state.tensors;
-    state
-        .merged
-        .retain(|tensor| tensors.contains_key(&tensor.name));
+    state.merged.retain(|tensor| tensors.contains_key(&tensor.name));
     events.note(format!(
         "continuing an unfinished merge: {} of {} tensors are finished",
         state.merged.len(),

@@ -41,10 +41,7 @@ impl Donor {
         let donor = donor.or(models.first()).context("a merge has models")?;
         let mut config = donor.config.clone();
         let object = config.as_object_mut().with_context(|| {
-            format!(
-                "`{}` is no object",
-                donor.folder.join(CONFIG_FILE).display()
-            )
+            format!("`{}` is no object", donor.folder.join(CONFIG_FILE).display())
         })?;
         let layers = tensors.iter().filter_map(|tensor| tensor.recipe.layer);
         let layers = layers.max().map_or(0, |last| last + 1);
@@ -54,9 +51,7 @@ impl Donor {
         if has_head == donor.is_tied {
             object.insert("tie_word_embeddings".to_string(), (!has_head).into());
         }
-        let embedding = tensors
-            .iter()
-            .find(|tensor| tensor.recipe.name == EMBEDDING);
+        let embedding = tensors.iter().find(|tensor| tensor.recipe.name == EMBEDDING);
         if let Some(rows) = embedding.and_then(|embedding| embedding.shape.first()) {
             object.insert("vocab_size".to_string(), (*rows).into());
         }
@@ -73,19 +68,14 @@ impl Donor {
         };
         object.insert(key.to_string(), name.into());
         vocabulary.configure(&donor.folder, &mut config)?;
-        Ok(Self {
-            folder: donor.folder.clone(),
-            config,
-        })
+        Ok(Self { folder: donor.folder.clone(), config })
     }
 }
 
 /// The widest dtype of the output.
 pub(super) fn widest(tensors: &[MergeTensor]) -> StoredDtype {
     let dtypes = tensors.iter().map(|tensor| tensor.dtype);
-    dtypes
-        .reduce(StoredDtype::wider)
-        .unwrap_or(StoredDtype::F32)
+    dtypes.reduce(StoredDtype::wider).unwrap_or(StoredDtype::F32)
 }
 
 impl MergeJob {
@@ -98,17 +88,11 @@ impl MergeJob {
         record.push(b'\n');
         let mut written = vec![
             (CONFIG_FILE.to_string(), config),
-            (
-                MERGE_CONFIG_FILE.to_string(),
-                public.recipe.clone().into_bytes(),
-            ),
+            (MERGE_CONFIG_FILE.to_string(), public.recipe.clone().into_bytes()),
             (MERGING_FILE.to_string(), record),
         ];
         if !self.settings.output.no_model_card {
-            written.push((
-                CARD_FILE.to_string(),
-                merge_card::text(&public).into_bytes(),
-            ));
+            written.push((CARD_FILE.to_string(), merge_card::text(&public).into_bytes()));
         }
         if let Some(index) = self.layout.index_json() {
             written.push((INDEX_FILE.to_string(), index));

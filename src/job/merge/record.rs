@@ -37,19 +37,14 @@ impl MergeJob {
                     is_base: self.recipe.base_model.as_ref() == Some(&model.spec),
                     path: model.folder.display().to_string(),
                     commit: model.hub_model.as_ref().map(|hub| hub.commit.clone()),
-                    adapter: model
-                        .adapter
-                        .as_ref()
-                        .map(|of| of.folder().display().to_string()),
+                    adapter: model.adapter.as_ref().map(|of| of.folder().display().to_string()),
                     fingerprint: model.fingerprint()?,
                 })
             })
             .collect();
         let read = self.tensors.iter().map(|tensor| {
             let sources = tensor.recipe.sources.iter();
-            sources
-                .map(|source| self.inputs.stored_bytes(source))
-                .sum::<u64>()
+            sources.map(|source| self.inputs.stored_bytes(source)).sum::<u64>()
         });
         let mut counted: BTreeMap<&str, &MergedTensor> = outputs
             .state
@@ -67,10 +62,7 @@ impl MergeJob {
                 counted.cloned()
             })
             .collect();
-        let embedding = self
-            .tensors
-            .iter()
-            .find(|tensor| tensor.recipe.name == EMBEDDING);
+        let embedding = self.tensors.iter().find(|tensor| tensor.recipe.name == EMBEDDING);
         Ok(MergeReport {
             method: self.recipe.merge_method.clone(),
             semantics: self.semantics_name(),
@@ -79,17 +71,12 @@ impl MergeJob {
             models: models?,
             recipe: self.recipe.to_yaml(str::to_string),
             num_hidden_layers: self.num_hidden_layers,
-            vocab_size: embedding
-                .and_then(|of| of.shape.first().copied())
-                .unwrap_or(0),
+            vocab_size: embedding.and_then(|of| of.shape.first().copied()).unwrap_or(0),
             vocabulary: self.vocabulary.report.clone(),
             dtype: widest(&self.tensors).name().to_string(),
             left_out: self.left_out.clone(),
             bytes: [ByteSize(read.sum()), self.output_bytes()],
-            saliency: self
-                .saliency
-                .as_ref()
-                .map(|saliency| saliency.report(&weighed.used)),
+            saliency: self.saliency.as_ref().map(|saliency| saliency.report(&weighed.used)),
             combined_adapter: None,
             perplexities: Vec::new(),
             tensors: tensors?,
@@ -98,17 +85,14 @@ impl MergeJob {
 
     fn semantics_name(&self) -> String {
         let name = serde_json::to_value(self.settings.semantics).ok();
-        name.and_then(|name| Some(name.as_str()?.to_string()))
-            .unwrap_or_default()
+        name.and_then(|name| Some(name.as_str()?.to_string())).unwrap_or_default()
     }
 
     /// The scope of trimming, for methods that trim by magnitude.
     fn trim_scope_name(&self) -> Option<String> {
         let declaration = self.method.declaration();
-        let trims = declaration
-            .per_model
-            .iter()
-            .any(|(parameter, _)| *parameter == Parameter::Density);
+        let trims =
+            declaration.per_model.iter().any(|(parameter, _)| *parameter == Parameter::Density);
         let scope = match self.method.scope(&self.method_settings) {
             // Activations weigh the columns of a row.
             _ if self.settings.saliency.is_some() => "row",
@@ -129,9 +113,7 @@ impl MergeJob {
     ) -> Result<Manifest> {
         self.clock.mark(Moment::End, recorder);
         let donor = self.inputs.models.iter();
-        let donor = donor
-            .clone()
-            .find(|model| model.folder == self.donor.folder);
+        let donor = donor.clone().find(|model| model.folder == self.donor.folder);
         let donor = donor.context("the donor is one of the models")?;
         let parameters = self.tensors.iter().map(|tensor| tensor.elements()).sum();
         let phases = self.clock.report();
@@ -160,10 +142,7 @@ impl MergeJob {
                 device: super::devices::name(&self.plan),
                 dtype: "f32".to_string(),
                 kernel: "element by element".to_string(),
-                cpu_features: kernel::cpu_features()
-                    .into_iter()
-                    .map(str::to_string)
-                    .collect(),
+                cpu_features: kernel::cpu_features().into_iter().map(str::to_string).collect(),
                 threads: self.threads,
             },
             layer_drop: None,

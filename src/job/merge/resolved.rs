@@ -83,11 +83,9 @@ fn read_recipe(settings: &MergeSettings) -> Result<Recipe> {
             let mut recipe = Recipe::load(path, &methods)?;
             if let Some(source) = vocab {
                 if recipe.tokenizer.is_some() {
-                    return Err(
-                        Failure::usage("the recipe has a tokenizer, and so has --vocab")
-                            .hint("leave one of them out")
-                            .into(),
-                    );
+                    return Err(Failure::usage("the recipe has a tokenizer, and so has --vocab")
+                        .hint("leave one of them out")
+                        .into());
                 }
                 recipe.tokenizer = Some(TokenizerRecipe::of(source.clone()));
             }
@@ -101,18 +99,14 @@ fn read_recipe(settings: &MergeSettings) -> Result<Recipe> {
 fn check_flags(settings: &MergeSettings, method: &dyn MergeMethod) -> Result<()> {
     let name = method.declaration().name;
     if settings.saliency.is_some() && !method.uses_saliency() {
-        return Err(
-            Failure::usage(format!("--saliency has no meaning for the method `{name}`"))
-                .hint("leave it out, or use ties, dare_linear, dare_ties, della or regmean_diag")
-                .into(),
-        );
+        return Err(Failure::usage(format!("--saliency has no meaning for the method `{name}`"))
+            .hint("leave it out, or use ties, dare_linear, dare_ties, della or regmean_diag")
+            .into());
     }
     if name == "regmean_diag" && settings.saliency != Some(SaliencySource::Experts) {
-        return Err(
-            Failure::usage("regmean_diag averages by the activations of the experts")
-                .hint("add --saliency experts --dataset TEXT")
-                .into(),
-        );
+        return Err(Failure::usage("regmean_diag averages by the activations of the experts")
+            .hint("add --saliency experts --dataset TEXT")
+            .into());
     }
     Ok(())
 }
@@ -158,9 +152,5 @@ fn stored(dtype: MergeDtype) -> StoredDtype {
 
 /// The dtype that holds both, as PyTorch promotes them.
 fn promoted(first: StoredDtype, second: StoredDtype) -> StoredDtype {
-    if first == second {
-        first
-    } else {
-        StoredDtype::F32
-    }
+    if first == second { first } else { StoredDtype::F32 }
 }

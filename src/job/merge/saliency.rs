@@ -89,19 +89,13 @@ impl Saliency {
         let wishes = wishes(settings, recipe, inputs)?;
         let path = path_of(settings, folder)?;
         let configs = inputs.models.iter();
-        let configs: Result<Vec<ModelConfig>> = configs
-            .map(|model| ModelConfig::load(&model.folder))
-            .collect();
+        let configs: Result<Vec<ModelConfig>> =
+            configs.map(|model| ModelConfig::load(&model.folder)).collect();
         let configs = configs?;
         let measurements: Result<Vec<Measurement>> = wishes
             .iter()
             .map(|wish| {
-                measurement(
-                    settings,
-                    wish,
-                    &inputs.models[wish.model],
-                    &configs[wish.model],
-                )
+                measurement(settings, wish, &inputs.models[wish.model], &configs[wish.model])
             })
             .collect();
         let measurements = measurements?;
@@ -130,14 +124,7 @@ impl Saliency {
             }
             asked.push(Asked { measurement, job });
         }
-        Ok(Some(Self {
-            path,
-            found,
-            asked,
-            configs,
-            source: settings.saliency,
-            aim: settings.aim,
-        }))
+        Ok(Some(Self { path, found, asked, configs, source: settings.saliency, aim: settings.aim }))
     }
 
     /// Everything about the statistics that decides the outcome, for a merge without any, too.
@@ -156,10 +143,7 @@ impl Saliency {
             .collect();
         let none = || "none".to_string();
         [
-            (
-                "saliency",
-                source.map_or_else(none, |of| of.name().to_string()),
-            ),
+            ("saliency", source.map_or_else(none, |of| of.name().to_string())),
             ("aim", aim.map_or_else(none, |aim| aim.to_string())),
             (
                 "statistics",
@@ -226,11 +210,11 @@ impl Saliency {
 /// Refuses an ω outside of its range.
 fn check_aim(aim: Option<f64>) -> Result<()> {
     match aim {
-        Some(omega) if !(0.0..=1.0).contains(&omega) => Err(Failure::usage(format!(
-            "--aim {omega} is not between 0 and 1"
-        ))
-        .hint("1 changes nothing; AIM's authors use 0.4")
-        .into()),
+        Some(omega) if !(0.0..=1.0).contains(&omega) => {
+            Err(Failure::usage(format!("--aim {omega} is not between 0 and 1"))
+                .hint("1 changes nothing; AIM's authors use 0.4")
+                .into())
+        }
         _ => Ok(()),
     }
 }
@@ -251,10 +235,8 @@ fn wishes(settings: &MergeSettings, recipe: &Recipe, inputs: &InputModels) -> Re
             None => "--saliency base",
         };
         let none = || match &recipe.base_model {
-            None => Failure::usage(format!(
-                "{flag} needs a base model, and this recipe has none"
-            ))
-            .hint("name it with --base, or as `base_model` in the recipe"),
+            None => Failure::usage(format!("{flag} needs a base model, and this recipe has none"))
+                .hint("name it with --base, or as `base_model` in the recipe"),
             Some(base) => Failure::usage(format!(
                 "{flag} needs the base model, and {} does not read `{base}`",
                 recipe.merge_method
@@ -295,10 +277,7 @@ fn path_of(settings: &MergeSettings, folder: &RunFolder) -> Result<PathBuf> {
     if let Some(path) = &settings.saliency_file {
         return Ok(path.clone());
     }
-    let run = folder
-        .run
-        .as_ref()
-        .filter(|run| Some(*run) != folder.model.as_ref());
+    let run = folder.run.as_ref().filter(|run| Some(*run) != folder.model.as_ref());
     let none = || {
         Failure::usage("the statistics need a place")
             .detail("a file beside the weights of a model would be loaded with them")
@@ -324,10 +303,7 @@ fn measurement(
         nsamples: settings.calibration.nsamples,
         seqlen: check_seqlen(settings.seqlen, config)? as u64,
         seed: settings.calibration.seed,
-        dtype: stored_dtypes(&*input.checkpoint, config)
-            .layers
-            .name()
-            .to_string(),
+        dtype: stored_dtypes(&*input.checkpoint, config).layers.name().to_string(),
         num_hidden_layers: config.num_hidden_layers,
         has_magnitudes: wish.has_magnitudes,
         tokens_sha256: String::new(),
@@ -353,24 +329,18 @@ fn check(
     for asked in measurements {
         file.asked(asked, path)?;
     }
-    let there: Vec<&str> = file
-        .models
-        .iter()
-        .map(|model| model.measurement.model.as_str())
-        .collect();
+    let there: Vec<&str> =
+        file.models.iter().map(|model| model.measurement.model.as_str()).collect();
     if is_known || (there.is_empty() && !measurements.is_empty()) {
         return Ok(());
     }
     let failure = match there.is_empty() {
         true => Failure::new(format!("there are no statistics in `{}`", path.display()))
             .hint("add --saliency base or --saliency experts, which measures them"),
-        false => Failure::new(format!(
-            "`{}` holds statistics of other models",
-            path.display()
-        ))
-        .detail(format!("measured: {}", there.join(", ")))
-        .detail("models are compared by their weights, not by their names")
-        .hint("name another --saliency-file; a file that does not exist is written"),
+        false => Failure::new(format!("`{}` holds statistics of other models", path.display()))
+            .detail(format!("measured: {}", there.join(", ")))
+            .detail("models are compared by their weights, not by their names")
+            .hint("name another --saliency-file; a file that does not exist is written"),
     };
     Err(failure.into())
 }
@@ -384,19 +354,14 @@ fn bytes_of(config: &ModelConfig, has_magnitudes: bool) -> ByteSize {
 
 /// Bytes of the statistics of all models, and of the file while it is written.
 fn kept_bytes(found: &SaliencyFile, wishes: &[Wish], configs: &[ModelConfig]) -> ByteSize {
-    let wishes = wishes
-        .iter()
-        .map(|wish| bytes_of(&configs[wish.model], wish.has_magnitudes));
+    let wishes = wishes.iter().map(|wish| bytes_of(&configs[wish.model], wish.has_magnitudes));
     let bytes = found_bytes(found) + wishes.sum();
     bytes + bytes
 }
 
 /// Bytes of the vectors of a file.
 fn found_bytes(found: &SaliencyFile) -> ByteSize {
-    let vectors = found
-        .models
-        .iter()
-        .flat_map(|model| model.layers.iter().flatten());
+    let vectors = found.models.iter().flat_map(|model| model.layers.iter().flatten());
     let bytes = vectors.map(|means| {
         let magnitudes = means.magnitudes.as_ref().map_or(0, Vec::len);
         ByteSize::of(means.squares.len() + magnitudes, size_of::<f32>())
@@ -454,14 +419,8 @@ fn measuring_job(
         kept = kept + ADAPTER_CACHE + ByteSize(adapter.largest_change_bytes());
         put_on(&mut model, (**adapter).clone())?;
     }
-    let observes = Observed {
-        kind: Some(kind(wish.has_magnitudes)),
-        kept,
-    };
-    let given = Given {
-        observes: Some(observes),
-        ..Given::default()
-    };
+    let observes = Observed { kind: Some(kind(wish.has_magnitudes)), kept };
+    let given = Given { observes: Some(observes), ..Given::default() };
     let Settled::Job(job) = Job::settle_opened(run, model, given, events)? else {
         return Err(anyhow::anyhow!("a measurement has no record"));
     };

@@ -106,15 +106,10 @@ impl SaliencyFile {
             return Ok(None);
         }
         let folder = path.parent().unwrap_or(Path::new(""));
-        let name = path
-            .file_name()
-            .with_context(|| format!("`{}` is no file", path.display()))?;
+        let name = path.file_name().with_context(|| format!("`{}` is no file", path.display()))?;
         let file = Checkpoint::open_file(folder, &name.to_string_lossy())?;
         if file.total_bytes() > LARGEST {
-            let why = format!(
-                "it holds {}, at most {LARGEST} are read",
-                file.total_bytes()
-            );
+            let why = format!("it holds {}, at most {LARGEST} are read", file.total_bytes());
             return Err(is_other(path, why).into());
         }
         let metadata = metadata_of(&file).map_err(|why| is_other(path, why))?;
@@ -124,14 +119,8 @@ impl SaliencyFile {
             let why = "its vectors are not the ones that were written: the hash differs";
             return Err(is_other(path, why.to_string()).into());
         }
-        let read = |(at, measurement)| {
-            StatisticsReader {
-                file: &file,
-                path,
-                at,
-            }
-            .model(measurement)
-        };
+        let read =
+            |(at, measurement)| StatisticsReader { file: &file, path, at }.model(measurement);
         let models: Result<Vec<MeasuredModel>> = models.into_iter().enumerate().map(read).collect();
         Ok(Some(Self { models: models? }))
     }
@@ -222,10 +211,7 @@ impl SaliencyFile {
             .models
             .iter()
             .position(|model| model.measurement.fingerprint == measurement.fingerprint);
-        let begun = MeasuredModel {
-            measurement: measurement.clone(),
-            layers: Vec::new(),
-        };
+        let begun = MeasuredModel { measurement: measurement.clone(), layers: Vec::new() };
         match known {
             None => {
                 self.models.push(begun);
@@ -289,9 +275,7 @@ fn models_of(metadata: &BTreeMap<String, String>) -> std::result::Result<Vec<Mea
     match metadata.get("prune_saliency").map(String::as_str) {
         Some(VERSION) => {}
         Some(other) => {
-            return Err(format!(
-                "its layout has the version {other}, this is {VERSION}"
-            ));
+            return Err(format!("its layout has the version {other}, this is {VERSION}"));
         }
         None => return Err("its metadata has no entry `prune_saliency`".to_string()),
     }
@@ -301,12 +285,9 @@ fn models_of(metadata: &BTreeMap<String, String>) -> std::result::Result<Vec<Mea
 
 /// The refusal of a file of another kind.
 fn is_other(path: &Path, why: String) -> Failure {
-    Failure::new(format!(
-        "`{}` is no file of activation statistics",
-        path.display()
-    ))
-    .detail(why)
-    .hint("name another file with --saliency-file; a file that does not exist is written")
+    Failure::new(format!("`{}` is no file of activation statistics", path.display()))
+        .detail(why)
+        .hint("name another file with --saliency-file; a file that does not exist is written")
 }
 
 /// Reads the statistics of one model.
@@ -333,10 +314,7 @@ impl StatisticsReader<'_> {
                 Err(_) => break,
             }
         }
-        Ok(MeasuredModel {
-            measurement,
-            layers,
-        })
+        Ok(MeasuredModel { measurement, layers })
     }
 
     fn means(&self, squares: &TensorEntry, magnitudes: Option<String>) -> Result<ColumnMeans> {
@@ -345,10 +323,7 @@ impl StatisticsReader<'_> {
             let missing = || is_other(self.path, format!("`{name}` is missing"));
             self.vector(entry.ok_or_else(missing)?)
         });
-        Ok(ColumnMeans {
-            squares: self.vector(squares)?,
-            magnitudes: magnitudes.transpose()?,
-        })
+        Ok(ColumnMeans { squares: self.vector(squares)?, magnitudes: magnitudes.transpose()? })
     }
 
     fn vector(&self, entry: &TensorEntry) -> Result<Vec<f32>> {

@@ -37,9 +37,7 @@ fn a_file_is_read_as_it_was_written_begun_models_included() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("s.safetensors");
     assert_eq!(SaliencyFile::read(&path).unwrap(), None);
-    let file = SaliencyFile {
-        models: vec![model("a", 2), model("b", 1), model("c", 0)],
-    };
+    let file = SaliencyFile { models: vec![model("a", 2), model("b", 1), model("c", 0)] };
     file.write(&path).unwrap();
     assert_eq!(SaliencyFile::read(&path).unwrap().unwrap(), file);
     assert!(file.complete("a").is_some() && file.complete("b").is_none());
@@ -47,17 +45,11 @@ fn a_file_is_read_as_it_was_written_begun_models_included() {
 
 #[test]
 fn statistics_of_other_settings_are_refused_with_the_differences() {
-    let file = SaliencyFile {
-        models: vec![model("a", 2), model("b", 1)],
-    };
+    let file = SaliencyFile { models: vec![model("a", 2), model("b", 1)] };
     let path = Path::new("s.safetensors");
     let asked = measurement("a");
     assert!(file.asked(&asked, path).unwrap().is_some());
-    let other = Measurement {
-        seqlen: 256,
-        seed: 7,
-        ..asked
-    };
+    let other = Measurement { seqlen: 256, seed: 7, ..asked };
     let error = file.asked(&other, path).unwrap_err();
     let failure = error.downcast_ref::<Failure>().unwrap();
     let expected = ["--seqlen: 512 there, 256 now", "--seed: 0 there, 7 now"];
@@ -68,18 +60,10 @@ fn statistics_of_other_settings_are_refused_with_the_differences() {
 
 #[test]
 fn a_measurement_continues_only_with_the_same_tokens_and_arithmetic() {
-    let mut file = SaliencyFile {
-        models: vec![model("a", 1)],
-    };
-    let same = Measurement {
-        model: "elsewhere/m".to_string(),
-        ..measurement("a")
-    };
+    let mut file = SaliencyFile { models: vec![model("a", 1)] };
+    let same = Measurement { model: "elsewhere/m".to_string(), ..measurement("a") };
     assert_eq!((file.begin(&same), file.models[0].layers.len()), (0, 1));
-    let other = Measurement {
-        arithmetic: "bf16 by amx".to_string(),
-        ..same
-    };
+    let other = Measurement { arithmetic: "bf16 by amx".to_string(), ..same };
     assert_eq!((file.begin(&other), file.models[0].layers.len()), (0, 0));
     assert_eq!(file.begin(&measurement("b")), 1);
 }
@@ -94,16 +78,11 @@ fn damaged_files_and_files_of_another_kind_are_refused() {
         let failure = error.downcast_ref::<Failure>().unwrap();
         format!("{} {:?}", failure.message, failure.details)
     };
-    let mut file = SaliencyFile {
-        models: vec![model("a", 2)],
-    };
+    let mut file = SaliencyFile { models: vec![model("a", 2)] };
     file.models[0].layers[1][2].squares[0] = f32::NAN;
     file.write(&path).unwrap();
     let found = says(&std::fs::read(&path).unwrap());
-    assert!(
-        found.contains("0.model.layers.1.mlp_in") && found.contains("NaN"),
-        "{found}"
-    );
+    assert!(found.contains("0.model.layers.1.mlp_in") && found.contains("NaN"), "{found}");
     let plain = encode_header(&BTreeMap::new(), &[]);
     assert!(says(&plain).contains("no entry `prune_saliency`"));
     let metadata = |version: &str, models: &str| {

@@ -268,9 +268,7 @@ fn wanted_size(settings: &MergeSettings, threads: usize) -> PassSize {
 fn with_advice_of(pass: Failure, measuring: &anyhow::Error) -> Failure {
     let failure = measuring.downcast_ref::<Failure>();
     match failure.and_then(|failure| failure.hint.clone()) {
-        Some(hint) => pass
-            .detail("measuring the activations needs more")
-            .hint(hint),
+        Some(hint) => pass.detail("measuring the activations needs more").hint(hint),
         None => pass,
     }
 }

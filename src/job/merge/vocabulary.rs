@@ -150,10 +150,7 @@ impl OutputVocabulary {
         Self {
             tokenizer: None,
             name: String::new(),
-            edit: TokenizerEdit {
-                rows: usize::MAX,
-                ..TokenizerEdit::default()
-            },
+            edit: TokenizerEdit { rows: usize::MAX, ..TokenizerEdit::default() },
             maps: BTreeMap::new(),
             report: None,
             digest: None,
@@ -216,10 +213,8 @@ impl OutputVocabulary {
         dropped.retain(|text| !vocabulary.has(text));
         dropped.sort_unstable();
         dropped.dedup();
-        let without: Vec<String> = known
-            .values()
-            .next()
-            .map_or(Vec::new(), |map| map.without_rows.clone());
+        let without: Vec<String> =
+            known.values().next().map_or(Vec::new(), |map| map.without_rows.clone());
         let texts = |entries: &[Value]| -> Vec<String> {
             let texts = entries.iter().filter_map(|entry| entry["content"].as_str());
             texts.map(str::to_string).collect()
@@ -261,10 +256,7 @@ impl OutputVocabulary {
     pub(super) fn deciding(&self) -> BTreeMap<String, String> {
         let rows = self.report.as_ref().map(|report| {
             let digest = self.digest.as_deref().unwrap_or("truncated");
-            (
-                "vocabulary".to_string(),
-                format!("{} {digest}", report.rows),
-            )
+            ("vocabulary".to_string(), format!("{} {digest}", report.rows))
         });
         let template = self.edit.chat_template.as_ref();
         let template = template.map(|text| ("chat_template".to_string(), text.clone()));
@@ -337,10 +329,7 @@ impl OutputVocabulary {
             "truncated" => "cut by number: rows may change their tokens",
             other => &format!("the tokens of {other}"),
         };
-        events.note(format!(
-            "vocabulary   {} tokens{padding}: {source}",
-            report.tokens
-        ));
+        events.note(format!("vocabulary   {} tokens{padding}: {source}", report.tokens));
         for (what, count, tokens) in [
             ("added", report.added, &report.added_tokens),
             ("dropped", report.dropped, &report.dropped_tokens),
@@ -360,11 +349,8 @@ impl OutputVocabulary {
 
 /// The first tokens of a list.
 fn listed(count: usize, tokens: &[String]) -> String {
-    let shown: Vec<String> = tokens
-        .iter()
-        .take(LISTED)
-        .map(|text| format!("`{}`", text.escape_debug()))
-        .collect();
+    let shown: Vec<String> =
+        tokens.iter().take(LISTED).map(|text| format!("`{}`", text.escape_debug())).collect();
     match count - shown.len() {
         0 => shown.join(", "),
         more => format!("{} and {more} more", shown.join(", ")),

@@ -144,10 +144,7 @@ impl Saliency {
         }
         let of_base = base.and_then(|base| models[base].as_ref());
         for tensor in tensors {
-            let base_tensor = tensor
-                .recipe
-                .base
-                .map(|at| tensor.recipe.sources[at].tensor.clone());
+            let base_tensor = tensor.recipe.base.map(|at| tensor.recipe.sources[at].tensor.clone());
             for (at, source) in tensor.recipe.sources.iter().enumerate() {
                 if Some(at) == tensor.recipe.base {
                     continue;
@@ -177,10 +174,7 @@ impl Saliency {
                 .filter(|(at, _)| Some(*at) != base)
                 .map(|(_, model)| model.as_ref()),
         );
-        Ok(used
-            .flatten()
-            .map(|model| model.measurement.clone())
-            .collect())
+        Ok(used.flatten().map(|model| model.measurement.clone()).collect())
     }
 }
 
@@ -203,15 +197,11 @@ fn check_widths(tensor: &MergeTensor) -> Result<()> {
     let all = tensor.observed.iter().chain(&tensor.squares).flatten();
     match all.chain(&tensor.damping).find(|of| of.len() != columns) {
         None => Ok(()),
-        Some(other) => Err(Failure::new(format!(
-            "the statistics of `{}` do not fit",
-            tensor.recipe.name
-        ))
-        .detail(format!(
-            "they have {} columns, the tensor has {columns}",
-            other.len()
-        ))
-        .into()),
+        Some(other) => {
+            Err(Failure::new(format!("the statistics of `{}` do not fit", tensor.recipe.name))
+                .detail(format!("they have {} columns, the tensor has {columns}", other.len()))
+                .into())
+        }
     }
 }
 

@@ -39,11 +39,7 @@ impl FrozenBase {
     pub(super) fn open(job: &Job, recovery: &Recovery, events: &dyn Events) -> Result<Self> {
         let model = &job.model;
         let Some(format) = recovery.settings.base_quant else {
-            return Ok(Self {
-                source: Arc::clone(&model.source),
-                masks: None,
-                folder: None,
-            });
+            return Ok(Self { source: Arc::clone(&model.source), masks: None, folder: None });
         };
         let offload = job.offload_folder();
         std::fs::create_dir_all(&offload)
@@ -91,14 +87,8 @@ fn quantised(
         .collect();
     let checkpoint = &model.checkpoint;
     let known = BTreeMap::new();
-    let mut pass = QuantizePass::new(
-        checkpoint,
-        &matrices,
-        (format, PIECE),
-        known,
-        &mut (),
-        events,
-    )?;
+    let mut pass =
+        QuantizePass::new(checkpoint, &matrices, (format, PIECE), known, &mut (), events)?;
     let _ = std::fs::remove_dir_all(folder);
     std::fs::create_dir_all(folder).with_context(|| format!("creating `{}`", folder.display()))?;
     let writer = MergedWriter::create(pass.layout()?, folder, &[&*model.folder], events)?;

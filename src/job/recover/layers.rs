@@ -39,10 +39,7 @@ pub(super) fn sweep(
         output: outputs.receivers(),
     };
     let rounding = match recovery.settings.stochastic_rounding {
-        true => Bf16Rounding::Stochastic {
-            seed: job.seed(),
-            step: 0,
-        },
+        true => Bf16Rounding::Stochastic { seed: job.seed(), step: 0 },
         false => Bf16Rounding::Nearest,
     };
     let (swept, layers) = match trained {
@@ -81,13 +78,7 @@ pub(super) fn sweep(
         None => swept,
     };
     let perplexity = measured.unwrap_or_else(|| streams.perplexities(job));
-    conclude(
-        job,
-        recovery,
-        outputs,
-        (layers, trained),
-        (perplexity, swept),
-    )
+    conclude(job, recovery, outputs, (layers, trained), (perplexity, swept))
 }
 
 /// The editor that trains layers one by one.
@@ -109,16 +100,8 @@ fn block_trainer<'t>(
         let step = layer * steps as usize + step as usize;
         order.examples_of(step, per_step)
     };
-    let none = || {
-        HiddenStates::new(
-            None,
-            "none",
-            0,
-            model.seqlen,
-            1,
-            candle_dtype(StoredDtype::F32),
-        )
-    };
+    let none =
+        || HiddenStates::new(None, "none", 0, model.seqlen, 1, candle_dtype(StoredDtype::F32));
     let targets = match &states {
         Some(_) => job.embedded_by(&*teacher.source, streams.devices(), events)?,
         None => none()?,
@@ -206,9 +189,7 @@ fn report(
     let schedule = recovery.schedule(examples[0]);
     Ok(RecoveryReport {
         how: settings.how.name().to_string(),
-        teacher: recovery
-            .teacher_folder()
-            .map(|folder| folder.display().to_string()),
+        teacher: recovery.teacher_folder().map(|folder| folder.display().to_string()),
         trains: settings.trains.name().to_string(),
         rank: is_factors.then_some(settings.rank),
         target_modules: recovery
@@ -229,9 +210,7 @@ fn report(
         best_step: head.and_then(|head| head.best_step),
         divergence: head.and_then(|head| head.divergence.clone()),
         new_zeros: new_zeros.sum(),
-        adapter: job
-            .adapter_folder(recovery)
-            .map(|folder| folder.display().to_string()),
+        adapter: job.adapter_folder(recovery).map(|folder| folder.display().to_string()),
         states: states_dtype(job.model.products).name().to_string(),
     })
 }

@@ -60,16 +60,10 @@ pub fn recover_given(
 ) -> Result<Manifest> {
     let recorder = Recorder::new(events);
     resolved::check(&settings)?;
-    let keeps = settings
-        .recovery
-        .as_ref()
-        .map_or(0, |of| of.keep_activations);
+    let keeps = settings.recovery.as_ref().map_or(0, |of| of.keep_activations);
     // Activations are kept by the CPU alone. A flag that names a GPU is refused then.
     settings.device.use_cpu |= keeps > 0;
-    let given = Given {
-        training: Some(Arc::new(training)),
-        ..Given::default()
-    };
+    let given = Given { training: Some(Arc::new(training)), ..Given::default() };
     let job = match settled(settings, given, &recorder)? {
         Settled::Job(job) => job,
         Settled::Finished(manifest) => return Ok(*manifest),
@@ -88,13 +82,8 @@ pub fn recover_given(
         state.diverged(divergence.clone())?;
     }
     let mut streams = Streams::embed(&job, &outputs, &recorder)?;
-    let swept = layers::sweep(
-        &job,
-        recovery,
-        (&mut outputs, &mut streams),
-        trained.as_ref(),
-        &recorder,
-    )?;
+    let swept =
+        layers::sweep(&job, recovery, (&mut outputs, &mut streams), trained.as_ref(), &recorder)?;
     drop(streams);
     if let Some((trained, folder)) = trained.as_ref().zip(job.adapter_folder(recovery)) {
         trained.write_adapter(&job, recovery, &folder)?;

@@ -40,10 +40,7 @@ impl Job {
             return Ok(OwnFiles::default());
         }
         let folder = &self.model.folder;
-        let mut report = results
-            .recovery
-            .clone()
-            .context("a training has a report")?;
+        let mut report = results.recovery.clone().context("a training has a report")?;
         report.teacher = report.teacher.as_deref().map(last_component);
         report.text = report.text.published();
         let published = PublishedRecovery {
@@ -89,8 +86,5 @@ impl Job {
 /// The last component of a path.
 fn last_component(path: &str) -> String {
     let name = Path::new(path).file_name();
-    name.map_or_else(
-        || path.to_string(),
-        |name| name.to_string_lossy().into_owned(),
-    )
+    name.map_or_else(|| path.to_string(), |name| name.to_string_lossy().into_owned())
 }

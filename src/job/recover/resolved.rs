@@ -73,10 +73,9 @@ impl Recovery {
             projections: projections(&recovery.target_modules, config)?,
             form: match recovery.trains {
                 TrainedKind::Weights => TrainedForm::Weights,
-                TrainedKind::Factors => TrainedForm::Factors {
-                    rank: recovery.rank,
-                    alpha: recovery.alpha,
-                },
+                TrainedKind::Factors => {
+                    TrainedForm::Factors { rank: recovery.rank, alpha: recovery.alpha }
+                }
             },
             norms: recovery.train_norms,
         };
@@ -233,12 +232,10 @@ fn check_ways(recovery: &RecoverySettings, settings: &Settings) -> Result<()> {
 /// Refuses arithmetic that no backward pass exists for, and kept activations on a GPU.
 fn check_device(settings: &Settings) -> Result<()> {
     if settings.model.dtype == ComputeDtype::F16 {
-        return Err(
-            Failure::usage("training in f16 is refused: its gradients underflow")
-                .detail("f16 ends at 6e-8, and gradients of deep layers are smaller")
-                .hint("use --dtype bf16 for a bf16 checkpoint, or --dtype f32")
-                .into(),
-        );
+        return Err(Failure::usage("training in f16 is refused: its gradients underflow")
+            .detail("f16 ends at 6e-8, and gradients of deep layers are smaller")
+            .hint("use --dtype bf16 for a bf16 checkpoint, or --dtype f32")
+            .into());
     }
     let keeps = settings.recovery.as_ref();
     let keeps = keeps.is_some_and(|recovery| recovery.keep_activations > 0);
@@ -260,9 +257,7 @@ fn no_optimizer(name: &str) -> Failure {
         Some(nearest) => Failure::usage(format!(
             "the optimizer `{name}` of transformers' Trainer does not exist here"
         ))
-        .hint(format!(
-            "use --optim {nearest}, which is the nearest of {names}"
-        )),
+        .hint(format!("use --optim {nearest}, which is the nearest of {names}")),
         None => Failure::usage(format!("there is no optimizer `{name}`"))
             .hint(format!("use one of {names}")),
     }
@@ -305,11 +300,7 @@ fn check_rank(recovery: &RecoverySettings, part: &TrainedPart, config: &ModelCon
         let (out, inner) = projection.shape(config);
         (out.min(inner), *projection)
     };
-    let smallest = part
-        .projections
-        .iter()
-        .map(side)
-        .min_by_key(|(side, _)| *side);
+    let smallest = part.projections.iter().map(side).min_by_key(|(side, _)| *side);
     let Some((side, projection)) = smallest.filter(|(side, _)| recovery.rank > *side) else {
         return Ok(());
     };

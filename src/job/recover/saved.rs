@@ -85,15 +85,9 @@ pub(super) fn read(
 ) -> Result<Option<TrainingHead>> {
     let path = path(folder);
     let damaged = |why: &dyn std::fmt::Display| {
-        Failure::new(format!(
-            "the saved training `{}` cannot be continued",
-            path.display()
-        ))
-        .detail(why.to_string())
-        .hint(format!(
-            "remove `{}`, and the same command begins with step 1",
-            path.display()
-        ))
+        Failure::new(format!("the saved training `{}` cannot be continued", path.display()))
+            .detail(why.to_string())
+            .hint(format!("remove `{}`, and the same command begins with step 1", path.display()))
     };
     let mut file = match open_sealed(&path) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
@@ -102,9 +96,7 @@ pub(super) fn read(
     };
     let mut line = Vec::new();
     let mut first = (&mut file).take(LARGEST_RECORD.0);
-    first
-        .read_until(b'\n', &mut line)
-        .map_err(|error| damaged(&error))?;
+    first.read_until(b'\n', &mut line).map_err(|error| damaged(&error))?;
     let mut head: TrainingHead = serde_json::from_slice(&line).map_err(|error| damaged(&error))?;
     let is_same = head.settings == *settings;
     let may_go_on = head.divergence.is_some() && differ_in_the_rate(&head.settings, settings);

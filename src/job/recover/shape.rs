@@ -54,23 +54,13 @@ impl Recovery {
         let (config, optimizer) = (model.config, self.optimizer());
         let specs = self.part.parameters(config);
         let mask = |spec: &ParameterSpec| {
-            if spec.has_mask() {
-                spec.elements() / 8
-            } else {
-                0
-            }
+            if spec.has_mask() { spec.elements() / 8 } else { 0 }
         };
         let whole = |spec: &ParameterSpec| {
             8 * spec.elements() + optimizer.state_bytes(spec.elements()) + mask(spec)
         };
-        let values: usize = specs
-            .iter()
-            .map(|spec| 4 * spec.elements() + mask(spec))
-            .sum();
-        let states: usize = specs
-            .iter()
-            .map(|spec| optimizer.state_bytes(spec.elements()))
-            .sum();
+        let values: usize = specs.iter().map(|spec| 4 * spec.elements() + mask(spec)).sum();
+        let states: usize = specs.iter().map(|spec| optimizer.state_bytes(spec.elements())).sum();
         let is_whole = self.is_whole();
         let shelf = match (is_whole, self.is_paged()) {
             (true, false) => self.shelf_bytes(config),
@@ -86,11 +76,7 @@ impl Recovery {
             epochs: self.settings.epochs.filter(|_| is_whole),
             is_by_layer: !is_whole,
             has_factors: matches!(self.part.form, TrainedForm::Factors { .. }),
-            per_step: if is_whole {
-                self.settings.per_step()
-            } else {
-                0
-            },
+            per_step: if is_whole { self.settings.per_step() } else { 0 },
             examples: self.settings.per_step() + self.settings.held_out,
             held_out: self.settings.held_out,
             state_element: states_dtype(model.products).bytes(),
@@ -145,12 +131,7 @@ impl Recovery {
                 (matrices.sum(), most.unwrap_or(0))
             }
         };
-        TrainedSizes {
-            parameters: elements.sum(),
-            most_parameters,
-            largest_matrix,
-            masked,
-        }
+        TrainedSizes { parameters: elements.sum(), most_parameters, largest_matrix, masked }
     }
 
     /// Bytes of the files of a training in the offload folder: paged parameters, and the quantised base.
@@ -174,12 +155,7 @@ impl Recovery {
     fn shelf_bytes(&self, config: &ModelConfig) -> u64 {
         let specs = self.part.parameters(config);
         let has_best = self.settings.held_out > 0;
-        Shelf::bytes(
-            &specs,
-            &*self.optimizer(),
-            config.num_hidden_layers,
-            has_best,
-        )
+        Shelf::bytes(&specs, &*self.optimizer(), config.num_hidden_layers, has_best)
     }
 
     /// Elements of the gradients of a layer, and for factors of their parts of the largest matrix.
@@ -297,11 +273,7 @@ impl Job {
 
     /// The folder of `--save-adapter`: beside the model in the run folder.
     pub(super) fn adapter_folder(&self, recovery: &Recovery) -> Option<PathBuf> {
-        let run = self
-            .folder
-            .run
-            .as_ref()
-            .filter(|_| recovery.settings.save_adapter);
+        let run = self.folder.run.as_ref().filter(|_| recovery.settings.save_adapter);
         run.map(|run| run.join("adapter"))
     }
 
@@ -329,10 +301,9 @@ impl Job {
         }
         let config = &self.model.config;
         let [paged, base] = recovery.offloaded(config, self.model.dtype());
-        for (bytes, what) in [
-            (paged, "the parameters of the training"),
-            (base, "the quantised base"),
-        ] {
+        for (bytes, what) in
+            [(paged, "the parameters of the training"), (base, "the quantised base")]
+        {
             if bytes > ByteSize::ZERO {
                 needs.push((self.offload_folder(), bytes, what));
             }

@@ -86,11 +86,7 @@ impl Trained {
 /// steps before are saved where a run folder exists.
 pub(super) fn train(job: &Job, recovery: &Recovery, events: &dyn Events) -> Result<Trained> {
     let base = FrozenBase::open(job, recovery, events)?;
-    let (examples, held) = job
-        .texts
-        .examples
-        .as_ref()
-        .context("examples to train on")?;
+    let (examples, held) = job.texts.examples.as_ref().context("examples to train on")?;
     let given = job.given_training.as_ref().context("data of a training")?;
     let seed = job.seed();
     let mut training = Training {
@@ -100,10 +96,7 @@ pub(super) fn train(job: &Job, recovery: &Recovery, events: &dyn Events) -> Resu
         held: held.as_ref(),
         order: given.order(examples.len(), seed)?,
         schedule: recovery.schedule(examples.len()),
-        head: TrainingHead {
-            settings: job.deciding.clone(),
-            ..TrainingHead::default()
-        },
+        head: TrainingHead { settings: job.deciding.clone(), ..TrainingHead::default() },
         saved: Instant::now(),
         events,
     };
@@ -133,12 +126,7 @@ pub(super) fn train(job: &Job, recovery: &Recovery, events: &dyn Events) -> Resu
     job.model.clock.mark(Moment::AfterPruning, events);
     let head = std::mem::take(&mut training.head);
     let (shelf, devices) = trainer.finish();
-    Ok(Trained {
-        base,
-        shelf,
-        head,
-        devices,
-    })
+    Ok(Trained { base, shelf, head, devices })
 }
 
 /// The failure of a training that diverged and leaves no model.
@@ -148,12 +136,10 @@ pub(super) fn without_model(job: &Job, diverged: &Diverged, detail: &str) -> Fai
         Some(_) => " --force",
         None => "",
     };
-    Failure::new(diverged.to_string())
-        .detail(detail)
-        .hint(format!(
-            "use a smaller rate, like --lr {:.0e}{again}, more --warmup, or a smaller --max-grad-norm",
-            diverged.at.rate / 10.0
-        ))
+    Failure::new(diverged.to_string()).detail(detail).hint(format!(
+        "use a smaller rate, like --lr {:.0e}{again}, more --warmup, or a smaller --max-grad-norm",
+        diverged.at.rate / 10.0
+    ))
 }
 
 struct Training<'a> {
@@ -234,10 +220,7 @@ impl<'a> Training<'a> {
                 break;
             }
             let chosen = self.order.examples_of(step as usize, per_step);
-            let at = TrainingStep {
-                number: step + 1,
-                rate: self.schedule.rate_of(step),
-            };
+            let at = TrainingStep { number: step + 1, rate: self.schedule.rate_of(step) };
             let outcome = with_examples(self.examples, &chosen, |batch| trainer.step(batch, at))?;
             self.head.steps.push(StepReport {
                 step: at.number,
@@ -254,9 +237,7 @@ impl<'a> Training<'a> {
                 rate: at.rate,
                 tokens: (per_step * self.examples.seqlen()) as u64,
             });
-            self.events.emit(Event::Progress {
-                done: at.number - done,
-            });
+            self.events.emit(Event::Progress { done: at.number - done });
             if at.number.is_multiple_of((steps / MEMORY_ROWS).max(1)) {
                 let clock = &self.job.model.clock;
                 clock.mark(Moment::Step(at.number), self.events);
@@ -340,11 +321,7 @@ impl<'a> Training<'a> {
             trainer.shelf_mut().keep_best()?;
             self.head.best_step = Some(step);
         }
-        self.head.held_out.push(HeldOutReport {
-            step,
-            loss,
-            perplexity: loss.exp(),
-        });
+        self.head.held_out.push(HeldOutReport { step, loss, perplexity: loss.exp() });
         self.events.note(format!(
             "step {step}: held-out loss {loss:.4}, perplexity {:.4}{}",
             loss.exp(),
@@ -366,11 +343,7 @@ impl<'a> Training<'a> {
             return false;
         };
         let best = self.head.best_step.unwrap_or(0);
-        let later = self
-            .head
-            .held_out
-            .iter()
-            .filter(|report| report.step > best);
+        let later = self.head.held_out.iter().filter(|report| report.step > best);
         later.count() as u64 >= patience
     }
 
@@ -404,17 +377,12 @@ fn with_examples<R>(
     chosen: &[usize],
     body: impl FnOnce(&[Example<'_>]) -> R,
 ) -> R {
-    let targets: Vec<Vec<Option<u32>>> = chosen
-        .iter()
-        .map(|&example| examples.targets_of(example))
-        .collect();
+    let targets: Vec<Vec<Option<u32>>> =
+        chosen.iter().map(|&example| examples.targets_of(example)).collect();
     let batch: Vec<Example<'_>> = chosen
         .iter()
         .zip(&targets)
-        .map(|(&example, targets)| Example {
-            tokens: examples.tokens_of(example),
-            targets,
-        })
+        .map(|(&example, targets)| Example { tokens: examples.tokens_of(example), targets })
         .collect();
     body(&batch)
 }

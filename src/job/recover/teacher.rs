@@ -58,11 +58,7 @@ impl Teacher {
         for layer in 0..config.num_hidden_layers {
             DecoderLayer::check(&*source, &config, layer).context("in --teacher")?;
         }
-        Ok(Self {
-            folder,
-            source,
-            fingerprint,
-        })
+        Ok(Self { folder, source, fingerprint })
     }
 
     /// Refuses a teacher whose trained matrices are those of the model: there is nothing to learn from it. Warns where it has the zeros of
@@ -149,9 +145,7 @@ fn check_shape(teacher: &ModelConfig, model: &ModelConfig, folder: &Path) -> Res
         ]
     };
     let both = facts(teacher).into_iter().zip(facts(model));
-    let mut different = both
-        .filter(|(teacher, model)| teacher.1 != model.1)
-        .peekable();
+    let mut different = both.filter(|(teacher, model)| teacher.1 != model.1).peekable();
     if different.peek().is_none() {
         return Ok(());
     }

@@ -99,19 +99,13 @@ pub fn causal_backward(
     out: AttentionGradients<'_>,
     partial: &mut [f32],
 ) {
-    let Heads {
-        num_heads,
-        num_key_value_heads,
-        head_dim,
-    } = heads;
+    let Heads { num_heads, num_key_value_heads, head_dim } = heads;
     let (query_width, key_width) = (num_heads * head_dim, num_key_value_heads * head_dim);
     let seqlen = inputs.q.len() / query_width.max(1);
     let of_queries = [inputs.q, inputs.context, inputs.context_gradient, out.q];
     let of_keys = [inputs.k, inputs.v, out.k, out.v];
     assert!(
-        of_queries
-            .iter()
-            .all(|one| one.len() == seqlen * query_width)
+        of_queries.iter().all(|one| one.len() == seqlen * query_width)
             && of_keys.iter().all(|one| one.len() == seqlen * key_width)
             && partial.len() == partial_elements(heads, seqlen),
         "inputs and gradients of attention must have the shapes of {heads:?} and {seqlen} tokens"
@@ -119,19 +113,11 @@ pub fn causal_backward(
     if seqlen == 0 {
         return;
     }
-    let source = BackwardInputs {
-        kernel,
-        heads,
-        seqlen,
-        inputs,
-    };
-    let blocks: Vec<_> = (0..seqlen)
-        .step_by(QUERIES)
-        .map(|first| first..seqlen.min(first + QUERIES))
-        .collect();
-    let columns: Vec<_> = (0..num_heads)
-        .map(|head| head * head_dim..(head + 1) * head_dim)
-        .collect();
+    let source = BackwardInputs { kernel, heads, seqlen, inputs };
+    let blocks: Vec<_> =
+        (0..seqlen).step_by(QUERIES).map(|first| first..seqlen.min(first + QUERIES)).collect();
+    let columns: Vec<_> =
+        (0..num_heads).map(|head| head * head_dim..(head + 1) * head_dim).collect();
     let rectangles: Vec<_> = rectangles::cut(out.q, query_width, &blocks, &columns).collect();
     let mut rectangles = rectangles.into_iter();
     let (dk, dv) = partial.split_at_mut(seqlen * query_width);
@@ -141,24 +127,20 @@ pub fn causal_backward(
         .map(|(dk, dv)| (dk, dv, rectangles.by_ref().take(blocks.len()).collect()))
         .collect();
     let scratch = BufferPool::<GradientScratch>::new();
-    tasks
-        .into_par_iter()
-        .enumerate()
-        .with_max_len(1)
-        .for_each(|(head, (dk, dv, rectangles))| {
-            let rectangles: Vec<Rectangle<'_>> = rectangles;
-            scratch.lend(
-                || GradientScratch::new(&source),
-                |scratch| {
-                    dk.fill(0.0);
-                    dv.fill(0.0);
-                    scratch.pack_keys(&source, head);
-                    for mut rectangle in rectangles {
-                        scratch.block(&source, head, dk, dv, &mut rectangle);
-                    }
-                },
-            );
-        });
+    tasks.into_par_iter().enumerate().with_max_len(1).for_each(|(head, (dk, dv, rectangles))| {
+        let rectangles: Vec<Rectangle<'_>> = rectangles;
+        scratch.lend(
+            || GradientScratch::new(&source),
+            |scratch| {
+                dk.fill(0.0);
+                dv.fill(0.0);
+                scratch.pack_keys(&source, head);
+                for mut rectangle in rectangles {
+                    scratch.block(&source, head, dk, dv, &mut rectangle);
+                }
+            },
+        );
+    });
     add_heads(heads, dk, out.k);
     add_heads(heads, dv, out.v);
 }
@@ -168,27 +150,23 @@ fn add_heads(heads: Heads, partial: &[f32], out: &mut [f32]) {
     let (dim, width) = (heads.head_dim, heads.num_key_value_heads * heads.head_dim);
     let queries_per_key = heads.num_heads / heads.num_key_value_heads;
     let per_head = partial.len() / heads.num_heads;
-    out.par_chunks_mut(TOKENS_PER_TASK * width)
-        .enumerate()
-        .for_each(|(task, out)| {
-            for (at, out) in out.chunks_exact_mut(dim).enumerate() {
-                let (token, key_head) = (
-                    task * TOKENS_PER_TASK + at / heads.num_key_value_heads,
-                    at % heads.num_key_value_heads,
-                );
-                for query_head in 0..queries_per_key {
-                    let head = key_head * queries_per_key + query_head;
-                    let part = &partial[head * per_head + token * dim..][..dim];
-                    if query_head == 0 {
-                        out.copy_from_slice(part);
-                    } else {
-                        out.iter_mut()
-                            .zip(part)
-                            .for_each(|(out, part)| *out += part);
-                    }
+    out.par_chunks_mut(TOKENS_PER_TASK * width).enumerate().for_each(|(task, out)| {
+        for (at, out) in out.chunks_exact_mut(dim).enumerate() {
+            let (token, key_head) = (
+                task * TOKENS_PER_TASK + at / heads.num_key_value_heads,
+                at % heads.num_key_value_heads,
+            );
+            for query_head in 0..queries_per_key {
+                let head = key_head * queries_per_key + query_head;
+                let part = &partial[head * per_head + token * dim..][..dim];
+                if query_head == 0 {
+                    out.copy_from_slice(part);
+                } else {
+                    out.iter_mut().zip(part).for_each(|(out, part)| *out += part);
                 }
             }
-        });
+        }
+    });
 }
 
 /// The inputs of all tasks.
@@ -202,30 +180,20 @@ struct BackwardInputs<'a> {
 impl<'a> BackwardInputs<'a> {
     /// A head's part of a matrix over all query heads, from a token on.
     fn of_query(&self, values: &'a [f32], head: usize, token: usize) -> Strided<'a> {
-        let Heads {
-            num_heads,
-            head_dim,
-            ..
-        } = self.heads;
+        let Heads { num_heads, head_dim, .. } = self.heads;
         Strided::rows(Values::F32(values), num_heads * head_dim).at(token, head * head_dim)
     }
 
     /// The same by columns: `[head_dim, tokens]`.
     fn of_query_turned(&self, values: &'a [f32], head: usize, token: usize) -> Strided<'a> {
-        let Heads {
-            num_heads,
-            head_dim,
-            ..
-        } = self.heads;
+        let Heads { num_heads, head_dim, .. } = self.heads;
         Strided::transposed(Values::F32(values), num_heads * head_dim).at(head * head_dim, token)
     }
 
     /// The blocks of the keys before `end`.
     fn key_blocks(&self, end: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         let all = self.seqlen;
-        (0..end)
-            .step_by(KEYS)
-            .map(move |first| first..all.min(first + KEYS))
+        (0..end).step_by(KEYS).map(move |first| first..all.min(first + KEYS))
     }
 }
 

@@ -59,9 +59,7 @@ impl BlockLengths {
 /// The slabs of an inner size.
 fn slabs(kernel: Kernel, inner: usize) -> impl Iterator<Item = Range<usize>> {
     let slab = kernel.slab();
-    (0..inner)
-        .step_by(slab)
-        .map(move |first| first..inner.min(first + slab))
+    (0..inner).step_by(slab).map(move |first| first..inner.min(first + slab))
 }
 
 /// The softmax of a query over the keys so far.
@@ -86,9 +84,7 @@ impl Inputs<'_> {
     /// The blocks of the first `keys` keys.
     fn key_blocks(&self, keys: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         let all = self.keys;
-        (0..keys)
-            .step_by(KEYS_AT_ONCE)
-            .map(move |first| first..all.min(first + KEYS_AT_ONCE))
+        (0..keys).step_by(KEYS_AT_ONCE).map(move |first| first..all.min(first + KEYS_AT_ONCE))
     }
 }
 
@@ -96,20 +92,11 @@ impl Scheme for BlockScratch {
     const QUERIES_AT_ONCE: usize = QUERIES_AT_ONCE;
 
     fn new(source: &Inputs<'_>) -> Self {
-        let Inputs {
-            kernel,
-            heads: Heads { head_dim, .. },
-            keys,
-            seqlen,
-            ..
-        } = *source;
+        let Inputs { kernel, heads: Heads { head_dim, .. }, keys, seqlen, .. } = *source;
         let queries = QUERIES_AT_ONCE.min(seqlen);
         let lengths = BlockLengths::of(kernel, head_dim, queries, keys);
         let lines = bytemuck::allocation::zeroed_vec;
-        let nothing = QuerySums {
-            largest: f32::NEG_INFINITY,
-            sum: 0.0,
-        };
+        let nothing = QuerySums { largest: f32::NEG_INFINITY, sum: 0.0 };
         Self {
             q: lines(lengths.q),
             k: lines(lengths.blocks * lengths.k),
@@ -122,11 +109,7 @@ impl Scheme for BlockScratch {
     }
 
     fn pack(&mut self, source: &Inputs<'_>, key_head: usize, rectangles: &[Rectangle<'_>]) {
-        let Heads {
-            num_key_value_heads,
-            head_dim,
-            ..
-        } = source.heads;
+        let Heads { num_key_value_heads, head_dim, .. } = source.heads;
         let width = num_key_value_heads * head_dim;
         let last = rectangles.last().map_or(0, |block| block.rows().end);
         let lengths = BlockLengths::of(source.kernel, head_dim, 0, source.keys);
@@ -138,9 +121,7 @@ impl Scheme for BlockScratch {
                 let lines = source.kernel.column_lines(keys.len(), slab.len());
                 let (now, behind) = packed.split_at_mut(lines);
                 packed = behind;
-                source
-                    .kernel
-                    .pack_columns(k.at(0, slab.start), keys.len(), slab.len(), now);
+                source.kernel.pack_columns(k.at(0, slab.start), keys.len(), slab.len(), now);
             }
             let v = Strided::transposed(Values::F32(source.v), width)
                 .at(key_head * head_dim, keys.start);
@@ -156,11 +137,7 @@ impl Scheme for BlockScratch {
         query_head: usize,
         out: &mut Rectangle<'_>,
     ) {
-        let Heads {
-            num_heads,
-            num_key_value_heads,
-            head_dim,
-        } = source.heads;
+        let Heads { num_heads, num_key_value_heads, head_dim } = source.heads;
         let (kernel, rows) = (source.kernel, out.rows());
         let queries = rows.len();
         let lengths = BlockLengths::of(kernel, head_dim, queries, source.keys);
@@ -176,10 +153,7 @@ impl Scheme for BlockScratch {
         }
         let context = &mut self.context[..queries * head_dim];
         let running = &mut self.running[..queries];
-        running.fill(QuerySums {
-            largest: f32::NEG_INFINITY,
-            sum: 0.0,
-        });
+        running.fill(QuerySums { largest: f32::NEG_INFINITY, sum: 0.0 });
         let seen = source.past + rows.end;
         for (block, keys) in source.key_blocks(seen).enumerate() {
             // No query sees the last keys of the last block, but the packed values include them.
@@ -187,13 +161,8 @@ impl Scheme for BlockScratch {
             let scores = &mut self.scores[..queries * keys.len()];
             let (mut q, mut k) = (&self.q[..], &self.k[block * lengths.k..]);
             for slab in slabs(kernel, head_dim) {
-                let factors = Factors {
-                    x: q,
-                    w: k,
-                    rows: queries,
-                    columns: some,
-                    inner: slab.len(),
-                };
+                let factors =
+                    Factors { x: q, w: k, rows: queries, columns: some, inner: slab.len() };
                 kernel.multiply(factors, scores, keys.len(), slab.start > 0);
                 q = &q[kernel.row_lines(queries, slab.len())..];
                 k = &k[kernel.column_lines(keys.len(), slab.len())..];
@@ -248,14 +217,7 @@ impl WithSimd for Soften<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self {
-            scores,
-            keys,
-            scale,
-            first_seen,
-            running,
-            mut context,
-        } = self;
+        let Self { scores, keys, scale, first_seen, running, mut context } = self;
         let lines = scores.chunks_exact_mut(keys.len()).zip(running);
         for (query, (scores, running)) in lines.enumerate() {
             let visible = (first_seen + query).saturating_sub(keys.start);
@@ -288,11 +250,8 @@ fn soften<S: Simd>(
     }
     let before = running.largest;
     running.largest = before.max(exp::largest_of(simd, seen) * scale);
-    let shrinks = if before == f32::NEG_INFINITY {
-        0.0
-    } else {
-        exp::exp(before - running.largest)
-    };
+    let shrinks =
+        if before == f32::NEG_INFINITY { 0.0 } else { exp::exp(before - running.largest) };
     let sum = exp::exp_minus(simd, seen, scale, running.largest);
     running.sum = running.sum * f64::from(shrinks) + sum;
     shrinks

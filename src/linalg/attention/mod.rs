@@ -83,10 +83,7 @@ pub fn causal(
     v: &[f32],
     out: &mut [f32],
 ) {
-    let columns = Columns {
-        width: heads.num_heads * heads.head_dim,
-        first: 0,
-    };
+    let columns = Columns { width: heads.num_heads * heads.head_dim, first: 0 };
     if q.len() == columns.width {
         return one_query::one_query(heads, past, q, k, v, out);
     }
@@ -106,10 +103,7 @@ pub struct Columns {
 ///
 /// # Panics
 /// Panics when a slice does not have the size of its shape.
-#[expect(
-    clippy::too_many_arguments,
-    reason = "a kernel, three factors, a result, and where in it"
-)]
+#[expect(clippy::too_many_arguments, reason = "a kernel, three factors, a result, and where in it")]
 pub fn causal_columns(
     kernel: Kernel,
     heads: Heads,
@@ -120,18 +114,10 @@ pub fn causal_columns(
     out: &mut [f32],
     columns: Columns,
 ) {
-    let Heads {
-        num_heads,
-        num_key_value_heads,
-        head_dim,
-    } = heads;
+    let Heads { num_heads, num_key_value_heads, head_dim } = heads;
     let (query_width, key_width) = (num_heads * head_dim, num_key_value_heads * head_dim);
     let seqlen = q.len() / query_width.max(1);
-    assert_eq!(
-        q.len(),
-        seqlen * query_width,
-        "q must be [seqlen, num_heads * head_dim]"
-    );
+    assert_eq!(q.len(), seqlen * query_width, "q must be [seqlen, num_heads * head_dim]");
     assert!(
         out.len() == seqlen * columns.width && columns.first + query_width <= columns.width,
         "out must be [seqlen, width], and the heads' columns inside"
@@ -141,24 +127,11 @@ pub fn causal_columns(
         (past + seqlen) * key_width,
         "k must be [past + seqlen, num_key_value_heads * head_dim]"
     );
-    assert_eq!(
-        v.len(),
-        k.len(),
-        "v must be [past + seqlen, num_key_value_heads * head_dim]"
-    );
+    assert_eq!(v.len(), k.len(), "v must be [past + seqlen, num_key_value_heads * head_dim]");
     if seqlen == 0 {
         return;
     }
-    let source = Inputs {
-        kernel,
-        heads,
-        past,
-        seqlen,
-        keys: past + seqlen,
-        q,
-        k,
-        v,
-    };
+    let source = Inputs { kernel, heads, past, seqlen, keys: past + seqlen, q, k, v };
     match kernel {
         Kernel::Fused => share::<panels::PanelScratch>(&source, out, columns),
         _ => share::<blocks::BlockScratch>(&source, out, columns),
@@ -203,11 +176,7 @@ trait Scheme: Send {
 
 /// Distributes heads and blocks of queries over threads.
 fn share<S: Scheme>(source: &Inputs<'_>, out: &mut [f32], columns: Columns) {
-    let Heads {
-        num_heads,
-        num_key_value_heads,
-        head_dim,
-    } = source.heads;
+    let Heads { num_heads, num_key_value_heads, head_dim } = source.heads;
     let queries_per_key = num_heads / num_key_value_heads;
     let group_width = queries_per_key * head_dim;
     let blocks: Vec<_> = (0..source.seqlen)
@@ -220,31 +189,27 @@ fn share<S: Scheme>(source: &Inputs<'_>, out: &mut [f32], columns: Columns) {
     // A task packs the keys and values of a head once. So it gets all queries of the head, unless threads would be idle.
     let wanted = TASKS_PER_THREAD * rayon::current_num_threads();
     let parts = wanted.div_ceil(num_key_value_heads).min(blocks.len());
-    let mut tasks: Vec<(usize, Vec<Rectangle<'_>>)> = (0..num_key_value_heads * parts)
-        .map(|task| (task / parts, Vec::new()))
-        .collect();
+    let mut tasks: Vec<(usize, Vec<Rectangle<'_>>)> =
+        (0..num_key_value_heads * parts).map(|task| (task / parts, Vec::new())).collect();
     for (index, rectangle) in rectangles::cut(out, columns.width, &blocks, &groups).enumerate() {
         let (head, block) = (index / blocks.len(), index % blocks.len());
         // Later blocks see more keys, so the tasks take blocks in turn.
         tasks[head * parts + block % parts].1.push(rectangle);
     }
     let scratch = BufferPool::<S>::new();
-    tasks
-        .into_par_iter()
-        .with_max_len(1)
-        .for_each(|(key_head, rectangles)| {
-            scratch.lend(
-                || S::new(source),
-                |scratch| {
-                    scratch.pack(source, key_head, &rectangles);
-                    for mut rectangle in rectangles {
-                        for query_head in 0..queries_per_key {
-                            scratch.block(source, key_head, query_head, &mut rectangle);
-                        }
+    tasks.into_par_iter().with_max_len(1).for_each(|(key_head, rectangles)| {
+        scratch.lend(
+            || S::new(source),
+            |scratch| {
+                scratch.pack(source, key_head, &rectangles);
+                for mut rectangle in rectangles {
+                    for query_head in 0..queries_per_key {
+                        scratch.block(source, key_head, query_head, &mut rectangle);
                     }
-                },
-            );
-        });
+                }
+            },
+        );
+    });
 }
 
 #[cfg(test)]
@@ -253,11 +218,7 @@ mod tests {
 
     /// Straight from the formula, in f64.
     fn plain(heads: Heads, q: &[f32], k: &[f32], v: &[f32]) -> Vec<f64> {
-        let Heads {
-            num_heads,
-            num_key_value_heads,
-            head_dim,
-        } = heads;
+        let Heads { num_heads, num_key_value_heads, head_dim } = heads;
         let (qw, kw) = (num_heads * head_dim, num_key_value_heads * head_dim);
         let seqlen = q.len() / qw;
         let mut out = vec![0.0; q.len()];
@@ -291,16 +252,10 @@ mod tests {
     /// Queries, keys and values between -2 and 2.
     fn waves(heads: Heads, seqlen: usize) -> [Vec<f32>; 3] {
         let wave = |heads_of: usize, pace: f32| -> Vec<f32> {
-            (0..seqlen * heads_of * heads.head_dim)
-                .map(|i| 2.0 * (i as f32 * pace).sin())
-                .collect()
+            (0..seqlen * heads_of * heads.head_dim).map(|i| 2.0 * (i as f32 * pace).sin()).collect()
         };
         let keys = heads.num_key_value_heads;
-        [
-            wave(heads.num_heads, 0.71),
-            wave(keys, 0.37),
-            wave(keys, 0.53),
-        ]
+        [wave(heads.num_heads, 0.71), wave(keys, 0.37), wave(keys, 0.53)]
     }
 
     #[test]
@@ -315,11 +270,7 @@ mod tests {
             (700, 2, 1, 48),
             (9, 1, 1, 1100),
         ] {
-            let heads = Heads {
-                num_heads,
-                num_key_value_heads,
-                head_dim,
-            };
+            let heads = Heads { num_heads, num_key_value_heads, head_dim };
             let [q, k, v] = waves(heads, seqlen);
             let exact = plain(heads, &q, &k, &v);
             let [rounded_q, rounded_k, rounded_v] = [&q, &k, &v].map(|values| -> Vec<f32> {
@@ -346,16 +297,9 @@ mod tests {
                 }
                 // From rounded inputs, what is left is the rounding of probabilities, 2⁻⁹ of each, and values are up to 2.
                 let allowed = 2.0 / 512.0 + 1e-4;
-                let exact = if kernel.is_bf16() {
-                    &of_rounded
-                } else {
-                    &exact
-                };
+                let exact = if kernel.is_bf16() { &of_rounded } else { &exact };
                 for (got, exact) in out.iter().zip(exact) {
-                    assert!(
-                        (f64::from(*got) - exact).abs() < allowed,
-                        "{kernel:?}: {got} {exact}"
-                    );
+                    assert!((f64::from(*got) - exact).abs() < allowed, "{kernel:?}: {got} {exact}");
                 }
             }
             // Blocks of packed factors by a kernel that every CPU has.
@@ -370,10 +314,7 @@ mod tests {
                 v: &v,
             };
             let (query_width, key_width) = (num_heads * head_dim, num_key_value_heads * head_dim);
-            let all = Columns {
-                width: query_width,
-                first: 0,
-            };
+            let all = Columns { width: query_width, first: 0 };
             let mut out = vec![f32::NAN; q.len()];
             share::<blocks::BlockScratch>(&source, &mut out, all);
             is_close(&out, &exact, "by blocks");
@@ -381,15 +322,7 @@ mod tests {
                 let own = first * query_width..last * query_width;
                 let mut part = vec![f32::NAN; own.len()];
                 let (k, v) = (&k[..last * key_width], &v[..last * key_width]);
-                causal(
-                    Kernel::Fused,
-                    heads,
-                    first,
-                    &q[own.clone()],
-                    k,
-                    v,
-                    &mut part,
-                );
+                causal(Kernel::Fused, heads, first, &q[own.clone()], k, v, &mut part);
                 is_close(&part, &exact[own], "behind cached keys");
             }
         }
@@ -398,18 +331,11 @@ mod tests {
     #[test]
     fn neither_threads_nor_groups_of_heads_change_a_bit() {
         let (seqlen, num_heads, num_key_value_heads, head_dim) = (700, 6, 3, 40);
-        let heads = Heads {
-            num_heads,
-            num_key_value_heads,
-            head_dim,
-        };
+        let heads = Heads { num_heads, num_key_value_heads, head_dim };
         let [q, k, v] = waves(heads, seqlen);
         for kernel in Kernel::all() {
             let run = |threads: usize| {
-                let pool = rayon::ThreadPoolBuilder::new()
-                    .num_threads(threads)
-                    .build()
-                    .unwrap();
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
                 let mut out = vec![0.0; q.len()];
                 pool.install(|| causal(kernel, heads, 0, &q, &k, &v, &mut out));
                 out

@@ -19,11 +19,7 @@ pub(super) fn one_query(
     v: &[f32],
     out: &mut [f32],
 ) {
-    let Heads {
-        num_heads,
-        num_key_value_heads,
-        head_dim,
-    } = heads;
+    let Heads { num_heads, num_key_value_heads, head_dim } = heads;
     let key_width = num_key_value_heads * head_dim;
     let keys = past + 1;
     assert!(

@@ -51,10 +51,7 @@ impl PanelLengths {
     /// The lines for blocks of C of the given rows and columns.
     fn of((rows, columns): (usize, usize), head_dim: usize, queries: usize, keys: usize) -> Self {
         let panels = QUERIES_AT_ONCE.min(queries).div_ceil(columns);
-        let (high, steps) = (
-            head_dim.next_multiple_of(rows),
-            head_dim.next_multiple_of(LINE),
-        );
+        let (high, steps) = (head_dim.next_multiple_of(rows), head_dim.next_multiple_of(LINE));
         Self {
             k: keys.next_multiple_of(rows) * steps / LINE,
             v: high * keys.next_multiple_of(LINE) / LINE,
@@ -76,10 +73,7 @@ struct PanelSums {
 }
 
 impl PanelSums {
-    const NOTHING: Self = Self {
-        largest: [f32::NEG_INFINITY; WIDEST],
-        sums: [0.0; WIDEST],
-    };
+    const NOTHING: Self = Self { largest: [f32::NEG_INFINITY; WIDEST], sums: [0.0; WIDEST] };
 }
 
 pub(super) struct PanelScratch {
@@ -119,11 +113,7 @@ impl PanelScratch {
         query_head: usize,
         out: &'a mut Rectangle<'o>,
     ) -> Block<'a, 'o> {
-        let Heads {
-            num_heads,
-            num_key_value_heads,
-            head_dim,
-        } = source.heads;
+        let Heads { num_heads, num_key_value_heads, head_dim } = source.heads;
         let head = key_head * (num_heads / num_key_value_heads) + query_head;
         let rows = out.rows();
         let q = Strided::rows(Values::F32(source.q), num_heads * head_dim)
@@ -150,11 +140,7 @@ impl Scheme for PanelScratch {
     }
 
     fn pack(&mut self, source: &Inputs<'_>, key_head: usize, rectangles: &[Rectangle<'_>]) {
-        let Heads {
-            num_key_value_heads,
-            head_dim,
-            ..
-        } = source.heads;
+        let Heads { num_key_value_heads, head_dim, .. } = source.heads;
         let width = num_key_value_heads * head_dim;
         let keys = source.past + rectangles.last().map_or(0, |block| block.rows().end);
         let k = Strided::rows(Values::F32(source.k), width).at(0, key_head * head_dim);
@@ -193,24 +179,14 @@ impl InBlocks for Block<'_, '_> {
 
     #[inline(always)]
     fn run<S: Simd, const ROWS: usize, const WIDE: usize>(self, simd: S) {
-        let Self {
-            scratch,
-            head_dim,
-            queries,
-            first_seen,
-            scale,
-            out,
-            column,
-        } = self;
+        let Self { scratch, head_dim, queries, first_seen, scale, out, column } = self;
         let width = WIDE * S::F32_LANES;
         let floats = bytemuck::cast_slice::<Line, f32>;
         let (k, v, q) = (floats(&scratch.k), floats(&scratch.v), floats(&scratch.q));
         let scores = bytemuck::cast_slice_mut::<Line, f32>(&mut scratch.scores);
         let context = bytemuck::cast_slice_mut::<Line, f32>(&mut scratch.context);
-        let (steps, key_steps) = (
-            head_dim.next_multiple_of(LINE),
-            scratch.keys.next_multiple_of(LINE),
-        );
+        let (steps, key_steps) =
+            (head_dim.next_multiple_of(LINE), scratch.keys.next_multiple_of(LINE));
         let in_context = head_dim.next_multiple_of(ROWS) * width;
         for first in (0..first_seen + queries - 1).step_by(KEYS_AT_ONCE) {
             let panels = q
@@ -375,11 +351,8 @@ fn rescale<S: Simd, const WIDE: usize>(
     let (before, _) = S::as_mut_simd_f32s(&mut running.largest);
     let mut offsets = [lowest; WIDE];
     let mut shrinks = [lowest; WIDE];
-    for (((before, most), offset), shrink) in before
-        .iter_mut()
-        .zip(most)
-        .zip(&mut offsets)
-        .zip(&mut shrinks)
+    for (((before, most), offset), shrink) in
+        before.iter_mut().zip(most).zip(&mut offsets).zip(&mut shrinks)
     {
         let most = simd.mul_f32s(most, scale);
         let is_larger = simd.greater_than_f32s(most, *before);

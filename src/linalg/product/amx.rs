@@ -11,10 +11,7 @@
 //! | split, W in 2 parts | 12 | 20 |
 //! | split, W in 3 parts | 14 | 24 |
 
-#![expect(
-    unsafe_code,
-    reason = "instructions without intrinsics, on memory of checked length"
-)]
+#![expect(unsafe_code, reason = "instructions without intrinsics, on memory of checked length")]
 
 use std::arch::asm;
 use std::sync::OnceLock;
@@ -74,11 +71,7 @@ pub(super) fn is_granted() -> bool {
         has_tiles
             && has_bf16
             && unsafe {
-                libc::syscall(
-                    libc::SYS_arch_prctl,
-                    ARCH_REQ_XCOMP_PERM,
-                    XFEATURE_XTILEDATA,
-                )
+                libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
             } == 0
     }
     #[cfg(not(target_os = "linux"))]
@@ -112,26 +105,15 @@ pub(super) fn multiply(
     stride: usize,
     adds: bool,
 ) {
-    assert!(
-        is_granted_here(),
-        "AMX tiles are not granted to this process"
-    );
-    let Factors {
-        x,
-        w,
-        rows,
-        columns,
-        inner,
-    } = factors;
+    assert!(is_granted_here(), "AMX tiles are not granted to this process");
+    let Factors { x, w, rows, columns, inner } = factors;
     let steps = inner.div_ceil(DEPTH);
     let (x_parts, w_parts) = sums.parts();
     // Lines of two rows of tiles.
     let lines = |parts: usize| steps.checked_mul(2 * parts * TILE_LINES);
     let (row_pairs, column_pairs) = (rows.div_ceil(BLOCK), columns.div_ceil(BLOCK));
     let fits = |factor: &[Line], pairs: usize, lines: usize| {
-        pairs
-            .checked_mul(lines)
-            .is_some_and(|needed| needed <= factor.len())
+        pairs.checked_mul(lines).is_some_and(|needed| needed <= factor.len())
     };
     let (Some(x_lines), Some(w_lines)) = (lines(x_parts), lines(w_parts)) else {
         panic!("factors must be as large as their shapes say");
@@ -150,22 +132,14 @@ pub(super) fn multiply(
     }
     for (row, x_pair) in x.chunks_exact(x_lines).enumerate().take(row_pairs) {
         for (column, w_pair) in w.chunks_exact(w_lines).enumerate().take(column_pairs) {
-            let (high, wide) = (
-                (rows - row * BLOCK).min(BLOCK),
-                (columns - column * BLOCK).min(BLOCK),
-            );
+            let (high, wide) =
+                ((rows - row * BLOCK).min(BLOCK), (columns - column * BLOCK).min(BLOCK));
             // Each block of columns prefetches an even share of the next rows of X; beyond the last row, prefetching has no effect.
-            let next = x_pair
-                .as_ptr()
-                .wrapping_add(x_lines + column * x_lines / column_pairs);
+            let next = x_pair.as_ptr().wrapping_add(x_lines + column * x_lines / column_pairs);
             let target = &mut out[row * BLOCK * stride + column * BLOCK..];
             if high == BLOCK && wide == BLOCK {
                 assert_holds(target.len(), BLOCK, BLOCK, stride);
-                let target = BlockTarget {
-                    out: target.as_mut_ptr(),
-                    stride,
-                    adds,
-                };
+                let target = BlockTarget { out: target.as_mut_ptr(), stride, adds };
                 // SAFETY: tiles are configured; factors hold two rows of tiles, `steps` of each part; the target 32 rows of 32
                 // elements, which was checked above.
                 unsafe { block(sums, steps, x_pair, w_pair, target, next) };
@@ -174,11 +148,7 @@ pub(super) fn multiply(
                 for line in 0..if adds { high } else { 0 } {
                     edge[line * BLOCK..][..wide].copy_from_slice(&target[line * stride..][..wide]);
                 }
-                let target_edge = BlockTarget {
-                    out: edge.as_mut_ptr(),
-                    stride: BLOCK,
-                    adds,
-                };
+                let target_edge = BlockTarget { out: edge.as_mut_ptr(), stride: BLOCK, adds };
                 // SAFETY: as above, the target being `edge`.
                 unsafe { block(sums, steps, x_pair, w_pair, target_edge, next) };
                 for line in 0..high {
@@ -404,16 +374,7 @@ block_of!(
 );
 
 // x₂w₀ + x₁w₀ + x₀w₀: all terms.
-block_of!(
-    split_1,
-    3,
-    1,
-    384,
-    w_part!(0),
-    x_part!(2048, 0),
-    x_part!(1024, 128),
-    x_part!(0, 256),
-);
+block_of!(split_1, 3, 1, 384, w_part!(0), x_part!(2048, 0), x_part!(1024, 128), x_part!(0, 256),);
 
 // x₀w₁ + x₁w₁ + x₁w₀ + x₂w₀ + x₀w₀; x₂w₁ is at most 2⁻²⁴ of the product.
 block_of!(

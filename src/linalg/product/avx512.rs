@@ -66,12 +66,7 @@ fn round_steps<const PARTS: usize>(
     for (values, lines) in values.iter().zip(steps) {
         let (low, high) = values.split_at(TILE);
         // SAFETY: either half is 16 elements.
-        let mut rest = unsafe {
-            [
-                _mm512_loadu_ps(low.as_ptr()),
-                _mm512_loadu_ps(high.as_ptr()),
-            ]
-        };
+        let mut rest = unsafe { [_mm512_loadu_ps(low.as_ptr()), _mm512_loadu_ps(high.as_ptr())] };
         for part in 0..PARTS {
             // SAFETY: both are 64 bytes without invalid values.
             let bits: __m512i = unsafe { transmute(_mm512_cvtne2ps_pbh(rest[1], rest[0])) };
@@ -136,12 +131,7 @@ fn round_lines<const PARTS: usize>(
         let even = &values[2 * pair * stride..][..TILE];
         let odd = &values[(2 * pair + 1) * stride..][..TILE];
         // SAFETY: both rows have 16 elements.
-        let mut rest = unsafe {
-            [
-                _mm512_loadu_ps(even.as_ptr()),
-                _mm512_loadu_ps(odd.as_ptr()),
-            ]
-        };
+        let mut rest = unsafe { [_mm512_loadu_ps(even.as_ptr()), _mm512_loadu_ps(odd.as_ptr())] };
         for part in 0..PARTS {
             // SAFETY: both are 64 bytes without invalid values.
             let bits: __m512i = unsafe { transmute(_mm512_cvtne2ps_pbh(rest[1], rest[0])) };

@@ -26,14 +26,7 @@ pub struct Product {
 /// thread. Tasks pass scratch on, and it keeps its largest size.
 pub fn packed_bytes(products: &[Product], threads: usize) -> usize {
     let of = |product: &Product| {
-        let Product {
-            kernel,
-            tokens,
-            ref columns,
-            inner,
-            is_kept,
-            is_in_parts,
-        } = *product;
+        let Product { kernel, tokens, ref columns, inner, is_kept, is_in_parts } = *product;
         let shape = kernel.shape();
         let is_fused = kernel == Kernel::Fused && !is_in_parts;
         let threads_of_cut = if is_in_parts { 1 } else { threads };
@@ -48,12 +41,7 @@ pub fn packed_bytes(products: &[Product], threads: usize) -> usize {
         (x, tasks.min(threads), w, sums)
     };
     let most = products.iter().map(of).fold((0, 0, 0, 0), |most, this| {
-        (
-            most.0.max(this.0),
-            most.1.max(this.1),
-            most.2.max(this.2),
-            most.3.max(this.3),
-        )
+        (most.0.max(this.0), most.1.max(this.1), most.2.max(this.2), most.3.max(this.3))
     });
     let (x, tasks, w, sums) = most;
     (x + tasks * w) * size_of::<Line>() + tasks * sums * size_of::<f32>()
@@ -96,15 +84,9 @@ impl TaskCut {
         let most_columns = (shape.task / rows / shape.columns).max(1) * shape.columns;
         // With few tokens, a task has the columns whose packed slab of W fits the cache.
         let most_columns = most_columns.min(MOST_COLUMNS / shape.columns * shape.columns);
-        let mut column_parts: Vec<usize> = columns
-            .iter()
-            .map(|columns| columns.div_ceil(most_columns).max(1))
-            .collect();
-        let wanted = if threads == 1 {
-            1
-        } else {
-            TASKS_PER_THREAD * threads
-        };
+        let mut column_parts: Vec<usize> =
+            columns.iter().map(|columns| columns.div_ceil(most_columns).max(1)).collect();
+        let wanted = if threads == 1 { 1 } else { TASKS_PER_THREAD * threads };
         while row_parts * column_parts.iter().sum::<usize>() < wanted {
             let mut grows = false;
             for (parts, columns) in column_parts.iter_mut().zip(columns) {
@@ -130,13 +112,7 @@ impl TaskCut {
                 }
             }
         }
-        Self {
-            shape,
-            tokens,
-            row_parts,
-            columns: columns.to_vec(),
-            column_parts,
-        }
+        Self { shape, tokens, row_parts, columns: columns.to_vec(), column_parts }
     }
 
     /// The rows of a part, in whole blocks.
@@ -146,12 +122,7 @@ impl TaskCut {
 
     /// The columns of a part of a job, in whole blocks.
     pub(super) fn columns(&self, job: usize, part: usize) -> Range<usize> {
-        even(
-            self.columns[job],
-            self.shape.columns,
-            part,
-            self.column_parts[job],
-        )
+        even(self.columns[job], self.shape.columns, part, self.column_parts[job])
     }
 
     pub(super) fn highest(&self) -> usize {

@@ -33,11 +33,8 @@ pub(super) fn shape() -> BlockSizes {
         type Output = BlockSizes;
         fn with_simd<S: Simd>(self, _: S) -> BlockSizes {
             let (rows, columns) = block::<S>();
-            let (slab, task) = if has_32::<S>() {
-                (512, TASK_ELEMENTS)
-            } else {
-                (2048, TASK_ELEMENTS / 2 * 3)
-            };
+            let (slab, task) =
+                if has_32::<S>() { (512, TASK_ELEMENTS) } else { (2048, TASK_ELEMENTS / 2 * 3) };
             BlockSizes {
                 rows,
                 columns,
@@ -142,11 +139,7 @@ impl<W: InBlocks> WithSimd for Dispatched<W> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) -> W::Output {
-        if has_32::<S>() {
-            self.0.run::<S, 8, 3>(simd)
-        } else {
-            self.0.run::<S, 6, 2>(simd)
-        }
+        if has_32::<S>() { self.0.run::<S, 8, 3>(simd) } else { self.0.run::<S, 6, 2>(simd) }
     }
 }
 
@@ -166,13 +159,7 @@ impl<R: OutputRows> InBlocks for Blocks<'_, R> {
 
     #[inline(always)]
     fn run<S: Simd, const ROWS: usize, const WIDE: usize>(self, simd: S) {
-        let Factors {
-            x,
-            w,
-            rows,
-            columns,
-            inner,
-        } = self.factors;
+        let Factors { x, w, rows, columns, inner } = self.factors;
         let width = WIDE * S::F32_LANES;
         let steps = inner.next_multiple_of(DEPTH);
         let x = bytemuck::cast_slice::<Line, f32>(x).chunks_exact(steps * ROWS);
@@ -309,17 +296,8 @@ mod tests {
                 let (x, w) = (pack(self.0, rows, high), pack(self.1, columns, wide));
                 let mut out = vec![f32::NAN; rows * columns];
                 let blocks = Blocks {
-                    factors: Factors {
-                        x: &x,
-                        w: &w,
-                        rows,
-                        columns,
-                        inner,
-                    },
-                    out: &mut Slice {
-                        out: &mut out,
-                        stride: columns,
-                    },
+                    factors: Factors { x: &x, w: &w, rows, columns, inner },
+                    out: &mut Slice { out: &mut out, stride: columns },
                     adds: false,
                 };
                 Dispatched(blocks).with_simd(simd);
@@ -333,11 +311,7 @@ mod tests {
             for column in 0..columns {
                 let chain = (0..inner).fold(0.0f32, |sum, k| {
                     let (x, w) = (x[row * inner + k], w[column * inner + k]);
-                    if in_one_step() {
-                        x.mul_add(w, sum)
-                    } else {
-                        x * w + sum
-                    }
+                    if in_one_step() { x.mul_add(w, sum) } else { x * w + sum }
                 });
                 assert_eq!(widest[row * columns + column], chain);
             }
@@ -354,9 +328,8 @@ mod tests {
         let narrowest = Simd::vectorize(pulp::Scalar::new(), run());
         for row in 0..rows {
             for column in 0..columns {
-                let chain = (0..inner).fold(0.0f32, |sum, k| {
-                    x[row * inner + k] * w[column * inner + k] + sum
-                });
+                let chain = (0..inner)
+                    .fold(0.0f32, |sum, k| x[row * inner + k] * w[column * inner + k] + sum);
                 assert_eq!(narrowest[row * columns + column], chain);
             }
         }

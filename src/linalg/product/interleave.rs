@@ -62,13 +62,7 @@ impl WithSimd for Interleave<'_> {
 impl Interleave<'_> {
     #[inline(always)]
     fn of<const WIDTH: usize>(self) {
-        let Self {
-            factor,
-            count,
-            inner,
-            packed,
-            ..
-        } = self;
+        let Self { factor, count, inner, packed, .. } = self;
         let steps = inner.next_multiple_of(DEPTH);
         let blocks = packed.chunks_exact_mut(steps * WIDTH).enumerate();
         for (block, packed) in blocks.take(count.div_ceil(WIDTH)) {
@@ -262,10 +256,8 @@ impl Exchange {
         ];
         let mut columns = [[0.0; EIGHT]; EIGHT];
         let (first, second) = columns.split_at_mut(EIGHT / 2);
-        for ((upper, lower), (first, second)) in upper
-            .into_iter()
-            .zip(lower)
-            .zip(first.iter_mut().zip(second))
+        for ((upper, lower), (first, second)) in
+            upper.into_iter().zip(lower).zip(first.iter_mut().zip(second))
         {
             *first = pulp::cast(avx._mm256_permute2f128_ps::<FIRST_HALVES>(upper, lower));
             *second = pulp::cast(avx._mm256_permute2f128_ps::<SECOND_HALVES>(upper, lower));
@@ -295,11 +287,7 @@ mod tests {
             let half: Vec<bf16> = exact.iter().map(|&value| bf16::from_f32(value)).collect();
             let half_precision: Vec<f16> =
                 exact.iter().map(|&value| f16::from_f32(value)).collect();
-            let all = [
-                Values::F32(&exact),
-                Values::Bf16(&half),
-                Values::F16(&half_precision),
-            ];
+            let all = [Values::F32(&exact), Values::Bf16(&half), Values::F16(&half_precision)];
             for values in all {
                 for width in [2usize, 6, 8, 12, 16, 48] {
                     for is_transposed in [false, true] {
@@ -309,11 +297,7 @@ mod tests {
                             Strided::rows(values, stride)
                         };
                         let at = |row, k| {
-                            if is_transposed {
-                                k * count + row
-                            } else {
-                                row * stride + k
-                            }
+                            if is_transposed { k * count + row } else { row * stride + k }
                         };
                         let steps = inner.next_multiple_of(DEPTH);
                         let rows = count.next_multiple_of(width);
@@ -323,11 +307,8 @@ mod tests {
                         for row in 0..rows {
                             for k in 0..steps {
                                 let place = row / width * steps * width + k * width + row % width;
-                                let expected = if row < count && k < inner {
-                                    exact[at(row, k)]
-                                } else {
-                                    0.0
-                                };
+                                let expected =
+                                    if row < count && k < inner { exact[at(row, k)] } else { 0.0 };
                                 assert_eq!(packed[place], expected, "{width}: row {row}, step {k}");
                             }
                         }

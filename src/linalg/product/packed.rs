@@ -64,9 +64,7 @@ impl BlockSizes {
     /// The slabs of `inner`, in order.
     pub(super) fn slabs(&self, inner: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         let slab = self.slab;
-        (0..inner)
-            .step_by(slab)
-            .map(move |first| first..inner.min(first + slab))
+        (0..inner).step_by(slab).map(move |first| first..inner.min(first + slab))
     }
 
     /// `inner` with its padding.
@@ -157,29 +155,17 @@ pub struct Strided<'a> {
 impl<'a> Strided<'a> {
     /// A matrix `[rows, inner]` whose rows begin `stride` elements apart.
     pub fn rows(values: Values<'a>, stride: usize) -> Self {
-        Self {
-            values,
-            stride,
-            is_transposed: false,
-        }
+        Self { values, stride, is_transposed: false }
     }
 
     /// A matrix `[inner, rows]` whose rows begin `stride` elements apart.
     pub fn transposed(values: Values<'a>, stride: usize) -> Self {
-        Self {
-            values,
-            stride,
-            is_transposed: true,
-        }
+        Self { values, stride, is_transposed: true }
     }
 
     /// Returns whether the slice has all elements of `rows` rows of `inner` elements.
     pub(super) fn holds(&self, rows: usize, inner: usize) -> bool {
-        let (outer, along) = if self.is_transposed {
-            (inner, rows)
-        } else {
-            (rows, inner)
-        };
+        let (outer, along) = if self.is_transposed { (inner, rows) } else { (rows, inner) };
         along <= self.stride
             && extent(outer, along, self.stride, 1).is_some_and(|all| all <= self.values.len())
     }
@@ -187,15 +173,9 @@ impl<'a> Strided<'a> {
     /// The part from a row and an element of `inner` on.
     #[must_use]
     pub fn at(self, row: usize, inner: usize) -> Self {
-        let first = if self.is_transposed {
-            inner * self.stride + row
-        } else {
-            row * self.stride + inner
-        };
-        Self {
-            values: self.values.from(first),
-            ..self
-        }
+        let first =
+            if self.is_transposed { inner * self.stride + row } else { row * self.stride + inner };
+        Self { values: self.values.from(first), ..self }
     }
 }
 
@@ -236,12 +216,7 @@ impl PackedWeight {
                     kernel.pack_columns(weight.at(first, slab.start), count, slab.len(), packed);
                 });
         }
-        Self {
-            lines,
-            kernel,
-            columns,
-            inner,
-        }
+        Self { lines, kernel, columns, inner }
     }
 
     /// Bytes of a packed weight of this shape.

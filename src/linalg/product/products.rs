@@ -90,10 +90,7 @@ pub fn products(
     jobs: &mut [ProductJob<'_>],
     packed: &mut Packed,
 ) {
-    assert!(
-        inner > 0 && x.len().is_multiple_of(inner),
-        "x must be [tokens, inner]"
-    );
+    assert!(inner > 0 && x.len().is_multiple_of(inner), "x must be [tokens, inner]");
     let rows = Strided::rows(Values::F32(x), inner);
     products_of(kernel, rows, (x.len() / inner, inner), jobs, packed);
 }
@@ -113,11 +110,7 @@ pub fn products_of(
         inner > 0 && x.holds(tokens, inner) && matches!(x.values, Values::F32(_)),
         "x must be [tokens, inner], f32"
     );
-    let x = Activations {
-        values: x,
-        tokens,
-        inner,
-    };
+    let x = Activations { values: x, tokens, inner };
     if x.tokens == 0 {
         return;
     }
@@ -141,17 +134,12 @@ fn check(kernel: Kernel, job: &ProductJob<'_>, x: Activations<'_>) {
         Factor::Packed(weight, first) => {
             weight.kernel == kernel
                 && weight.inner == x.inner
-                && first
-                    .checked_add(job.columns)
-                    .is_some_and(|end| end <= weight.columns)
+                && first.checked_add(job.columns).is_some_and(|end| end <= weight.columns)
                 && PackedWeight::begins_at(kernel, first)
         }
     };
     assert!(fits, "shapes of a product must match");
-    assert!(
-        job.columns <= job.stride,
-        "rows of the result must not overlap"
-    );
+    assert!(job.columns <= job.stride, "rows of the result must not overlap");
     assert_holds(job.out.len(), x.tokens, job.columns, job.stride);
 }
 
@@ -160,18 +148,15 @@ fn cut_into_tasks<'t>(
     tokens: usize,
     jobs: &'t mut [ProductJob<'_>],
 ) -> Vec<Task<'t>> {
-    let is_kept = jobs
-        .iter()
-        .all(|job| matches!(job.weight, Factor::Packed(..)));
+    let is_kept = jobs.iter().all(|job| matches!(job.weight, Factor::Packed(..)));
     let columns: Vec<usize> = jobs.iter().map(|job| job.columns).collect();
     let threads = rayon::current_num_threads();
     let cut = TaskCut::of(shape, tokens, &columns, threads, is_kept);
     let row_ranges: Vec<_> = (0..cut.row_parts).map(|part| cut.rows(part)).collect();
     let mut tasks = Vec::new();
     for (index, job) in jobs.iter_mut().enumerate() {
-        let column_ranges: Vec<_> = (0..cut.column_parts[index])
-            .map(|part| cut.columns(index, part))
-            .collect();
+        let column_ranges: Vec<_> =
+            (0..cut.column_parts[index]).map(|part| cut.columns(index, part)).collect();
         let (weight, adds) = (job.weight, job.adds);
         let rectangles = rectangles::cut(job.out, job.stride, &row_ranges, &column_ranges);
         tasks.extend(rectangles.map(|out| Task { weight, out, adds }));
@@ -183,11 +168,7 @@ fn cut_into_tasks<'t>(
 /// Packs X slab by slab; each task packs its part of W and adds to C.
 fn multiply_by_slabs(x: Activations<'_>, tasks: &mut [Task<'_>], packed: &mut Packed) {
     let (kernel, shape) = (Kernel::Fused, Kernel::Fused.shape());
-    let Packed {
-        x: lines,
-        scratch,
-        packing,
-    } = packed;
+    let Packed { x: lines, scratch, packing } = packed;
     for slab in shape.slabs(x.inner) {
         let lines = resize(lines, shape.packed_rows(x.tokens, slab.len()));
         *packing += pack_slab(kernel, x, slab.clone(), lines);
@@ -263,24 +244,15 @@ pub fn product_in_parts<R: Send>(
         inner > 0 && x.holds(tokens, inner) && matches!(x.values, Values::F32(_)),
         "x must be [tokens, inner], f32"
     );
-    assert!(
-        weight.holds(columns, inner),
-        "shapes of a product must match"
-    );
+    assert!(weight.holds(columns, inner), "shapes of a product must match");
     let cut = TaskCut::of(kernel.shape(), tokens, &[columns], 1, false);
     let rows = (0..cut.row_parts).map(|part| cut.rows(part));
     let areas = rows.flat_map(|rows| {
         let columns = (0..cut.column_parts[0]).map(|part| cut.columns(0, part));
         columns.map(move |columns| [rows.clone(), columns])
     });
-    let areas: Vec<_> = areas
-        .filter(|area| area.iter().all(|range| !range.is_empty()))
-        .collect();
-    let x = Activations {
-        values: x,
-        tokens,
-        inner,
-    };
+    let areas: Vec<_> = areas.filter(|area| area.iter().all(|range| !range.is_empty())).collect();
+    let x = Activations { values: x, tokens, inner };
     let (lines, scratch) = packed.pack_all(kernel, x);
     let part = |area: [Range<usize>; 2]| {
         scratch.lend(TaskScratch::default, |scratch| {
@@ -326,13 +298,9 @@ impl TaskScratch {
             let x_lines = &lines[shape.packed_rows(x.tokens, slab.start)..]
                 [shape.packed_rows(rows.start, slab.len())..];
             let w = match weight {
-                Factor::Stored(_) | Factor::Strided(_) => pack_part(
-                    kernel,
-                    weight,
-                    columns.clone(),
-                    (x.inner, slab.clone()),
-                    &mut self.w,
-                ),
+                Factor::Stored(_) | Factor::Strided(_) => {
+                    pack_part(kernel, weight, columns.clone(), (x.inner, slab.clone()), &mut self.w)
+                }
                 Factor::Packed(weight, first) => {
                     &weight.lines[shape.packed_columns(weight.columns, slab.start)..]
                         [shape.packed_columns(first + columns.start, slab.len())..]
@@ -362,14 +330,13 @@ fn pack_slab(
     let shape = kernel.shape();
     // A matrix that is read by columns is read in longer pieces.
     let rows = shape.rows * if x.values.is_transposed { 4 } else { 1 };
-    lines
-        .par_chunks_mut(shape.packed_rows(rows, slab.len()))
-        .enumerate()
-        .for_each(|(block, lines)| {
+    lines.par_chunks_mut(shape.packed_rows(rows, slab.len())).enumerate().for_each(
+        |(block, lines)| {
             let first = block * rows;
             let count = rows.min(x.tokens - first);
             kernel.pack_rows(x.values.at(first, slab.start), count, slab.len(), lines);
-        });
+        },
+    );
     began.elapsed()
 }
 

@@ -28,22 +28,17 @@ fn stored(values: &[f32]) -> Vec<bf16> {
 /// C = X·Wᵀ in f64, X rounded as the kernel does, and Σ|x·w|, which bounds the rounding of sums.
 fn oracle(kernel: Kernel, x: &[f32], weight: &[bf16], inner: usize) -> Vec<(f64, f64)> {
     let taken = |x: f32| {
-        if kernel.is_bf16() {
-            bf16::from_f32(x).to_f32()
-        } else {
-            x
-        }
+        if kernel.is_bf16() { bf16::from_f32(x).to_f32() } else { x }
     };
     let mut sums = Vec::new();
     for x in x.chunks_exact(inner) {
         for w in weight.chunks_exact(inner) {
-            let products = x
-                .iter()
-                .zip(w)
-                .map(|(&x, w)| f64::from(taken(x)) * f64::from(w.to_f32()));
-            sums.push(products.fold((0.0, 0.0), |(sum, size), product| {
-                (sum + product, size + product.abs())
-            }));
+            let products =
+                x.iter().zip(w).map(|(&x, w)| f64::from(taken(x)) * f64::from(w.to_f32()));
+            sums.push(
+                products
+                    .fold((0.0, 0.0), |(sum, size), product| (sum + product, size + product.abs())),
+            );
         }
     }
     sums
@@ -58,13 +53,7 @@ fn product(
     (out, stride): (&mut [f32], usize),
     packed: &mut Packed,
 ) {
-    let mut jobs = [ProductJob {
-        weight,
-        columns,
-        out,
-        stride,
-        adds: false,
-    }];
+    let mut jobs = [ProductJob { weight, columns, out, stride, adds: false }];
     products(kernel, x, inner, &mut jobs, packed);
 }
 
@@ -101,17 +90,12 @@ fn products_of_any_shape_are_those_of_the_triple_loop() {
     for kernel in Kernel::all() {
         let mut packed = Packed::default();
         for (tokens, inner, columns) in shapes {
-            let (x, weight) = (
-                numbers(tokens * inner, 1),
-                stored(&numbers(columns * inner, 2)),
-            );
+            let (x, weight) = (numbers(tokens * inner, 1), stored(&numbers(columns * inner, 2)));
             // The old content must not show.
             let mut out = vec![f32::NAN; tokens * columns];
             multiply(kernel, &x, &weight, inner, &mut out, &mut packed);
-            for (at, (found, (sum, size))) in out
-                .iter()
-                .zip(oracle(kernel, &x, &weight, inner))
-                .enumerate()
+            for (at, (found, (sum, size))) in
+                out.iter().zip(oracle(kernel, &x, &weight, inner)).enumerate()
             {
                 let allowed = size * f64::from(f32::EPSILON) * 16.0 + 1e-30;
                 assert!(
@@ -126,16 +110,10 @@ fn products_of_any_shape_are_those_of_the_triple_loop() {
 #[test]
 fn small_integers_are_exact_also_over_many_slabs() {
     let (tokens, inner, columns) = (5, 1 << 15, 200);
-    let x: Vec<f32> = (0..tokens * inner)
-        .map(|at| ((at * 7) % 3) as f32 - 1.0)
-        .collect();
+    let x: Vec<f32> = (0..tokens * inner).map(|at| ((at * 7) % 3) as f32 - 1.0).collect();
     let weight: Vec<bf16> = (0..columns * inner)
         .map(|at| {
-            bf16::from_f32(if at % inner % 64 == 0 {
-                ((at * 5) % 7) as f32 - 3.0
-            } else {
-                0.0
-            })
+            bf16::from_f32(if at % inner % 64 == 0 { ((at * 5) % 7) as f32 - 3.0 } else { 0.0 })
         })
         .collect();
     for kernel in Kernel::all() {
@@ -151,10 +129,8 @@ fn small_integers_are_exact_also_over_many_slabs() {
 fn weights_of_any_dtype_are_widened_exactly() {
     let (tokens, inner, columns) = (21, 530, 61);
     let x = numbers(tokens * inner, 1);
-    let values: Vec<f32> = numbers(columns * inner, 2)
-        .iter()
-        .map(|&value| bf16::from_f32(value).to_f32())
-        .collect();
+    let values: Vec<f32> =
+        numbers(columns * inner, 2).iter().map(|&value| bf16::from_f32(value).to_f32()).collect();
     let halves: Vec<f16> = values.iter().map(|&value| f16::from_f32(value)).collect();
     let widened: Vec<f32> = halves.iter().map(|value| value.to_f32()).collect();
     let brains = stored(&values);
@@ -163,14 +139,7 @@ fn weights_of_any_dtype_are_widened_exactly() {
         let size = (columns, inner);
         let factor = Factor::Stored(weight);
         let target = (&mut out[..], columns);
-        product(
-            Kernel::Fused,
-            &x,
-            factor,
-            size,
-            target,
-            &mut Packed::default(),
-        );
+        product(Kernel::Fused, &x, factor, size, target, &mut Packed::default());
         out
     };
     assert_eq!(run(Values::F32(&values)), run(Values::Bf16(&brains)));
@@ -219,37 +188,24 @@ fn subnormal_numbers_are_kept_by_fused_and_may_be_zero_in_bf16() {
         multiply(kernel, &x, &weight, inner, &mut out, &mut Packed::default());
         let kept = inner as f32 * tiny;
         let is_kept = (out[0] - kept).abs() < 0.01 * kept;
-        assert!(
-            is_kept || kernel != Kernel::Fused && out[0] == 0.0,
-            "{kernel:?}: {}",
-            out[0]
-        );
+        assert!(is_kept || kernel != Kernel::Fused && out[0] == 0.0, "{kernel:?}: {}", out[0]);
     }
 }
 
 #[test]
 fn neither_threads_nor_tokens_change_a_bit() {
     let (tokens, inner, columns) = (150, 2100, 70);
-    let (x, weight) = (
-        numbers(tokens * inner, 3),
-        stored(&numbers(columns * inner, 4)),
-    );
+    let (x, weight) = (numbers(tokens * inner, 3), stored(&numbers(columns * inner, 4)));
     for kernel in Kernel::all() {
         let run = |threads: usize, x: &[f32]| {
-            let pool = rayon::ThreadPoolBuilder::new()
-                .num_threads(threads)
-                .build()
-                .unwrap();
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             let mut out = vec![0.0; x.len() / inner * columns];
             pool.install(|| multiply(kernel, x, &weight, inner, &mut out, &mut Packed::default()));
             out
         };
         let whole = run(1, &x);
         assert!(whole == run(3, &x), "{kernel:?}");
-        assert!(
-            whole[..7 * columns] == run(2, &x[..7 * inner]),
-            "{kernel:?}"
-        );
+        assert!(whole[..7 * columns] == run(2, &x[..7 * inner]), "{kernel:?}");
     }
 }
 
@@ -262,14 +218,8 @@ fn infinities_and_nans_stay_visible_in_their_rows() {
     for kernel in Kernel::all() {
         let mut out = vec![0.0; 3 * columns];
         multiply(kernel, &x, &weight, inner, &mut out, &mut Packed::default());
-        assert!(
-            out[..columns].iter().all(|value| value.is_finite()),
-            "{kernel:?}"
-        );
-        assert!(
-            out[columns..2 * columns].iter().all(|value| value.is_nan()),
-            "{kernel:?}"
-        );
+        assert!(out[..columns].iter().all(|value| value.is_finite()), "{kernel:?}");
+        assert!(out[columns..2 * columns].iter().all(|value| value.is_nan()), "{kernel:?}");
         // An infinity is multiplied by missing parts of a weight, which are 0.
         let has_more_parts = matches!(kernel, Kernel::Split(2..));
         assert!(
@@ -297,22 +247,15 @@ fn packed_bytes_are_those_of_the_footprint() {
     for kernel in Kernel::all() {
         for products_of in cases {
             let threads = products_of[0].0;
-            let pool = rayon::ThreadPoolBuilder::new()
-                .num_threads(threads)
-                .build()
-                .unwrap();
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             let mut packed = Packed::default();
             let mut sizes = Vec::new();
             for &(_, tokens, inner, columns) in products_of {
                 let x = numbers(tokens * inner, 1);
-                let weights: Vec<_> = columns
-                    .iter()
-                    .map(|columns| stored(&numbers(columns * inner, 2)))
-                    .collect();
-                let mut outs: Vec<_> = columns
-                    .iter()
-                    .map(|some| vec![0.0; tokens * some])
-                    .collect();
+                let weights: Vec<_> =
+                    columns.iter().map(|columns| stored(&numbers(columns * inner, 2))).collect();
+                let mut outs: Vec<_> =
+                    columns.iter().map(|some| vec![0.0; tokens * some]).collect();
                 let mut jobs: Vec<ProductJob<'_>> = outs
                     .iter_mut()
                     .zip(&weights)
@@ -365,14 +308,9 @@ fn a_product_in_parts_is_the_product_in_the_memory_of_the_footprint() {
         let parts = pool.build().unwrap().install(|| {
             let x = Strided::rows(Values::F32(&x), inner);
             let weight = (factor, columns);
-            product_in_parts(
-                kernel,
-                x,
-                (tokens, inner),
-                weight,
-                &mut packed,
-                |area, c| (area, c.to_vec()),
-            )
+            product_in_parts(kernel, x, (tokens, inner), weight, &mut packed, |area, c| {
+                (area, c.to_vec())
+            })
         });
         let [row_parts, column_parts] = parts_of_product(kernel, tokens, columns);
         assert!(parts.len() == row_parts * column_parts && row_parts > 1);
@@ -400,10 +338,7 @@ fn a_product_in_parts_is_the_product_in_the_memory_of_the_footprint() {
 #[test]
 fn rows_may_be_apart_and_the_elements_between_them_are_kept() {
     let (tokens, inner, columns, stride) = (35, 64, 20, 33);
-    let (x, weight) = (
-        numbers(tokens * inner, 7),
-        stored(&numbers(columns * inner, 8)),
-    );
+    let (x, weight) = (numbers(tokens * inner, 7), stored(&numbers(columns * inner, 8)));
     for kernel in Kernel::all() {
         let mut packed = Packed::default();
         let mut close = vec![0.0; tokens * columns];
@@ -415,9 +350,7 @@ fn rows_may_be_apart_and_the_elements_between_them_are_kept() {
         for (row, close) in close.chunks_exact(columns).enumerate() {
             assert_eq!(&apart[row * stride..][..columns], close, "{kernel:?}");
         }
-        let between = apart
-            .chunks(stride)
-            .flat_map(|row| row.iter().skip(columns));
+        let between = apart.chunks(stride).flat_map(|row| row.iter().skip(columns));
         assert!(between.copied().all(|value| value == 7.0));
     }
 }
@@ -425,10 +358,7 @@ fn rows_may_be_apart_and_the_elements_between_them_are_kept() {
 #[test]
 fn a_weight_packed_once_gives_the_bits_of_one_packed_each_time() {
     let (tokens, inner, columns) = (37, 2300, 150);
-    let (x, weight) = (
-        numbers(tokens * inner, 9),
-        stored(&numbers(columns * inner, 10)),
-    );
+    let (x, weight) = (numbers(tokens * inner, 9), stored(&numbers(columns * inner, 10)));
     for kernel in Kernel::all().into_iter().filter(|kernel| kernel.keeps()) {
         let kept = PackedWeight::of(kernel, Values::Bf16(&weight), columns, inner);
         assert_eq!(
@@ -465,13 +395,7 @@ fn shapes_and_strides_that_overflow_are_refused_with_a_message() {
             vec![Line::default(); kernel.row_lines(5, 32)],
             vec![Line::default(); kernel.column_lines(1, 32)],
         );
-        let factors = |rows, columns, inner| Factors {
-            x: &x,
-            w: &w,
-            rows,
-            columns,
-            inner,
-        };
+        let factors = |rows, columns, inner| Factors { x: &x, w: &w, rows, columns, inner };
         let out = &mut [0.0; 64][..];
         // 4 · 2⁶² and 2 · 2⁶³ are 0 in 64 bits.
         for (rows, stride) in [(5, 1 << 62), (3, 1 << 63), (2, usize::MAX)] {

@@ -91,9 +91,7 @@ impl<const PARTS: usize> PackRows<'_, PARTS> {
             return self.run_turned();
         }
         let tiles = self.count.div_ceil(SHAPE.rows) * SHAPE.rows / TILE;
-        let lines = self
-            .packed
-            .chunks_exact_mut(tile_lines::<PARTS>(self.inner));
+        let lines = self.packed.chunks_exact_mut(tile_lines::<PARTS>(self.inner));
         for (tile, lines) in lines.enumerate().take(tiles) {
             for in_tile in 0..TILE {
                 let row = tile * TILE + in_tile;
@@ -202,11 +200,7 @@ pub(super) fn take_part<const PARTS: usize>(value: &mut f32) -> u16 {
     let bits = value.to_bits();
     let is_finite = bits & EXPONENT != EXPONENT;
     let overflows = is_finite && (u32::from(nearest) << 16) & EXPONENT == EXPONENT;
-    let taken = if overflows {
-        (bits >> 16) as u16
-    } else {
-        nearest
-    };
+    let taken = if overflows { (bits >> 16) as u16 } else { nearest };
     let left = *value - f32::from_bits(u32::from(taken) << 16);
     *value = if is_finite { left } else { 0.0 };
     taken
@@ -243,13 +237,7 @@ impl<const PARTS: usize> WithSimd for PackColumns<'_, PARTS> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
-        let Self {
-            columns,
-            inner,
-            tiles,
-            packed,
-            ..
-        } = self;
+        let Self { columns, inner, tiles, packed, .. } = self;
         let steps = inner.div_ceil(DEPTH);
         let count = steps * tiles;
         for at in 0..count {
@@ -396,11 +384,7 @@ pub(super) fn rounded(value: f32) -> u16 {
     let nearest = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
     // A NaN whose payload is all in the lower half would round to infinity.
     let quiet = (bits >> 16) | 0x40;
-    if value.is_nan() {
-        quiet as u16
-    } else {
-        nearest as u16
-    }
+    if value.is_nan() { quiet as u16 } else { nearest as u16 }
 }
 
 #[cfg(test)]
@@ -418,10 +402,7 @@ mod tests {
                 rows.next_multiple_of(SHAPE.rows) / TILE * tile_lines::<PARTS>(inner)
             ]
         };
-        let layouts = [
-            Strided::transposed(values[0], rows),
-            Strided::rows(values[1], inner),
-        ];
+        let layouts = [Strided::transposed(values[0], rows), Strided::rows(values[1], inner)];
         layouts.map(|layout| {
             let mut packed = lines();
             pack_columns::<PARTS>(layout, rows, inner, 2, &mut packed);
@@ -437,15 +418,11 @@ mod tests {
     #[test]
     fn a_matrix_read_by_columns_is_packed_as_its_transposed() {
         for [rows, inner] in [[1, 1], [16, 32], [37, 70], [64, 96], [130, 45]] {
-            let mut turned: Vec<f32> = (0..rows * inner)
-                .map(|at| (at as f32 * 0.37).sin() * 3.0)
-                .collect();
+            let mut turned: Vec<f32> =
+                (0..rows * inner).map(|at| (at as f32 * 0.37).sin() * 3.0).collect();
             // Numbers that cannot be split, in some tiles only.
             for (at, special) in [(3, f32::INFINITY), (700, f32::NAN), (1500, f32::MAX)] {
-                turned
-                    .get_mut(at)
-                    .into_iter()
-                    .for_each(|value| *value = special);
+                turned.get_mut(at).into_iter().for_each(|value| *value = special);
             }
             let at = |column: usize, k: usize| turned[column * inner + k];
             let straight: Vec<f32> = (0..rows * inner).map(|i| at(i % rows, i / rows)).collect();
@@ -461,12 +438,7 @@ mod tests {
                 both::<1>(halves, [rows, inner]),
                 both::<2>(halves, [rows, inner]),
             ] {
-                assert!(
-                    columns
-                        .iter()
-                        .zip(&rows)
-                        .all(|(column, row)| column.0 == row.0)
-                );
+                assert!(columns.iter().zip(&rows).all(|(column, row)| column.0 == row.0));
             }
         }
     }

@@ -72,22 +72,16 @@ impl LayerGradients {
     /// The same with zeros for the weights of both norms.
     #[must_use]
     pub fn with_norms(self, layer: &DecoderLayer) -> Self {
-        Self {
-            norms: Some(layer.norms().map(|norm| vec![0.0; norm.len()])),
-            ..self
-        }
+        Self { norms: Some(layer.norms().map(|norm| vec![0.0; norm.len()])), ..self }
     }
 
     /// Sets all gradients to zero, for the next step.
     pub fn clear(&mut self) {
         let norms = self.norms.iter_mut().flatten();
-        let weights = self
-            .weights
-            .values_mut()
-            .flat_map(|gradient| match gradient {
-                MatrixGradient::Whole(values) => vec![values],
-                MatrixGradient::Factors { a, b, .. } => vec![a, b],
-            });
+        let weights = self.weights.values_mut().flat_map(|gradient| match gradient {
+            MatrixGradient::Whole(values) => vec![values],
+            MatrixGradient::Factors { a, b, .. } => vec![a, b],
+        });
         for values in weights.chain(norms) {
             values.fill(0.0);
         }
@@ -124,12 +118,10 @@ impl LayerGradients {
 
     /// The trained matrices; those whose factors are trained with their change.
     pub fn changes(&self) -> impl Iterator<Item = (Projection, Option<&MaskedLowRank>)> {
-        self.weights
-            .iter()
-            .map(|(&projection, gradient)| match gradient {
-                MatrixGradient::Whole(_) => (projection, None),
-                MatrixGradient::Factors { change, .. } => (projection, Some(change)),
-            })
+        self.weights.iter().map(|(&projection, gradient)| match gradient {
+            MatrixGradient::Whole(_) => (projection, None),
+            MatrixGradient::Factors { change, .. } => (projection, Some(change)),
+        })
     }
 
     /// The sizes of what is trained, for the memory of a device.
@@ -164,10 +156,8 @@ impl LayerGradients {
             Some(MatrixGradient::Whole(values)) => vec![values],
             Some(MatrixGradient::Factors { a, b, .. }) => vec![a, b],
         };
-        let (expected, given): (Vec<_>, Vec<_>) = (
-            own.iter().map(|values| values.len()).collect(),
-            sums.iter().map(Vec::len).collect(),
-        );
+        let (expected, given): (Vec<_>, Vec<_>) =
+            (own.iter().map(|values| values.len()).collect(), sums.iter().map(Vec::len).collect());
         ensure!(
             expected == given && !own.is_empty(),
             "gradients of {projection:?} have {expected:?} elements, and {given:?} came from a device"
@@ -187,9 +177,7 @@ impl LayerGradients {
 
     /// Gradients of the norms before attention and before the MLP; `None` if they are frozen.
     pub fn norms(&self) -> Option<[&[f32]; 2]> {
-        self.norms
-            .as_ref()
-            .map(|norms| norms.each_ref().map(Vec::as_slice))
+        self.norms.as_ref().map(|norms| norms.each_ref().map(Vec::as_slice))
     }
 
     pub(super) fn norm_mut(&mut self, norm: usize) -> Option<&mut [f32]> {

@@ -88,8 +88,7 @@ impl Head {
     ) -> Result<()> {
         let (norm, epsilon) = self.norm();
         elementwise::rms_norm(hidden, norm, epsilon, normed);
-        self.lm_head()
-            .forward(normed, logits, SingleToken::AsMany, products)
+        self.lm_head().forward(normed, logits, SingleToken::AsMany, products)
     }
 
     /// Refuses states and targets that do not fit each other or the head.
@@ -149,9 +148,7 @@ impl Head {
                 products.watch.enter(Part::Head);
                 if let Some(teacher) = teacher {
                     let states = &states[rows.clone()];
-                    teacher
-                        .head
-                        .logits_of(states, normed, of_teacher, products)?;
+                    teacher.head.logits_of(states, normed, of_teacher, products)?;
                 }
                 self.logits_of(&hidden[rows.clone()], normed, logits, products)?;
                 let targets = &targets[part];

@@ -108,19 +108,10 @@ impl DecoderLayer {
         let sizes = self.sizes(x);
         let (heads, hidden_size) = (self.heads(), sizes.hidden_size);
         let mlp_tokens = context.settings.mlp_tokens;
-        let LayerContext {
-            rotary, workspace, ..
-        } = context;
+        let LayerContext { rotary, workspace, .. } = context;
         let ([normed, q, k, v, attended, between, shared], products) =
             workspace.buffers(sizes.buffers(heads, mlp_tokens, kept.is_some()));
-        let mut activations = Recomputed {
-            normed,
-            q,
-            k,
-            v,
-            context: attended,
-            between,
-        };
+        let mut activations = Recomputed { normed, q, k, v, context: attended, between };
         let (is_kept, mut kept_mlp) = (kept.is_some(), None);
         if let Some(KeptActivations(kept)) = kept {
             let [q, k, v, attended, between, gate, up] = cut(kept, sizes.kept());
@@ -150,15 +141,7 @@ impl DecoderLayer {
             )?;
         }
         let buffers = cut(shared, sizes.attention(heads));
-        self.backward_attention(
-            x,
-            dx,
-            &mut activations,
-            buffers,
-            gradients,
-            rotary,
-            products,
-        )?;
+        self.backward_attention(x, dx, &mut activations, buffers, gradients, rotary, products)?;
         products.watch.enter(Part::Elsewhere);
         Ok(())
     }
@@ -212,24 +195,13 @@ impl DecoderLayer {
         let sizes = self.sizes(x);
         let [q, k, v, attended, between, gate, up] = cut(kept, sizes.kept());
         let mlp_tokens = context.settings.mlp_tokens;
-        let LayerContext {
-            rotary, workspace, ..
-        } = context;
+        let LayerContext { rotary, workspace, .. } = context;
         let tokens = largest_part(sizes.seqlen, mlp_tokens, LEAST_ROWS);
         let ([normed, wide], products) =
             workspace.buffers([x.len(), tokens * sizes.intermediate_size]);
-        let mut activations = Recomputed {
-            normed,
-            q,
-            k,
-            v,
-            context: attended,
-            between,
-        };
+        let mut activations = Recomputed { normed, q, k, v, context: attended, between };
         self.recompute(x, &mut activations, rotary, products)?;
-        let Recomputed {
-            normed, between, ..
-        } = activations;
+        let Recomputed { normed, between, .. } = activations;
         out.copy_from_slice(between);
         for part in parts(sizes.seqlen, mlp_tokens, LEAST_ROWS) {
             products.watch.enter(Part::Mlp);
@@ -242,8 +214,7 @@ impl DecoderLayer {
             match self.activation() {
                 Activation::Silu => elementwise::silu_times(wide, up),
             }
-            self.linear(Projection::Down)
-                .forward(wide, normed, SingleToken::AsMany, products)?;
+            self.linear(Projection::Down).forward(wide, normed, SingleToken::AsMany, products)?;
             elementwise::add(&mut out[rows], normed);
         }
         products.watch.enter(Part::Elsewhere);
@@ -279,35 +250,23 @@ impl DecoderLayer {
         rotary: &super::super::Rotary,
         products: &mut ProductContext,
     ) -> Result<()> {
-        let Recomputed {
-            normed,
-            q,
-            k,
-            v,
-            context,
-            between,
-        } = activations;
+        let Recomputed { normed, q, k, v, context, between } = activations;
         let heads = self.heads();
         products.watch.enter(Part::Qkv);
         elementwise::rms_norm(x, self.norms()[0], self.rms_norm_eps(), normed);
-        let mut outputs = [
-            (Projection::Q, &mut **q),
-            (Projection::K, &mut **k),
-            (Projection::V, &mut **v),
-        ]
-        .map(|(projection, out)| LinearOutput {
-            linear: self.linear(projection),
-            features: 0..self.linear(projection).out_features(),
-            out,
-        });
+        let mut outputs =
+            [(Projection::Q, &mut **q), (Projection::K, &mut **k), (Projection::V, &mut **v)].map(
+                |(projection, out)| LinearOutput {
+                    linear: self.linear(projection),
+                    features: 0..self.linear(projection).out_features(),
+                    out,
+                },
+            );
         forward_all(&mut outputs, normed, SingleToken::AsMany, products)?;
         products.watch.enter(Part::Attention);
         rotary.apply(q, 0, heads.num_heads, heads.head_dim)?;
         rotary.apply(k, 0, heads.num_key_value_heads, heads.head_dim)?;
-        let columns = attention::Columns {
-            width: heads.num_heads * heads.head_dim,
-            first: 0,
-        };
+        let columns = attention::Columns { width: heads.num_heads * heads.head_dim, first: 0 };
         let kernel = products.products.of_activations();
         attention::causal_columns(kernel, heads, 0, q, k, v, context, columns);
         products.watch.enter(Part::O);
@@ -334,33 +293,15 @@ impl DecoderLayer {
         } else {
             self.gate_and_up(x, normed, gate, up, products)?;
         }
-        self.linear(Projection::Down)
-            .backward(dy, product, false, products)?;
+        self.linear(Projection::Down).backward(dy, product, false, products)?;
         match self.activation() {
             Activation::Silu => silu_times_backward(gate, up, product),
         }
-        gradients.add(
-            (Projection::Down, self.linear(Projection::Down)),
-            dy,
-            product,
-            products,
-        );
-        gradients.add(
-            (Projection::Gate, self.linear(Projection::Gate)),
-            gate,
-            normed,
-            products,
-        );
-        gradients.add(
-            (Projection::Up, self.linear(Projection::Up)),
-            up,
-            normed,
-            products,
-        );
-        self.linear(Projection::Gate)
-            .backward(gate, dnormed, false, products)?;
-        self.linear(Projection::Up)
-            .backward(up, dnormed, true, products)?;
+        gradients.add((Projection::Down, self.linear(Projection::Down)), dy, product, products);
+        gradients.add((Projection::Gate, self.linear(Projection::Gate)), gate, normed, products);
+        gradients.add((Projection::Up, self.linear(Projection::Up)), up, normed, products);
+        self.linear(Projection::Gate).backward(gate, dnormed, false, products)?;
+        self.linear(Projection::Up).backward(up, dnormed, true, products)?;
         let weight = gradients.norm_mut(1);
         rms_norm_backward(x, norm, self.rms_norm_eps(), dnormed, dx, weight);
         Ok(())
@@ -381,56 +322,23 @@ impl DecoderLayer {
         rotary: &super::super::Rotary,
         products: &mut ProductContext,
     ) -> Result<()> {
-        let Recomputed {
-            normed,
-            q,
-            k,
-            v,
-            context,
-            between: dnormed,
-        } = activations;
+        let Recomputed { normed, q, k, v, context, between: dnormed } = activations;
         let heads = self.heads();
         products.watch.enter(Part::O);
-        gradients.add(
-            (Projection::O, self.linear(Projection::O)),
-            dx,
-            context,
-            products,
-        );
-        self.linear(Projection::O)
-            .backward(dx, dcontext, false, products)?;
+        gradients.add((Projection::O, self.linear(Projection::O)), dx, context, products);
+        self.linear(Projection::O).backward(dx, dcontext, false, products)?;
         products.watch.enter(Part::Attention);
-        let inputs = AttentionInputs {
-            q,
-            k,
-            v,
-            context,
-            context_gradient: dcontext,
-        };
-        let out = AttentionGradients {
-            q: &mut *dq,
-            k: &mut *dk,
-            v: &mut *dv,
-        };
+        let inputs = AttentionInputs { q, k, v, context, context_gradient: dcontext };
+        let out = AttentionGradients { q: &mut *dq, k: &mut *dk, v: &mut *dv };
         let kernel = products.products.of_activations();
         causal_backward(kernel, heads, inputs, out, partial);
         rotary.apply_back(dq, heads.num_heads, heads.head_dim)?;
         rotary.apply_back(dk, heads.num_key_value_heads, heads.head_dim)?;
         products.watch.enter(Part::Qkv);
-        let of = [
-            (Projection::Q, &*dq),
-            (Projection::K, &*dk),
-            (Projection::V, &*dv),
-        ];
+        let of = [(Projection::Q, &*dq), (Projection::K, &*dk), (Projection::V, &*dv)];
         for (at, (projection, gradient)) in of.into_iter().enumerate() {
-            gradients.add(
-                (projection, self.linear(projection)),
-                gradient,
-                normed,
-                products,
-            );
-            self.linear(projection)
-                .backward(gradient, dnormed, at > 0, products)?;
+            gradients.add((projection, self.linear(projection)), gradient, normed, products);
+            self.linear(projection).backward(gradient, dnormed, at > 0, products)?;
         }
         let (norm, weight) = (self.norms()[0], gradients.norm_mut(0));
         rms_norm_backward(x, norm, self.rms_norm_eps(), dnormed, dx, weight);

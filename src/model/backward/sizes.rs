@@ -43,38 +43,21 @@ impl PassSizes {
     /// Elements of the gradients of attention: of the context, of q, of k, of v, and of query heads.
     pub(super) fn attention(&self, heads: Heads) -> [usize; 5] {
         let (queries, keys) = (self.seqlen * self.queries, self.seqlen * self.keys);
-        [
-            queries,
-            queries,
-            keys,
-            keys,
-            partial_elements(heads, self.seqlen),
-        ]
+        [queries, queries, keys, keys, partial_elements(heads, self.seqlen)]
     }
 
     /// Elements of kept activations: q, k, v, the context, the states between attention and MLP, gate and up.
     pub(super) fn kept(&self) -> [usize; 7] {
         let of = |width: usize| self.seqlen * width;
         let (queries, keys, wide) = (of(self.queries), of(self.keys), of(self.intermediate_size));
-        [
-            queries,
-            keys,
-            keys,
-            queries,
-            of(self.hidden_size),
-            wide,
-            wide,
-        ]
+        [queries, keys, keys, queries, of(self.hidden_size), wide, wide]
     }
 
     /// Elements of the buffers of the whole pass: normed states; q; k; v; the context; the states between attention and MLP, then the
     /// gradient of the normed states; memory that MLP and attention use one after the other.
     pub(super) fn buffers(&self, heads: Heads, mlp_tokens: usize, is_kept: bool) -> [usize; 7] {
-        let (hidden, queries, keys) = (
-            self.seqlen * self.hidden_size,
-            self.seqlen * self.queries,
-            self.seqlen * self.keys,
-        );
+        let (hidden, queries, keys) =
+            (self.seqlen * self.hidden_size, self.seqlen * self.queries, self.seqlen * self.keys);
         let tokens = largest_part(self.seqlen, mlp_tokens, LEAST_ROWS);
         let total = |sizes: [usize; 5]| sizes.iter().sum::<usize>();
         let shared = total(self.mlp(tokens, is_kept)).max(total(self.attention(heads)));
@@ -132,8 +115,5 @@ pub fn kept_elements(
     intermediate_size: usize,
     seqlen: usize,
 ) -> usize {
-    PassSizes::new(heads, hidden_size, intermediate_size, seqlen)
-        .kept()
-        .iter()
-        .sum()
+    PassSizes::new(heads, hidden_size, intermediate_size, seqlen).kept().iter().sum()
 }

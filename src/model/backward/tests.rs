@@ -45,10 +45,7 @@ fn checkpoint(config: &ModelConfig) -> (tempfile::TempDir, Checkpoint, Weights) 
         }
     }
     for norm in config.family.norms {
-        add(
-            format!("model.layers.0.{norm}.weight"),
-            &[config.hidden_size],
-        );
+        add(format!("model.layers.0.{norm}.weight"), &[config.hidden_size]);
     }
     add("model.norm.weight".into(), &[config.hidden_size]);
     for name in ["lm_head.weight", "model.embed_tokens.weight"] {
@@ -91,19 +88,13 @@ fn ours(
 fn gradients_of_any_layer_are_those_of_candles_autograd() {
     let scalings = [
         ("llama", json!({})),
-        (
-            "llama",
-            json!({"attention_bias": true, "mlp_bias": true, "head_dim": 10}),
-        ),
+        ("llama", json!({"attention_bias": true, "mlp_bias": true, "head_dim": 10})),
         ("llama", json!({"num_key_value_heads": 1})),
         (
             "llama",
             json!({"num_key_value_heads": 6, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
         ),
-        (
-            "llama",
-            json!({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
-        ),
+        ("llama", json!({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}})),
         (
             "llama",
             json!({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
@@ -118,10 +109,7 @@ fn gradients_of_any_layer_are_those_of_candles_autograd() {
         let shape = [SEQLEN, config.hidden_size];
         let x = tensor(&wave(SEQLEN * config.hidden_size, 0.77), &shape);
         let dy = tensor(&wave(SEQLEN * config.hidden_size, 0.31), &shape);
-        let settings = MemorySettings {
-            mlp_tokens: 70,
-            ..MemorySettings::default()
-        };
+        let settings = MemorySettings { mlp_tokens: 70, ..MemorySettings::default() };
         let mut context = LayerContext::with_settings(&config, SEQLEN, settings);
         let (dx, gradients) = ours(&layer, &mut context, &x, &dy);
 
@@ -148,12 +136,7 @@ fn gradients_of_any_layer_are_those_of_candles_autograd() {
             let name = projection.tensor_name(0);
             assert_close(gradients.weight(projection).unwrap(), &name, &of(&name));
         }
-        for (norm, got) in config
-            .family
-            .norms
-            .into_iter()
-            .zip(gradients.norms().unwrap())
-        {
+        for (norm, got) in config.family.norms.into_iter().zip(gradients.norms().unwrap()) {
             let name = format!("model.layers.0.{norm}.weight");
             assert_close(got, &name, &of(&name));
         }
@@ -166,9 +149,8 @@ fn the_head_gives_candles_loss_and_gradient_in_any_chunks() {
     let (_folder, checkpoint, weights) = checkpoint(&config);
     let head = Head::load(&checkpoint, &config).unwrap();
     let hidden = tensor(&wave(SEQLEN * 48, 0.77), &[SEQLEN, 48]);
-    let targets: Vec<Option<u32>> = (0..SEQLEN as u32)
-        .map(|token| (token % 3 != 2).then_some(token * 7 % 130))
-        .collect();
+    let targets: Vec<Option<u32>> =
+        (0..SEQLEN as u32).map(|token| (token % 3 != 2).then_some(token * 7 % 130)).collect();
     let counted: Vec<u32> = (0..SEQLEN as u32).filter(|token| token % 3 != 2).collect();
     let ids: Vec<u32> = counted.iter().map(|token| token * 7 % 130).collect();
     let variable = Var::from_tensor(&hidden).unwrap();
@@ -178,19 +160,12 @@ fn the_head_gives_candles_loss_and_gradient_in_any_chunks() {
     let root = (mean + config.rms_norm_eps).unwrap().sqrt().unwrap();
     let normed = x.broadcast_div(&root).unwrap();
     let normed = normed.broadcast_mul(&weights["model.norm.weight"]).unwrap();
-    let logits = normed
-        .matmul(&weights["lm_head.weight"].t().unwrap())
-        .unwrap();
+    let logits = normed.matmul(&weights["lm_head.weight"].t().unwrap()).unwrap();
     let ids = Tensor::new(ids.as_slice(), &Device::Cpu).unwrap();
     let mean = loss(&logits, &ids).unwrap();
     let store = mean.backward().unwrap();
     let exact = store.get(variable.as_tensor()).unwrap();
-    let mean = f64::from(
-        mean.to_dtype(DType::F32)
-            .unwrap()
-            .to_scalar::<f32>()
-            .unwrap(),
-    );
+    let mean = f64::from(mean.to_dtype(DType::F32).unwrap().to_scalar::<f32>().unwrap());
     for rows in [SEQLEN, 64] {
         let settings = MemorySettings {
             logits_bytes: crate::bytes::ByteSize::of(rows * 130, 4),
@@ -198,13 +173,8 @@ fn the_head_gives_candles_loss_and_gradient_in_any_chunks() {
         };
         let mut context = LayerContext::with_settings(&config, SEQLEN, settings);
         let scale = 1.0 / counted.len() as f32;
-        let (sum, gradient) = head
-            .loss_gradient(&hidden, &targets, scale, &mut context)
-            .unwrap();
-        assert!(
-            (sum / counted.len() as f64 / mean - 1.0).abs() < 1e-6,
-            "{sum} {mean}"
-        );
+        let (sum, gradient) = head.loss_gradient(&hidden, &targets, scale, &mut context).unwrap();
+        assert!((sum / counted.len() as f64 / mean - 1.0).abs() < 1e-6, "{sum} {mean}");
         let gradient: Vec<f32> = gradient.flatten_all().unwrap().to_vec1().unwrap();
         assert!(apart(&gradient, exact) < 2e-5);
     }
@@ -224,46 +194,26 @@ fn threads_do_not_change_a_bit_and_samples_add_up() {
     let on = |threads: usize| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
         let mut context = LayerContext::new(&config, SEQLEN);
-        pool.unwrap()
-            .install(|| ours(&layer, &mut context, &x, &dy))
+        pool.unwrap().install(|| ours(&layer, &mut context, &x, &dy))
     };
     let ((dx, mut one), (dx_of_many, many)) = (on(1), on(8));
     assert!(dx == dx_of_many && one.norms() == many.norms());
     for projection in config.projections() {
-        assert!(
-            one.weight(projection) == many.weight(projection),
-            "{projection:?}"
-        );
+        assert!(one.weight(projection) == many.weight(projection), "{projection:?}");
     }
     // The same sample again: twice the gradient, to the rounding of sums.
     let mut context = LayerContext::new(&config, SEQLEN);
     layer.backward(&x, &dy, &mut one, &mut context).unwrap();
-    for (twice, once) in one
-        .weight(Projection::Up)
-        .unwrap()
-        .iter()
-        .zip(many.weight(Projection::Up).unwrap())
+    for (twice, once) in
+        one.weight(Projection::Up).unwrap().iter().zip(many.weight(Projection::Up).unwrap())
     {
-        assert!(
-            (twice - 2.0 * once).abs() < 1e-3 * (1.0 + once.abs()),
-            "{twice} {once}"
-        );
+        assert!((twice - 2.0 * once).abs() < 1e-3 * (1.0 + once.abs()), "{twice} {once}");
     }
     let pruned = vec![0xff; 48 * 76 / 8];
     one.mask(Projection::Up, &pruned);
-    assert!(
-        one.weight(Projection::Up)
-            .unwrap()
-            .iter()
-            .all(|g| g.to_bits() == 0)
-    );
+    assert!(one.weight(Projection::Up).unwrap().iter().all(|g| g.to_bits() == 0));
     one.clear();
-    assert!(
-        one.norms()
-            .unwrap()
-            .iter()
-            .all(|norm| norm.iter().all(|g| *g == 0.0))
-    );
+    assert!(one.norms().unwrap().iter().all(|norm| norm.iter().all(|g| *g == 0.0)));
 }
 
 #[test]
@@ -277,10 +227,7 @@ fn kept_activations_change_no_bit() {
     let dy = tensor(&wave(SEQLEN * config.hidden_size, 0.31), &shape);
     let values = |tensor: &Tensor| -> Vec<f32> { tensor.flatten_all().unwrap().to_vec1().unwrap() };
     for mlp_tokens in [MemorySettings::default().mlp_tokens, 80] {
-        let settings = MemorySettings {
-            mlp_tokens,
-            ..MemorySettings::default()
-        };
+        let settings = MemorySettings { mlp_tokens, ..MemorySettings::default() };
         let mut context = LayerContext::with_settings(&config, SEQLEN, settings);
         let (dx, gradients) = ours(&layer, &mut context, &x, &dy);
         let y = layer.forward(&x, &mut context).unwrap();
@@ -306,17 +253,9 @@ fn frozen_matrices_have_no_gradient_and_wrong_shapes_are_refused() {
     let mut gradients = LayerGradients::new(&layer, [Projection::Q]);
     let mut context = LayerContext::new(&config, SEQLEN);
     let x = tensor(&wave(SEQLEN * 48, 0.77), &[SEQLEN, 48]);
-    layer
-        .backward(&x, &x, &mut gradients, &mut context)
-        .unwrap();
+    layer.backward(&x, &x, &mut gradients, &mut context).unwrap();
     assert!(gradients.projections().eq([Projection::Q]) && gradients.norms().is_none());
-    assert!(
-        gradients
-            .weight(Projection::Q)
-            .unwrap()
-            .iter()
-            .any(|g| *g != 0.0)
-    );
+    assert!(gradients.weight(Projection::Q).unwrap().iter().any(|g| *g != 0.0));
     let short = tensor(&wave(48, 0.1), &[1, 48]);
     let error = layer.backward(&x, &short, &mut gradients, &mut context);
     assert!(error.unwrap_err().to_string().contains("[1, 48]"));
@@ -326,12 +265,6 @@ fn frozen_matrices_have_no_gradient_and_wrong_shapes_are_refused() {
         backward_elements(heads, 48, 76, SEQLEN, (80, false)),
         150 * (96 + 96 + 32) + 150 * (192 + 32)
     );
-    assert_eq!(
-        backward_elements(heads, 48, 76, SEQLEN, (80, true)),
-        150 * 48 + 150 * (192 + 32)
-    );
-    assert_eq!(
-        kept_elements(heads, 48, 76, SEQLEN),
-        150 * (96 + 32 + 48 + 152)
-    );
+    assert_eq!(backward_elements(heads, 48, 76, SEQLEN, (80, true)), 150 * 48 + 150 * (192 + 32));
+    assert_eq!(kept_elements(heads, 48, 76, SEQLEN), 150 * (96 + 32 + 48 + 152));
 }

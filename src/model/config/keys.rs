@@ -51,10 +51,7 @@ impl Keys<'_> {
         let Some(value) = self.given(key) else {
             return default.ok_or(&Value::Null);
         };
-        value
-            .as_f64()
-            .filter(|&number| is_within(number))
-            .ok_or(value)
+        value.as_f64().filter(|&number| is_within(number)).ok_or(value)
     }
 
     /// A truth value; false if the key is missing.

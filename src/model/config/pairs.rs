@@ -77,10 +77,7 @@ fn equal(one: &Value, other: &Value) -> bool {
 
 fn rope_bases(keys: &Keys<'_>) -> Option<String> {
     let place = rope_place(keys);
-    let (inner, outer) = (
-        keys.given(place)?.get("rope_theta")?,
-        keys.given("rope_theta")?,
-    );
+    let (inner, outer) = (keys.given(place)?.get("rope_theta")?, keys.given("rope_theta")?);
     (!inner.is_null() && !equal(inner, outer)).then(|| {
         format!(
             "`rope_theta` is {outer} in config.json and {inner} in its `{place}`: {inner} is used, as in transformers 5; transformers 4 uses {outer}"
@@ -220,11 +217,7 @@ mod tests {
         ] {
             let (found_theta, found_scaling, warnings) = llama(keys.clone(), f32);
             assert_eq!((found_theta, found_scaling), (theta, scaling), "{keys}");
-            assert_eq!(
-                warnings.len(),
-                usize::from(warning.is_some()),
-                "{keys}: {warnings:?}"
-            );
+            assert_eq!(warnings.len(), usize::from(warning.is_some()), "{keys}: {warnings:?}");
             if let (Some(found), Some(expected)) = (warnings.first(), warning) {
                 assert!(found.starts_with(expected), "{keys}: {found}");
             }

@@ -54,14 +54,10 @@ pub(super) fn read(config: &Keys<'_>) -> Result<(f64, RopeScaling)> {
         .into());
     }
     let inner = parameters.map(Keys);
-    let with_theta = inner
-        .as_ref()
-        .filter(|inner| inner.given("rope_theta").is_some());
+    let with_theta = inner.as_ref().filter(|inner| inner.given("rope_theta").is_some());
     let theta = with_theta
         .unwrap_or(config)
-        .number("rope_theta", Some(10_000.0), |theta| {
-            theta > 1.0 && theta <= LARGEST_ROPE
-        })
+        .number("rope_theta", Some(10_000.0), |theta| theta > 1.0 && theta <= LARGEST_ROPE)
         .map_err(|value| {
             Failure::new(format!(
                 "`rope_theta` is {value}; it must be a number above 1, and up to {LARGEST_ROPE:e}"
@@ -73,12 +69,11 @@ pub(super) fn read(config: &Keys<'_>) -> Result<(f64, RopeScaling)> {
 
 fn scaling(keys: &Keys<'_>, place: &str) -> Result<RopeScaling> {
     let number = |key: &str, least: f64| {
-        keys.number(key, None, |value| (least..=LARGEST_ROPE).contains(&value))
-            .map_err(|value| {
-                Failure::new(format!(
-                    "`{place}.{key}` is {value}; it must be a number from {least} to {LARGEST_ROPE:e}"
-                ))
-            })
+        keys.number(key, None, |value| (least..=LARGEST_ROPE).contains(&value)).map_err(|value| {
+            Failure::new(format!(
+                "`{place}.{key}` is {value}; it must be a number from {least} to {LARGEST_ROPE:e}"
+            ))
+        })
     };
     // A factor below 1 would shrink the context. transformers calls it invalid.
     let factor = || number("factor", 1.0);
@@ -99,10 +94,7 @@ fn scaling(keys: &Keys<'_>, place: &str) -> Result<RopeScaling> {
         "llama3" => {
             // As small as a ratio of wavelengths can sensibly be.
             let frequency = |key| number(key, 1e-6);
-            let (low, high) = (
-                frequency("low_freq_factor")?,
-                frequency("high_freq_factor")?,
-            );
+            let (low, high) = (frequency("low_freq_factor")?, frequency("high_freq_factor")?);
             // Compared as f32: a later division is by their difference.
             if low as f32 >= high as f32 {
                 return Err(Failure::new(format!(
@@ -119,12 +111,10 @@ fn scaling(keys: &Keys<'_>, place: &str) -> Result<RopeScaling> {
             }
         }
         other => {
-            return Err(
-                Failure::new(format!("rotary scaling `{other}` is not supported"))
-                    .detail("supported: default, linear, dynamic, llama3")
-                    .hint(ANOTHER_MODEL)
-                    .into(),
-            );
+            return Err(Failure::new(format!("rotary scaling `{other}` is not supported"))
+                .detail("supported: default, linear, dynamic, llama3")
+                .hint(ANOTHER_MODEL)
+                .into());
         }
     })
 }

@@ -18,17 +18,10 @@ fn with(key: &str, value: Value) -> Value {
 fn defaults_are_those_of_transformers() {
     let config = ModelConfig::from_json(&tiny()).unwrap();
     assert_eq!(
-        (
-            config.num_key_value_heads,
-            config.head_dim,
-            config.max_position_embeddings
-        ),
+        (config.num_key_value_heads, config.head_dim, config.max_position_embeddings),
         (8, 8, 2048)
     );
-    assert_eq!(
-        (config.rope_theta, config.rope_scaling),
-        (10_000.0, RopeScaling::Default)
-    );
+    assert_eq!((config.rope_theta, config.rope_scaling), (10_000.0, RopeScaling::Default));
     assert!(!config.tie_word_embeddings && config.biases.is_empty());
 }
 
@@ -42,11 +35,9 @@ fn rotary_scaling_is_read_under_the_old_and_the_new_key() {
     let new = ModelConfig::from_json(&with("rope_parameters", new)).unwrap();
     assert_eq!(old.rope_scaling, new.rope_scaling);
     assert_eq!(new.rope_theta, 500_000.0);
-    let linear = ModelConfig::from_json(&with(
-        "rope_scaling",
-        json!({"type": "linear", "factor": 2.0}),
-    ))
-    .unwrap();
+    let linear =
+        ModelConfig::from_json(&with("rope_scaling", json!({"type": "linear", "factor": 2.0})))
+            .unwrap();
     assert_eq!(linear.rope_scaling, RopeScaling::Linear { factor: 2.0 });
 }
 
@@ -70,44 +61,23 @@ fn what_cannot_be_computed_is_refused_by_name() {
             with("quantization_config", json!({"quant_method": "gptq"})),
             "the checkpoint is quantised (gptq)",
         ),
-        (
-            with("hidden_act", json!("gelu")),
-            "`hidden_act` is \"gelu\"",
-        ),
+        (with("hidden_act", json!("gelu")), "`hidden_act` is \"gelu\""),
         (with("hidden_act", json!(5)), "`hidden_act` is 5"),
         (with("hidden_size", json!(0)), "`hidden_size` is 0"),
         (with("hidden_size", json!(-5)), "`hidden_size` is -5"),
         (with("vocab_size", json!(1u64 << 60)), "`vocab_size` is"),
-        (
-            with("num_key_value_heads", json!(3)),
-            "is not a multiple of `num_key_value_heads` 3",
-        ),
+        (with("num_key_value_heads", json!(3)), "is not a multiple of `num_key_value_heads` 3"),
         (with("head_dim", json!(7)), "`head_dim` 7 is odd"),
         (with("hidden_size", json!(60)), "there is no `head_dim`"),
-        (
-            with("num_hidden_layers", json!(1_000_000_000)),
-            "from 1 to 4096",
-        ),
-        (
-            with("head_dim", json!(1 << 22)),
-            "times `head_dim` 4194304 is more than",
-        ),
+        (with("num_hidden_layers", json!(1_000_000_000)), "from 1 to 4096"),
+        (with("head_dim", json!(1 << 22)), "times `head_dim` 4194304 is more than"),
         (with("rms_norm_eps", json!(0.0)), "`rms_norm_eps` is 0"),
-        (
-            with("rms_norm_eps", json!(1e-300)),
-            "`rms_norm_eps` is 1e-300",
-        ),
+        (with("rms_norm_eps", json!(1e-300)), "`rms_norm_eps` is 1e-300"),
         (with("rms_norm_eps", json!("x")), "`rms_norm_eps` is \"x\""),
-        (
-            with("attention_bias", json!("no")),
-            "`attention_bias` is \"no\"",
-        ),
+        (with("attention_bias", json!("no")), "`attention_bias` is \"no\""),
         (with("rope_theta", json!(1e300)), "`rope_theta` is 1e+300"),
         (with("rope_scaling", json!(2.0)), "`rope_scaling` is 2.0"),
-        (
-            with("rope_scaling", json!({"type": 7})),
-            "is 7; it must be a name",
-        ),
+        (with("rope_scaling", json!({"type": 7})), "is 7; it must be a name"),
         (
             with("rope_scaling", json!({"type": "dynamic", "factor": 1e-300})),
             "`rope_scaling.factor` is 1e-300",
@@ -157,10 +127,7 @@ fn a_mistral_has_no_biases_and_the_defaults_of_transformers() {
 #[test]
 fn a_sliding_window_bounds_the_sequence_unless_it_is_null_or_the_family_has_none() {
     let config = mistral("sliding_window", json!(48)).unwrap();
-    assert_eq!(
-        (config.longest_sequence(), config.context_length()),
-        (48, 48)
-    );
+    assert_eq!((config.longest_sequence(), config.context_length()), (48, 48));
     let config = mistral("sliding_window", Value::Null).unwrap();
     assert_eq!(config.longest_sequence(), 131_072);
     let config = ModelConfig::from_json(&with("sliding_window", json!(48))).unwrap();

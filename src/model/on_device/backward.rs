@@ -236,13 +236,8 @@ impl DeviceLayer {
         let normed = self.norm_forward(0, hidden)?;
         let context = self.context(&normed, tables, cut)?;
         let between = (self.linear(Projection::O)?.forward(&context)? + hidden)?;
-        let dbetween = self.mlp_backward(
-            &between,
-            output_gradient,
-            training,
-            &mut sample,
-            cut.mlp_tokens,
-        )?;
+        let dbetween =
+            self.mlp_backward(&between, output_gradient, training, &mut sample, cut.mlp_tokens)?;
         drop(between);
         training.add(&mut sample, Projection::O, &dbetween, &context)?;
         drop(context);
@@ -274,11 +269,7 @@ impl DeviceLayer {
     }
 
     fn norm_forward(&self, norm: usize, x: &Tensor) -> Result<Tensor> {
-        Ok(ops::rms_norm(
-            &x.contiguous()?,
-            self.norm(norm),
-            self.rms_norm_eps,
-        )?)
+        Ok(ops::rms_norm(&x.contiguous()?, self.norm(norm), self.rms_norm_eps)?)
     }
 
     /// The gradient through a norm with respect to its input.
@@ -292,9 +283,8 @@ impl DeviceLayer {
     ) -> Result<Tensor> {
         let (weight, eps) = (self.norm(norm), self.rms_norm_eps);
         if !training.has_norms {
-            let (gradients, _) = piece(&[x], gradient, |inputs| {
-                Ok(ops::rms_norm_slow(&inputs[0], weight, eps)?)
-            })?;
+            let (gradients, _) =
+                piece(&[x], gradient, |inputs| Ok(ops::rms_norm_slow(&inputs[0], weight, eps)?))?;
             return only(gradients);
         }
         let (mut gradients, _) = piece(&[x, weight], gradient, |inputs| {
@@ -318,15 +308,9 @@ impl DeviceLayer {
         let mut parts = Vec::new();
         for first in (0..between.dim(0)?).step_by(mlp_tokens) {
             let tokens = mlp_tokens.min(between.dim(0)? - first);
-            let (x, dy) = (
-                between.narrow(0, first, tokens)?,
-                dy.narrow(0, first, tokens)?,
-            );
+            let (x, dy) = (between.narrow(0, first, tokens)?, dy.narrow(0, first, tokens)?);
             let normed = self.norm_forward(1, &x)?;
-            let (g, u) = (
-                self.linear(gate)?.forward(&normed)?,
-                self.linear(up)?.forward(&normed)?,
-            );
+            let (g, u) = (self.linear(gate)?.forward(&normed)?, self.linear(up)?.forward(&normed)?);
             let dinner = dy.matmul(&self.linear(down)?.weight)?;
             let (gradients, inner) = piece(&[&g, &u], &dinner, |inputs| {
                 let [gate, up] = [inputs[0].as_tensor(), inputs[1].as_tensor()];
@@ -361,20 +345,13 @@ impl DeviceLayer {
         tables: &DeviceTables,
         cut: &Cut,
     ) -> Result<[(Projection, Tensor); 3]> {
-        let Heads {
-            num_heads,
-            num_key_value_heads,
-            head_dim,
-        } = self.heads;
+        let Heads { num_heads, num_key_value_heads, head_dim } = self.heads;
         let seqlen = normed.dim(0)?;
         let per_key = num_heads / num_key_value_heads.max(1);
         let zeros =
             |heads: usize| Tensor::zeros((seqlen, heads * head_dim), self.dtype, &self.device);
-        let (dq, dk, dv) = (
-            zeros(num_heads)?,
-            zeros(num_key_value_heads)?,
-            zeros(num_key_value_heads)?,
-        );
+        let (dq, dk, dv) =
+            (zeros(num_heads)?, zeros(num_key_value_heads)?, zeros(num_key_value_heads)?);
         let mut first = 0;
         while first < num_key_value_heads {
             let keys = cut.key_value_heads.min(num_key_value_heads - first);
@@ -388,11 +365,7 @@ impl DeviceLayer {
             dv.slice_set(&flat(&v)?, 1, first * head_dim)?;
             first += keys;
         }
-        Ok([
-            (Projection::Q, dq),
-            (Projection::K, dk),
-            (Projection::V, dv),
-        ])
+        Ok([(Projection::Q, dq), (Projection::K, dk), (Projection::V, dv)])
     }
 
     /// The softmax of the scores of some queries from `first` on, in f32: `[keys, queries, keys before them]`. Each step frees its input.
@@ -438,10 +411,7 @@ impl DeviceLayer {
             let end = first + rows;
             let joined = (keys, per_key * rows, head_dim);
             let of_block = q.narrow(2, first, rows)?.contiguous()?.reshape(joined)?;
-            let (k, v) = (
-                k.narrow(1, 0, end)?.contiguous()?,
-                v.narrow(1, 0, end)?.contiguous()?,
-            );
+            let (k, v) = (k.narrow(1, 0, end)?.contiguous()?, v.narrow(1, 0, end)?.contiguous()?);
             let gradient = dcontext
                 .narrow(0, first, rows)?
                 .contiguous()?
@@ -459,9 +429,7 @@ impl DeviceLayer {
             };
             drop(weights);
             let scores = (scores * scale)?.to_dtype(self.dtype)?;
-            let of_queries = scores
-                .matmul(&k)?
-                .reshape((keys, per_key, rows, head_dim))?;
+            let of_queries = scores.matmul(&k)?.reshape((keys, per_key, rows, head_dim))?;
             dq.slice_set(&of_queries.contiguous()?, 2, first)?;
             let of_keys = scores.transpose(1, 2)?.matmul(&of_block)?;
             drop(scores);
@@ -492,7 +460,5 @@ fn softmax_backward(weights: &Tensor, gradient: Tensor) -> Result<Tensor> {
 /// `[heads, seqlen, head_dim]` as `[seqlen, heads · head_dim]`.
 fn flat(x: &Tensor) -> Result<Tensor> {
     let (heads, seqlen, head_dim) = x.dims3()?;
-    Ok(x.transpose(0, 1)?
-        .contiguous()?
-        .reshape((seqlen, heads * head_dim))?)
+    Ok(x.transpose(0, 1)?.contiguous()?.reshape((seqlen, heads * head_dim))?)
 }

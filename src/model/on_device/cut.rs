@@ -99,9 +99,7 @@ impl Cut {
         let mut cut = self;
         let scores = |cut: &Self| {
             let heads = cut.key_value_heads.saturating_mul(per_key);
-            heads
-                .saturating_mul(cut.queries.min(seqlen))
-                .saturating_mul(seqlen)
+            heads.saturating_mul(cut.queries.min(seqlen)).saturating_mul(seqlen)
         };
         while scores(&cut) > LARGEST_INDEX && (cut.queries > 1 || cut.key_value_heads > 1) {
             match cut.queries > LEAST_QUERIES || cut.key_value_heads == 1 {
@@ -125,11 +123,7 @@ impl Cut {
             key_value_heads: half(self.key_value_heads, 1),
             queries: half(self.queries, LEAST_QUERIES),
             mlp_tokens: half(self.mlp_tokens, LEAST_TOKENS),
-            logits_bytes: ByteSize(
-                (self.logits_bytes.0 / 2)
-                    .max(1 << 16)
-                    .min(self.logits_bytes.0),
-            ),
+            logits_bytes: ByteSize((self.logits_bytes.0 / 2).max(1 << 16).min(self.logits_bytes.0)),
         };
         (smaller != *self).then_some(smaller)
     }
@@ -155,10 +149,7 @@ impl Cut {
         let (s, h, i) = (seqlen, config.hidden_size, config.intermediate_size);
         let per_key = config.num_attention_heads / config.num_key_value_heads.max(1);
         let heads = self.key_value_heads.min(config.num_key_value_heads) * per_key;
-        let (q, k) = (
-            heads * config.head_dim,
-            heads / per_key.max(1) * config.head_dim,
-        );
+        let (q, k) = (heads * config.head_dim, heads / per_key.max(1) * config.head_dim);
         let all = config.num_attention_heads * config.head_dim;
         let scores = (8 + 2 * element) * heads * self.queries.min(s) * s;
         let attention = element * s * (h + all + 2 * q + 2 * k) + scores;
@@ -230,10 +221,7 @@ impl Cut {
         if stored == element {
             return ByteSize::ZERO;
         }
-        let largest = config
-            .projections()
-            .map(|projection| projection.elements(config))
-            .max();
+        let largest = config.projections().map(|projection| projection.elements(config)).max();
         ByteSize::of(largest.unwrap_or(0), stored)
     }
 

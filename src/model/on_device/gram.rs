@@ -42,9 +42,7 @@ impl DeviceGrams {
 
     /// Memory beside the sums while this many rows are added: two panels, and the rows once more.
     pub fn adding_bytes(widths: &[usize], tokens: usize) -> ByteSize {
-        let adding = widths
-            .iter()
-            .map(|&width| 2 * PANEL.min(width) * width + tokens * width);
+        let adding = widths.iter().map(|&width| 2 * PANEL.min(width) * width + tokens * width);
         ByteSize::of(adding.max().unwrap_or(0), size_of::<f32>())
     }
 
@@ -111,9 +109,7 @@ impl DeviceGrams {
 /// Elements of the panels of one matrix.
 fn elements(width: usize) -> usize {
     let firsts = (0..width).step_by(PANEL);
-    firsts
-        .map(|first| PANEL.min(width - first) * (width - first))
-        .sum()
+    firsts.map(|first| PANEL.min(width - first) * (width - first)).sum()
 }
 
 #[cfg(test)]
@@ -135,10 +131,7 @@ mod tests {
         let mut grams = DeviceGrams::default();
         let add = |grams: &mut DeviceGrams, rows: &[f32]| {
             let tokens = rows.len() / WIDTH;
-            grams.add(
-                point,
-                &Tensor::from_slice(rows, (tokens, WIDTH), &Device::Cpu)?,
-            )
+            grams.add(point, &Tensor::from_slice(rows, (tokens, WIDTH), &Device::Cpu)?)
         };
         let mut expected = GramMatrix::new(WIDTH, Products::F32);
         for sample in 0..4 {
@@ -176,15 +169,9 @@ mod tests {
     fn memory_is_counted_in_panels() {
         assert_eq!(PANEL, 768);
         let triangle = 768 * 900 + 132 * 132;
-        assert_eq!(
-            DeviceGrams::bytes(&[900, 10]),
-            ByteSize(8 * (triangle + 100))
-        );
+        assert_eq!(DeviceGrams::bytes(&[900, 10]), ByteSize(8 * (triangle + 100)));
         let adding = 2 * 768 * 900 + 64 * 900;
-        assert_eq!(
-            DeviceGrams::adding_bytes(&[900, 10], 64),
-            ByteSize(4 * adding)
-        );
+        assert_eq!(DeviceGrams::adding_bytes(&[900, 10], 64), ByteSize(4 * adding));
         assert_eq!(DeviceGrams::adding_bytes(&[], 64), ByteSize::ZERO);
     }
 }

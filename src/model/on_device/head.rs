@@ -79,9 +79,7 @@ impl DeviceHead {
     /// Fails when the device has too little memory, and for a chunk whose rows are not in memory.
     pub fn new(chunk: &HeadChunk<'_>, dtype: DType, device: &Device) -> Result<Self> {
         let (norm, rms_norm_eps) = chunk.head().norm();
-        let weight = chunk
-            .weight()
-            .context("a device copies a head that is in memory")?;
+        let weight = chunk.weight().context("a device copies a head that is in memory")?;
         Ok(Self {
             norm: upload_vector(norm, dtype, device)?,
             rms_norm_eps,
@@ -115,9 +113,7 @@ impl DeviceHead {
                 .iter()
                 .map(|&token| {
                     let row = token as usize;
-                    self.rows
-                        .contains(&row)
-                        .then(|| (row - self.rows.start) as u32)
+                    self.rows.contains(&row).then(|| (row - self.rows.start) as u32)
                 })
                 .collect();
             let index: Vec<u32> = next.iter().map(|row| row.unwrap_or(0)).collect();
@@ -201,11 +197,7 @@ impl DeviceHead {
             let dnormed = dlogits.to_dtype(dtype)?.matmul(&self.weight)?;
             drop(dlogits);
             let (of_hidden, _) = piece(&[&hidden], &dnormed, |inputs| {
-                Ok(ops::rms_norm_slow(
-                    &inputs[0],
-                    &self.norm,
-                    self.rms_norm_eps,
-                )?)
+                Ok(ops::rms_norm_slow(&inputs[0], &self.norm, self.rms_norm_eps)?)
             })?;
             gradients.extend(of_hidden);
         }

@@ -45,19 +45,13 @@ impl DeviceTables {
             Ok(Tensor::from_slice(values, shape, device)?.to_dtype(dtype)?)
         };
         let (cos, sin) = context.rotary().tables();
-        Ok(Self {
-            cos: table(cos)?,
-            sin: table(sin)?,
-        })
+        Ok(Self { cos: table(cos)?, sin: table(sin)? })
     }
 
     /// Rotates heads `[heads, seqlen, head_dim]`, or rotates them back: by the negative angle, which is also the gradient of a rotation.
     pub(super) fn rotate(&self, x: &Tensor, is_back: bool) -> Result<Tensor> {
         let seqlen = x.dim(1)?;
-        let (cos, sin) = (
-            self.cos.narrow(0, 0, seqlen)?,
-            self.sin.narrow(0, 0, seqlen)?,
-        );
+        let (cos, sin) = (self.cos.narrow(0, 0, seqlen)?, self.sin.narrow(0, 0, seqlen)?);
         let sin = if is_back { sin.neg()? } else { sin };
         let rotated = candle_nn::rotary_emb::rope(&x.unsqueeze(0)?, &cos, &sin)?;
         Ok(rotated.squeeze(0)?)
@@ -145,9 +139,7 @@ impl DeviceLayer {
         let bias = linear.bias();
         let linear = DeviceLinear {
             weight: weight.to_dtype(self.dtype)?,
-            bias: bias
-                .map(|bias| upload_vector(bias, self.dtype, &self.device))
-                .transpose()?,
+            bias: bias.map(|bias| upload_vector(bias, self.dtype, &self.device)).transpose()?,
         };
         self.linears.insert(projection, linear);
         Ok(())
@@ -215,11 +207,7 @@ impl DeviceLayer {
         tables: &DeviceTables,
         cut: &Cut,
     ) -> Result<Tensor> {
-        let Heads {
-            num_heads,
-            num_key_value_heads,
-            head_dim,
-        } = self.heads;
+        let Heads { num_heads, num_key_value_heads, head_dim } = self.heads;
         let seqlen = normed.dim(0)?;
         let per_key = num_heads / num_key_value_heads.max(1);
         let width = num_heads * head_dim;
@@ -256,16 +244,10 @@ impl DeviceLayer {
                 first * head_dim,
                 heads * head_dim,
             )?;
-            Ok(out
-                .reshape((normed.dim(0)?, heads, head_dim))?
-                .transpose(0, 1)?
-                .contiguous()?)
+            Ok(out.reshape((normed.dim(0)?, heads, head_dim))?.transpose(0, 1)?.contiguous()?)
         };
         Ok([
-            tables.rotate(
-                &project(Projection::Q, first * per_key, keys * per_key)?,
-                false,
-            )?,
+            tables.rotate(&project(Projection::Q, first * per_key, keys * per_key)?, false)?,
             tables.rotate(&project(Projection::K, first, keys)?, false)?,
             project(Projection::V, first, keys)?,
         ])
@@ -426,11 +408,7 @@ fn show(
         }
     }
     let (squares, values) = sums.split_at(width);
-    let sums = ColumnSums {
-        tokens,
-        squares,
-        values,
-    };
+    let sums = ColumnSums { tokens, squares, values };
     observer.observe_sums(point, &sums, &kept);
     Ok(())
 }

@@ -45,12 +45,7 @@ pub type CopyMatrix<'a> = &'a dyn Fn(&StoredMatrix) -> Result<Tensor>;
 pub fn copy(matrix: &StoredMatrix, device: &Device) -> Result<Tensor> {
     let shape = [matrix.rows(), matrix.columns()];
     let dtype = candle_dtype(matrix.dtype());
-    Ok(Tensor::from_raw_buffer(
-        matrix.as_bytes(),
-        dtype,
-        &shape,
-        device,
-    )?)
+    Ok(Tensor::from_raw_buffer(matrix.as_bytes(), dtype, &shape, device)?)
 }
 
 fn upload_vector(values: &[f32], dtype: DType, device: &Device) -> Result<Tensor> {

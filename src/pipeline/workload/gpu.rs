@@ -64,11 +64,7 @@ fn training(run: &RunShape<'_>, cut: &Cut, next: ByteSize) -> Vec<PhaseMemory> {
     };
     let forward = cut.pass_bytes(config, run.seqlen, element);
     let backward = cut.backward_bytes(config, run.seqlen, element, trains.sizes);
-    let next = if trains.is_by_layer {
-        next
-    } else {
-        ByteSize::ZERO
-    };
+    let next = if trains.is_by_layer { next } else { ByteSize::ZERO };
     let phases = [(Phase::Forward, forward), (Phase::Backward, backward)];
     let phases = phases.map(|(phase, sample)| {
         let cast = Cut::cast_bytes(config, run.dtypes.layers.bytes(), element);
@@ -87,10 +83,7 @@ fn training(run: &RunShape<'_>, cut: &Cut, next: ByteSize) -> Vec<PhaseMemory> {
 pub(super) fn head(run: &RunShape<'_>, settings: &MemorySettings) -> PhaseMemory {
     let (config, element) = (run.config, run.gpu_dtype.bytes());
     let cut = Cut::of(settings, config).with_indices_of_32_bits(config, run.seqlen);
-    let rows = settings
-        .head_rows
-        .unwrap_or(usize::MAX)
-        .min(config.vocab_size);
+    let rows = settings.head_rows.unwrap_or(usize::MAX).min(config.vocab_size);
     let stored = match run.dtypes.head.bytes() {
         stored if stored == element => 0,
         stored => stored,
@@ -113,10 +106,7 @@ pub(super) fn training_head(run: &RunShape<'_>, settings: &MemorySettings) -> Op
         stored if stored == element => 0,
         stored => stored,
     };
-    let head = ByteSize::of(
-        (config.vocab_size + 1) * config.hidden_size,
-        element + stored,
-    );
+    let head = ByteSize::of((config.vocab_size + 1) * config.hidden_size, element + stored);
     let window = cut.head_backward_bytes(config, run.seqlen, element);
     let parts = vec![part(PartKind::Head, head), part(PartKind::Window, window)];
     Some(with_context(run, Phase::Head, parts))
@@ -124,12 +114,7 @@ pub(super) fn training_head(run: &RunShape<'_>, settings: &MemorySettings) -> Op
 
 fn with_context(run: &RunShape<'_>, phase: Phase, parts: Vec<MemoryPart>) -> PhaseMemory {
     let tables = ByteSize::of(Rotary::bytes(run.config.head_dim, run.seqlen), 1);
-    let context = vec![
-        part(PartKind::DeviceContext, CONTEXT),
-        part(PartKind::RotaryTables, tables),
-    ];
-    PhaseMemory {
-        phase,
-        parts: [context, parts].concat(),
-    }
+    let context =
+        vec![part(PartKind::DeviceContext, CONTEXT), part(PartKind::RotaryTables, tables)];
+    PhaseMemory { phase, parts: [context, parts].concat() }
 }

@@ -50,10 +50,8 @@ impl<'r> Host<'r> {
         let capture = |(config, dtype, seqlen, threads)| {
             footprint::capture(config, dtype, seqlen, threads, settings, kernel)
         };
-        let mut phases = vec![self.phase(
-            Phase::Tokenize,
-            vec![part(PartKind::Tokenizer, run.tokenizing)],
-        )];
+        let mut phases =
+            vec![self.phase(Phase::Tokenize, vec![part(PartKind::Tokenizer, run.tokenizing)])];
         if run.passes_samples() {
             phases.push(self.phase(Phase::Embed, self.samples(Alive::All)));
         }
@@ -98,13 +96,8 @@ impl<'r> Host<'r> {
     /// Memory while logits are computed.
     pub(super) fn head(&self) -> PhaseMemory {
         let run = self.run;
-        let head = footprint::head(
-            run.config,
-            run.dtypes,
-            run.seqlen,
-            run.windows,
-            &self.option.settings,
-        );
+        let head =
+            footprint::head(run.config, run.dtypes, run.seqlen, run.windows, &self.option.settings);
         let mut parts = self.samples(Alive::Windows);
         parts.push(part(PartKind::HeadAndLogits, head));
         parts.push(self.context(true));
@@ -218,10 +211,7 @@ impl<'r> Host<'r> {
             &self.option.settings,
             head,
         );
-        part(
-            PartKind::Context,
-            footprint::context(run.config, run.seqlen) + packed,
-        )
+        part(PartKind::Context, footprint::context(run.config, run.seqlen) + packed)
     }
 
     /// Statistics of the four inputs while samples pass, and the calibration rows for output errors.
@@ -238,10 +228,7 @@ impl<'r> Host<'r> {
             true => each.into_iter().max().unwrap_or_default(),
             false => each.into_iter().sum(),
         };
-        let adding = widths
-            .map(|width| kind.adding_bytes(width, run.products))
-            .into_iter()
-            .max();
+        let adding = widths.map(|width| kind.adding_bytes(width, run.products)).into_iter().max();
         let mut parts = vec![part(
             PartKind::Statistics,
             held + adding.unwrap_or_default() + kept.unwrap_or_default(),
@@ -280,8 +267,7 @@ impl<'r> Host<'r> {
                 .filter(|projection| projection.observed_at() as usize == point)
                 .map(|projection| projection.shape(config))
                 .flat_map(|(out, inner)| {
-                    run.techniques()
-                        .map(move |technique| technique.working_bytes(out, inner))
+                    run.techniques().map(move |technique| technique.working_bytes(out, inner))
                 });
             statistics.sum::<ByteSize>() + working.max().unwrap_or_default()
         };
@@ -319,14 +305,9 @@ impl<'r> Host<'r> {
         let Processors::Gpus(gpus) = self.option.processors else {
             return None;
         };
-        let (state, wide) = (
-            self.run.state(self.run.element(self.option.processors)),
-            self.run.state(F32),
-        );
-        let each = state
-            .0
-            .saturating_mul(2)
-            .saturating_add(wide.0.saturating_mul(2));
+        let (state, wide) =
+            (self.run.state(self.run.element(self.option.processors)), self.run.state(F32));
+        let each = state.0.saturating_mul(2).saturating_add(wide.0.saturating_mul(2));
         let bytes = each.saturating_mul(gpus as u64);
         Some(part(PartKind::SamplesInFlight, ByteSize(bytes)))
     }

@@ -243,16 +243,11 @@ impl Host<'_> {
             footprint::forward(config, dtype, run.seqlen, run.threads, settings, kernel) + state;
         // Blocks pass a sample forwards and backwards at once.
         let kept = footprint::kept_activations(config, run.seqlen);
-        let backward = footprint::backward(
-            config,
-            run.seqlen,
-            run.threads,
-            settings,
-            kernel,
-            trains.is_kept,
-        ) + state
-            + state
-            + kept;
+        let backward =
+            footprint::backward(config, run.seqlen, run.threads, settings, kernel, trains.is_kept)
+                + state
+                + state
+                + kept;
         let packed = footprint::backward_products(
             config,
             (run.kernel(), run.products.of_gradients(dtype)),
@@ -306,9 +301,8 @@ impl Host<'_> {
     /// Memory that the allocator keeps of layers that are gone: their matrices below the size that goes back to the system at once.
     fn left_by_layers(&self) -> ByteSize {
         let (config, dtype) = (self.run.config, self.run.dtypes.layers);
-        let bytes = config
-            .projections()
-            .map(|projection| projection.elements(config) * dtype.bytes());
+        let bytes =
+            config.projections().map(|projection| projection.elements(config) * dtype.bytes());
         ByteSize::of(bytes.filter(|&bytes| bytes < RETURNED_AT_ONCE).sum(), 1)
     }
 

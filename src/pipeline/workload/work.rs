@@ -27,10 +27,7 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Work {
     let windows = run.evaluated_windows() as f64;
     let (samples, propagated) = match run.statistics() {
         // Calibration samples end at the last layer's dense pass.
-        Some(_) => (
-            run.samples as f64,
-            run.samples as f64 * (layers - 1.0) / layers,
-        ),
+        Some(_) => (run.samples as f64, run.samples as f64 * (layers - 1.0) / layers),
         None => (0.0, run.samples as f64),
     };
     let seqlen = run.seqlen as f64;
@@ -60,11 +57,7 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Work {
     }
     if run.saves {
         // The other tensors are copied, and all files are read back.
-        let ends = if run.config.tie_word_embeddings {
-            1.0
-        } else {
-            2.0
-        } * head_bytes(run);
+        let ends = if run.config.tie_word_embeddings { 1.0 } else { 2.0 } * head_bytes(run);
         once_moved += layers * written + 3.0 * ends * run.runs() as f64;
     }
     Work {
@@ -89,9 +82,7 @@ pub(super) fn head(run: &RunShape<'_>, option: &ExecutionOption) -> Work {
     let per_token = 2.0 * (config.vocab_size * config.hidden_size) as f64 * (1.0 + packing);
     let mut once_moved = head_bytes(run);
     if option.storage == HiddenStatesStorage::Disk {
-        let parts = settings
-            .head_rows
-            .map_or(1, |rows| config.vocab_size.div_ceil(rows.max(1)));
+        let parts = settings.head_rows.map_or(1, |rows| config.vocab_size.div_ceil(rows.max(1)));
         once_moved += state_bytes(run, option.processors) * windows * parts as f64;
     }
     Work {
@@ -151,10 +142,8 @@ struct GramWork {
 impl GramWork {
     fn of(run: &RunShape<'_>, option: &ExecutionOption) -> Self {
         let flop = statistics(run);
-        let on_host = Self {
-            host_flop: flop / of_kernel(gram::kernel_of(run.products)),
-            ..Self::default()
-        };
+        let on_host =
+            Self { host_flop: flop / of_kernel(gram::kernel_of(run.products)), ..Self::default() };
         let widths = output_error::widths(run.config).map(|width| width as f64);
         match option.processors {
             Processors::Gpus(_) if !run.grams_on_gpu(&option.settings).is_empty() => Self {
@@ -167,10 +156,7 @@ impl GramWork {
             },
             Processors::Gpus(_) if flop > 0.0 => {
                 let row = widths.iter().sum::<f64>() * run.gpu_dtype.bytes() as f64;
-                Self {
-                    rows: (run.samples * run.seqlen) as f64 * row,
-                    ..on_host
-                }
+                Self { rows: (run.samples * run.seqlen) as f64 * row, ..on_host }
             }
             _ => on_host,
         }

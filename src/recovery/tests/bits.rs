@@ -18,9 +18,7 @@ use crate::training::rounding::Bf16Rounding;
 const SEQLEN: usize = 20;
 
 fn texts(count: usize, pace: usize) -> Vec<Text> {
-    let ids: Vec<u32> = (0..count * SEQLEN)
-        .map(|at| (at * pace % 130) as u32)
-        .collect();
+    let ids: Vec<u32> = (0..count * SEQLEN).map(|at| (at * pace % 130) as u32).collect();
     ids.chunks(SEQLEN).map(Text::new).collect()
 }
 
@@ -78,31 +76,16 @@ fn threads_places_and_reads_change_no_bit() {
             let variants = [
                 ("read ahead", with(&|training| training.reads = (0, true))),
                 ("one resident", with(&|training| training.reads = (1, true))),
-                (
-                    "two resident",
-                    with(&|training| training.reads = (2, false)),
-                ),
+                ("two resident", with(&|training| training.reads = (2, false))),
                 ("all resident", with(&|training| training.reads = (9, true))),
                 ("one kept", with(&|training| training.kept_layers = 1)),
                 ("all kept", with(&|training| training.kept_layers = 9)),
-                (
-                    "spilled",
-                    with(&|training| training.spill_folder = spilled.clone()),
-                ),
+                ("spilled", with(&|training| training.spill_folder = spilled.clone())),
                 ("in a file", with(&|training| training.place = file.clone())),
-                (
-                    "masks in a file",
-                    with(&|training| training.masks = masks.clone()),
-                ),
-                (
-                    "head at rest",
-                    with(&|training| training.memory.head_rows = Some(64)),
-                ),
+                ("masks in a file", with(&|training| training.masks = masks.clone())),
+                ("head at rest", with(&|training| training.memory.head_rows = Some(64))),
             ];
-            assert!(
-                on(4, &base) == expected,
-                "four threads, {form:?}, {dtype:?}"
-            );
+            assert!(on(4, &base) == expected, "four threads, {form:?}, {dtype:?}");
             for (name, training) in variants {
                 assert!(on(2, &training) == expected, "{name}, {form:?}, {dtype:?}");
             }
@@ -123,10 +106,7 @@ fn small_parts_and_bf16_states_change_little() {
         },
         ..base.clone()
     };
-    let narrow = Training {
-        states: DType::BF16,
-        ..base
-    };
+    let narrow = Training { states: DType::BF16, ..base };
     for (training, limit) in [(parts, 1e-5), (narrow, 2e-2)] {
         let got = trained(&model, &training);
         for ((got, _), (exact, _)) in got.0.iter().zip(&exact.0) {
@@ -146,10 +126,7 @@ fn the_loss_is_the_mean_over_all_predicted_tokens() {
         let mut trainer = training.trainer(&model, &clock, &events);
         trainer.initialise(1, &unchanged).unwrap();
         let held_out = trainer.loss(examples).unwrap();
-        let at = TrainingStep {
-            number: 1,
-            rate: 0.0,
-        };
+        let at = TrainingStep { number: 1, rate: 0.0 };
         let outcome = trainer.step(examples, at).unwrap();
         assert!((held_out - outcome.loss).abs() < 1e-6);
         outcome
@@ -158,15 +135,9 @@ fn the_loss_is_the_mean_over_all_predicted_tokens() {
     let mut few = vec![None; SEQLEN];
     few[..4].copy_from_slice(&texts[1].example().targets[..4]);
     let first = texts[0].example();
-    let second = Example {
-        targets: &few,
-        ..texts[1].example()
-    };
+    let second = Example { targets: &few, ..texts[1].example() };
     let [both, one, other] = [&[first, second][..], &[first], &[second]].map(outcome);
-    assert_eq!(
-        (both.predicted, one.predicted, other.predicted),
-        (23, 19, 4)
-    );
+    assert_eq!((both.predicted, one.predicted, other.predicted), (23, 19, 4));
     let mean = (19.0 * one.loss + 4.0 * other.loss) / 23.0;
     assert!((both.loss - mean).abs() < 1e-6, "{} {mean}", both.loss);
     // The same example twice has the gradient of one.
@@ -192,16 +163,10 @@ fn a_loss_or_gradient_that_is_not_finite_stops_before_the_update() {
         trainer.shelf_mut().update(1, poison).unwrap();
         let poisoned = bits(trainer.shelf());
         let examples: Vec<_> = texts.iter().map(Text::example).collect();
-        let at = TrainingStep {
-            number: 2,
-            rate: 1e-2,
-        };
+        let at = TrainingStep { number: 2, rate: 1e-2 };
         let error = trainer.step(&examples, at).unwrap_err();
         let text = format!("{error:?}");
-        assert!(
-            text.contains("the loss is NaN in step 2, with a learning rate of 1e-2"),
-            "{text}"
-        );
+        assert!(text.contains("the loss is NaN in step 2, with a learning rate of 1e-2"), "{text}");
         assert!(bits(trainer.shelf()) == poisoned);
         // The trainer continues with good values as if nothing had been.
         trainer.shelf_mut().load(&mut good.as_slice()).unwrap();
@@ -270,10 +235,7 @@ impl WeightSource for NotedReads {
 #[test]
 fn layers_behind_resident_ones_are_read_ahead_and_resident_ones_once() {
     let model = TestModel::small(DType::F32);
-    let noted = Arc::new(NotedReads {
-        source: Arc::clone(&model.pruned),
-        reads: Mutex::default(),
-    });
+    let noted = Arc::new(NotedReads { source: Arc::clone(&model.pruned), reads: Mutex::default() });
     let source: Arc<dyn WeightSource> = Arc::<NotedReads>::clone(&noted);
     let (config, part) = (Arc::clone(&model.config), model.part(FACTORS));
     let mut base = BaseLayers::new(source, config, part, None, (1, true));

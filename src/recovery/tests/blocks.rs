@@ -16,11 +16,7 @@ use crate::training::rounding::Bf16Rounding;
 use crate::training::{Hyperparameters, Schedule, ScheduleShape};
 
 fn output<'a>() -> LayerOutput<'a> {
-    LayerOutput {
-        output: Output::default(),
-        layers: Vec::new(),
-        norms: StoredDtype::F32,
-    }
+    LayerOutput { output: Output::default(), layers: Vec::new(), norms: StoredDtype::F32 }
 }
 
 fn embedded(model: &TestModel, ids: &[u32], seqlen: usize) -> HiddenStates {
@@ -100,20 +96,13 @@ fn trained_blocks(
         let after = weights_of(&recovered);
         assert_ne!(before, after, "layer {index} was trained");
         for (before, after) in before.iter().flatten().zip(after.iter().flatten()) {
-            assert!(
-                *before != 0.0 || after.to_bits() == 0,
-                "pruned weights are +0"
-            );
+            assert!(*before != 0.0 || after.to_bits() == 0, "pruned weights are +0");
         }
         layers.push(recovered);
     }
     for report in &trainer.output.layers {
         let matrices = &report.matrices;
-        assert!(
-            matrices
-                .iter()
-                .all(|matrix| matrix.zeros == matrix.zeros_before)
-        );
+        assert!(matrices.iter().all(|matrix| matrix.zeros == matrix.zeros_before));
     }
     let reports = trainer.output.layers.iter();
     let losses = reports.filter_map(|layer| Some(layer.training.as_ref()?.losses.clone()));
@@ -127,14 +116,8 @@ fn both_targets_agree_in_the_first_layer_and_a_resumed_training_has_the_same_bit
     let batch = |_: usize, step: u64| vec![step as usize % 4, 3 - step as usize % 4];
     for form in [TrainedForm::Weights, FACTORS] {
         let [chain, ebft] = [TeacherTarget::Dense, TeacherTarget::Ebft].map(|target| {
-            let settings = BlockTraining {
-                form,
-                target,
-                rate: 1e-3,
-                ids: &ids,
-                seqlen: 20,
-                steps: 12,
-            };
+            let settings =
+                BlockTraining { form, target, rate: 1e-3, ids: &ids, seqlen: 20, steps: 12 };
             let (losses, layers) = trained_blocks(&model, &settings, &batch, &[]);
             let (of_resumed, last) = trained_blocks(&model, &settings, &batch, &layers[..2]);
             assert_eq!(of_resumed, losses[2..], "{form:?}, {target:?}");
@@ -152,11 +135,9 @@ fn both_targets_agree_in_the_first_layer_and_a_resumed_training_has_the_same_bit
 
 #[test]
 fn the_merger_writes_the_layer_that_was_trained() {
-    for (form, dtype) in [
-        (TrainedForm::Weights, DType::F32),
-        (FACTORS, DType::F32),
-        (FACTORS, DType::BF16),
-    ] {
+    for (form, dtype) in
+        [(TrainedForm::Weights, DType::F32), (FACTORS, DType::F32), (FACTORS, DType::BF16)]
+    {
         let model = TestModel::small(dtype);
         let training = Training::new(model.part(form), 20);
         let (clock, events) = (Clock::new(), Silent);
@@ -200,19 +181,9 @@ fn the_merger_writes_the_layer_that_was_trained() {
             // B begins with zeros, so the best values make the base.
             assert_eq!(weights_of(&merged), weights_of(&load()));
         }
-        let zeros = merger
-            .output
-            .layers
-            .iter()
-            .flat_map(|layer| &layer.matrices);
-        let zeros: Vec<_> = zeros
-            .map(|matrix| (matrix.zeros_before, matrix.zeros))
-            .collect();
+        let zeros = merger.output.layers.iter().flat_map(|layer| &layer.matrices);
+        let zeros: Vec<_> = zeros.map(|matrix| (matrix.zeros_before, matrix.zeros)).collect();
         assert_eq!(zeros.len(), 21);
-        assert!(
-            zeros
-                .iter()
-                .all(|(before, after)| before == after && *before > 0)
-        );
+        assert!(zeros.iter().all(|(before, after)| before == after && *before > 0));
     }
 }

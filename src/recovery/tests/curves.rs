@@ -60,10 +60,7 @@ struct Apart {
 }
 
 /// Trains the first steps as the record says, and returns the differences and the parameters.
-#[expect(
-    clippy::print_stdout,
-    reason = "the measured differences decide on the limits"
-)]
+#[expect(clippy::print_stdout, reason = "the measured differences decide on the limits")]
 fn follow(
     (record, steps): (&Value, usize),
     training: &Training,
@@ -82,16 +79,10 @@ fn follow(
     let mut trainer = training.trainer(model, &clock, &events);
     trainer.initialise(0, given).unwrap();
     let start = Instant::now();
-    let mut apart = Apart {
-        loss: 0.0,
-        norm: 0.0,
-    };
+    let mut apart = Apart { loss: 0.0, norm: 0.0 };
     for (step, texts) in texts.chunks(BATCH).take(steps).enumerate() {
         let examples: Vec<_> = texts.iter().map(Text::example).collect();
-        let at = TrainingStep {
-            number: step as u64 + 1,
-            rate: schedule.rate_of(step as u64),
-        };
+        let at = TrainingStep { number: step as u64 + 1, rate: schedule.rate_of(step as u64) };
         let outcome = trainer.step(&examples, at).unwrap();
         assert_eq!(outcome.predicted, BATCH * (SEQLEN - 1));
         apart.loss = apart.loss.max((outcome.loss - losses[step]).abs());
@@ -131,17 +122,9 @@ fn low_rank_factors_follow_the_reference() {
     assert!(apart.loss <= 1e-4 && apart.norm <= 1e-3, "{:e}", apart.loss);
     let mut worst = BTreeMap::new();
     for layer in 0..shelf.layers() {
-        let after = factors(
-            "curve.lora.adapter-after.safetensors",
-            &training,
-            &model,
-            layer,
-        );
-        for ((spec, got), exact) in shelf
-            .specs()
-            .iter()
-            .zip(shelf.values(layer).unwrap())
-            .zip(&after)
+        let after = factors("curve.lora.adapter-after.safetensors", &training, &model, layer);
+        for ((spec, got), exact) in
+            shelf.specs().iter().zip(shelf.values(layer).unwrap()).zip(&after)
         {
             worst.insert((layer, format!("{:?}", spec.name)), distance(&got, exact));
         }
@@ -214,10 +197,7 @@ fn states_of_eight_bits_follow_the_model_of_the_reference() {
     let model = TestModel::stories().unwrap();
     let training = Training {
         build: |settings| {
-            Box::new(CodedStates(AdamW8bit::new(Hyperparameters {
-                safeguards: false,
-                ..settings
-            })))
+            Box::new(CodedStates(AdamW8bit::new(Hyperparameters { safeguards: false, ..settings })))
         },
         ..Training::new(model.part(TrainedForm::Weights), SEQLEN)
     };

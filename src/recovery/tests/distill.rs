@@ -19,9 +19,8 @@ fn trained(model: &TestModel, training: &Training) -> Trained {
     trainer.initialise(7, &unchanged).unwrap();
     let texts: Vec<Text> = (0..2)
         .map(|text| {
-            let ids: Vec<u32> = (0..SEQLEN as u32)
-                .map(|at| (at * (5 + text) + text) % 130)
-                .collect();
+            let ids: Vec<u32> =
+                (0..SEQLEN as u32).map(|at| (at * (5 + text) + text) % 130).collect();
             Text::new(&ids)
         })
         .collect();
@@ -52,10 +51,7 @@ fn a_dense_model_is_learned_from_by_its_share() {
     assert!(itself[0].0.abs() < 1e-6 && itself[0].1 < 1e-5, "{itself:?}");
     // The distance from the dense model falls.
     let (dense, values) = trained(&model, &with(Some((true, 1.0))));
-    assert!(
-        dense[0].0 > 0.01 && dense[3].0 < 0.9 * dense[0].0,
-        "{dense:?}"
-    );
+    assert!(dense[0].0 > 0.01 && dense[3].0 < 0.9 * dense[0].0, "{dense:?}");
     // The loss of a share is the mean of both.
     let (half, _) = trained(&model, &with(Some((true, 0.5))));
     let mean = 0.5 * (alone[0].0 + dense[0].0);
@@ -65,9 +61,6 @@ fn a_dense_model_is_learned_from_by_its_share() {
     let mut on_disk = with(Some((true, 1.0)));
     on_disk.spill_folder = Some(folder.path().to_owned());
     on_disk.place = ShelfPlace::File(folder.path().to_owned());
-    on_disk.memory = MemorySettings {
-        head_rows: Some(64),
-        ..MemorySettings::default()
-    };
+    on_disk.memory = MemorySettings { head_rows: Some(64), ..MemorySettings::default() };
     assert_eq!(trained(&model, &on_disk), (dense, values));
 }

@@ -106,9 +106,7 @@ impl TestModel {
             count += 1;
             let pace = 0.1 + 0.37 * count as f32;
             let elements: usize = shape.iter().product();
-            (0..elements)
-                .map(|at| size * (at as f32 * pace).sin())
-                .collect()
+            (0..elements).map(|at| size * (at as f32 * pace).sin()).collect()
         };
         let (mut dense, mut pruned) = (Vec::new(), Vec::new());
         let put = |to: &mut Vec<(String, Tensor)>, name: &str, shape: &[usize], values| {
@@ -122,9 +120,7 @@ impl TestModel {
                 let mut values = tensor(&shape, 0.3);
                 put(&mut dense, &name, &shape, values.clone());
                 let gone = |at: &usize| at % 3 != layer % 3;
-                (0..values.len())
-                    .filter(gone)
-                    .for_each(|at| values[at] = 0.0);
+                (0..values.len()).filter(gone).for_each(|at| values[at] = 0.0);
                 put(&mut pruned, &name, &shape, values);
             }
             for norm in config.family.norms {
@@ -164,19 +160,12 @@ impl TestModel {
 
     /// All matrices of a layer in a form.
     pub(super) fn part(&self, form: TrainedForm) -> TrainedPart {
-        TrainedPart {
-            projections: self.config.projections().collect(),
-            form,
-            norms: false,
-        }
+        TrainedPart { projections: self.config.projections().collect(), form, norms: false }
     }
 }
 
 /// Low-rank factors as those of the recorded curves.
-pub(super) const FACTORS: TrainedForm = TrainedForm::Factors {
-    rank: 8,
-    alpha: 16.0,
-};
+pub(super) const FACTORS: TrainedForm = TrainedForm::Factors { rank: 8, alpha: 16.0 };
 
 /// The settings of a training.
 #[derive(Clone)]
@@ -244,11 +233,7 @@ impl Training {
             spill_folder: self.spill_folder.clone(),
             states: self.states,
             distillation: self.teacher.map(|(is_dense, weight)| {
-                let source = Arc::clone(if is_dense {
-                    &model.dense
-                } else {
-                    &model.pruned
-                });
+                let source = Arc::clone(if is_dense { &model.dense } else { &model.pruned });
                 let rows = self.memory.head_rows;
                 Distillation::open(source, Arc::clone(&model.config), weight, rows).unwrap()
             }),
@@ -286,17 +271,11 @@ pub(super) struct Text {
 impl Text {
     pub(super) fn new(tokens: &[u32]) -> Self {
         let next = tokens[1..].iter().copied().map(Some);
-        Self {
-            tokens: tokens.to_vec(),
-            targets: next.chain([None]).collect(),
-        }
+        Self { tokens: tokens.to_vec(), targets: next.chain([None]).collect() }
     }
 
     pub(super) fn example(&self) -> Example<'_> {
-        Example {
-            tokens: &self.tokens,
-            targets: &self.targets,
-        }
+        Example { tokens: &self.tokens, targets: &self.targets }
     }
 }
 
@@ -304,9 +283,7 @@ impl Text {
 pub(super) fn bits(shelf: &Shelf) -> Vec<Vec<Vec<u32>>> {
     let of_layer = |layer| {
         let values = shelf.values(layer).unwrap();
-        let bits = values
-            .iter()
-            .map(|values| values.iter().map(|value| value.to_bits()).collect());
+        let bits = values.iter().map(|values| values.iter().map(|value| value.to_bits()).collect());
         bits.collect()
     };
     (0..shelf.layers()).map(of_layer).collect()

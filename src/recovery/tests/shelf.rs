@@ -19,9 +19,7 @@ fn train(trainer: &mut Trainer<'_>, steps: std::ops::Range<u64>) {
         let texts: Vec<_> = ids.chunks(SEQLEN).map(Text::new).collect();
         let examples: Vec<_> = texts.iter().map(Text::example).collect();
         let (number, rate) = (step + 1, 1e-2);
-        trainer
-            .step(&examples, TrainingStep { number, rate })
-            .unwrap();
+        trainer.step(&examples, TrainingStep { number, rate }).unwrap();
     }
 }
 
@@ -48,18 +46,12 @@ fn memory_and_file_hold_the_same_and_a_stream_continues_either() {
     let (clock, events) = (Clock::new(), Silent);
     for training in trainings(&model) {
         let begun = |place: &ShelfPlace| {
-            let training = Training {
-                place: place.clone(),
-                ..training.clone()
-            };
+            let training = Training { place: place.clone(), ..training.clone() };
             let mut trainer = training.trainer(&model, &clock, &events);
             trainer.initialise(3, &unchanged).unwrap();
             trainer
         };
-        let places = [
-            ShelfPlace::Memory,
-            ShelfPlace::File(folder.path().to_owned()),
-        ];
+        let places = [ShelfPlace::Memory, ShelfPlace::File(folder.path().to_owned())];
         let saved = places.each_ref().map(|place| {
             let mut trainer = begun(place);
             let first = bits(trainer.shelf());
@@ -87,18 +79,10 @@ fn memory_and_file_hold_the_same_and_a_stream_continues_either() {
             trainer.shelf_mut().load(&mut stream.as_slice()).unwrap();
             assert_ne!(bits(trainer.shelf()), best);
             train(&mut trainer, 5..8);
-            assert!(
-                bits(trainer.shelf()) == last,
-                "{place:?} {:?}",
-                training.part
-            );
+            assert!(bits(trainer.shelf()) == last, "{place:?} {:?}", training.part);
             let best_of_first = trainer.shelf().best_values(0).unwrap();
             for (got, best) in best_of_first.iter().zip(&best[0]) {
-                assert!(
-                    got.iter()
-                        .map(|value| value.to_bits())
-                        .eq(best.iter().copied())
-                );
+                assert!(got.iter().map(|value| value.to_bits()).eq(best.iter().copied()));
             }
             let cut = &stream[..stream.len() - 1];
             assert!(trainer.shelf_mut().load(&mut &*cut).is_err());
@@ -129,10 +113,7 @@ fn without_best_values_the_current_ones_are_the_best_and_the_formula_counts_all_
             .sum();
         // A stream has no gradients and no masks.
         let gradients = 4 * shelf.elements();
-        assert_eq!(
-            bytes(false),
-            stream.len() as u64 - 1 + gradients + masks as u64
-        );
+        assert_eq!(bytes(false), stream.len() as u64 - 1 + gradients + masks as u64);
         assert_eq!(bytes(true) - bytes(false), gradients);
     }
 }

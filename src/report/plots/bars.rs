@@ -57,11 +57,7 @@ mod tests {
 
     #[test]
     fn bars_are_as_long_as_their_values_say() {
-        let bar = |name: &str, value| Bar {
-            name: name.into(),
-            value,
-            label: format!("{value} s"),
-        };
+        let bar = |name: &str, value| Bar { name: name.into(), value, label: format!("{value} s") };
         let svg = draw("t", "s", 0, &[bar("a", 4.0), bar("b", 1.0), bar("c", 0.0)]).unwrap();
         let widths: Vec<&str> = svg
             .lines()

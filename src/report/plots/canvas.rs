@@ -155,8 +155,7 @@ pub(super) fn fill(
     from: (i32, i32),
     to: (i32, i32),
 ) -> Result<()> {
-    area.draw(&Rectangle::new([from, to], color.filled()))
-        .map_err(broken)
+    area.draw(&Rectangle::new([from, to], color.filled())).map_err(broken)
 }
 
 pub(super) fn frame(
@@ -165,8 +164,7 @@ pub(super) fn frame(
     from: (i32, i32),
     to: (i32, i32),
 ) -> Result<()> {
-    area.draw(&Rectangle::new([from, to], color.stroke_width(1)))
-        .map_err(broken)
+    area.draw(&Rectangle::new([from, to], color.stroke_width(1))).map_err(broken)
 }
 
 /// Draws a marker of the `index`-th series. Shapes and colours together make twenty different markers.
@@ -208,10 +206,9 @@ mod tests {
 
     #[test]
     fn letters_have_the_height_that_was_asked_for() {
-        let svg = draw(20, "", "", |area| {
-            write(area, "x", &letters(14.0, INK, Anchor::Start), (0, 9))
-        })
-        .unwrap();
+        let svg =
+            draw(20, "", "", |area| write(area, "x", &letters(14.0, INK, Anchor::Start), (0, 9)))
+                .unwrap();
         assert!(svg.contains("font-size=\"14\""), "{svg}");
     }
 }

@@ -77,11 +77,7 @@ impl Ranged for Axis {
 impl Chart<'_> {
     pub(super) fn draw(&self) -> Result<String> {
         let entries = self.lines.len() + self.levels.len();
-        let columns = if self.labels().all(|label| label.chars().count() <= SHORT) {
-            2
-        } else {
-            1
-        };
+        let columns = if self.labels().all(|label| label.chars().count() <= SHORT) { 2 } else { 1 };
         let top = HEADER + LEGEND_ROW * entries.div_ceil(columns) as u32 + 8;
         let height = top + PLOT + X_NAME;
         canvas::draw(height, self.title, self.description, |area| {
@@ -89,12 +85,7 @@ impl Chart<'_> {
             self.legend(area, columns)?;
             let bottom = height as i32 - 13;
             let middle = (Y_NUMBERS + (WIDTH - Y_NUMBERS) / 2) as i32;
-            write(
-                area,
-                self.x_name,
-                &letters(TEXT, MUTED, Anchor::Middle),
-                (middle, bottom),
-            )?;
+            write(area, self.x_name, &letters(TEXT, MUTED, Anchor::Middle), (middle, bottom))?;
             self.plot(area, top)
         })
     }
@@ -110,16 +101,14 @@ impl Chart<'_> {
             let y = (HEADER + LEGEND_ROW * (entry / columns) as u32 + LEGEND_ROW / 2) as i32;
             if let Some(line) = self.lines.get(entry) {
                 let style = SERIES[entry % SERIES.len()].stroke_width(2);
-                area.draw(&PathElement::new([(x, y), (x + 24, y)], style))
-                    .map_err(broken)?;
+                area.draw(&PathElement::new([(x, y), (x + 24, y)], style)).map_err(broken)?;
                 if line.is_marked {
                     canvas::mark(area, entry, (x + 12, y))?;
                 }
             } else {
                 for dash in [0, 10, 20] {
                     let dash = [(x + dash, y), (x + dash + 5, y)];
-                    area.draw(&PathElement::new(dash, INK.stroke_width(2)))
-                        .map_err(broken)?;
+                    area.draw(&PathElement::new(dash, INK.stroke_width(2))).map_err(broken)?;
                 }
             }
             write(area, label, &letters(TEXT, INK, Anchor::Start), (x + 32, y))?;
@@ -189,10 +178,7 @@ mod tests {
                     is_marked: true,
                 })
                 .to_vec(),
-            levels: vec![ChartLevel {
-                label: "dense".into(),
-                value: 1.0,
-            }],
+            levels: vec![ChartLevel { label: "dense".into(), value: 1.0 }],
         }
         .draw()
         .unwrap()
@@ -224,9 +210,6 @@ mod tests {
             text.split('"').next().unwrap().parse().unwrap()
         };
         let long = "wanda, variant, 12 of 35 matrices";
-        assert_eq!(
-            height(chart(["one", long])),
-            height(chart(["one", "two"])) + LEGEND_ROW
-        );
+        assert_eq!(height(chart(["one", long])), height(chart(["one", "two"])) + LEGEND_ROW);
     }
 }

@@ -103,10 +103,7 @@ impl Grid {
             });
             (layer.layer, cells.collect())
         });
-        let grid = Self {
-            rows: rows.collect(),
-            columns,
-        };
+        let grid = Self { rows: rows.collect(), columns };
         let is_measured = grid.cells().any(|cell| cell.is_some());
         is_measured.then_some(grid)
     }
@@ -233,11 +230,7 @@ fn shade(ramp: &[RGBColor; 5], share: f64) -> RGBColor {
 
 /// Black or white, whichever is easier to read on a colour.
 fn letters_on(color: RGBColor) -> RGBColor {
-    if contrast(color, ON_LIGHT) >= contrast(color, ON_DARK) {
-        ON_LIGHT
-    } else {
-        ON_DARK
-    }
+    if contrast(color, ON_LIGHT) >= contrast(color, ON_DARK) { ON_LIGHT } else { ON_DARK }
 }
 
 /// The contrast ratio of two colours, from 1 to 21 (WCAG 2).
@@ -250,11 +243,7 @@ fn contrast(one: RGBColor, other: RGBColor) -> f64 {
 fn luminance(RGBColor(red, green, blue): RGBColor) -> f64 {
     let linear = |channel: u8| {
         let value = f64::from(channel) / 255.0;
-        if value <= 0.040_45 {
-            value / 12.92
-        } else {
-            ((value + 0.055) / 1.055).powf(2.4)
-        }
+        if value <= 0.040_45 { value / 12.92 } else { ((value + 0.055) / 1.055).powf(2.4) }
     };
     0.2126 * linear(red) + 0.7152 * linear(green) + 0.0722 * linear(blue)
 }
@@ -299,23 +288,15 @@ mod tests {
             .collect();
         let svg = sparsity(&manifest).unwrap().unwrap().svg;
         assert!(svg.contains(">\n78\n<") && !svg.contains(">\n79\n<"));
-        assert!(
-            !svg.contains(">\n0.50\n<"),
-            "cells of nine pixels hold no letters"
-        );
+        assert!(!svg.contains(">\n0.50\n<"), "cells of nine pixels hold no letters");
     }
 
     #[test]
     fn shades_run_from_light_to_dark_and_letters_can_be_read_on_all() {
         for ramp in [BLUES, ORANGES] {
-            let shades: Vec<RGBColor> = (0..=20)
-                .map(|step| shade(&ramp, f64::from(step) / 20.0))
-                .collect();
-            assert!(
-                shades
-                    .windows(2)
-                    .all(|pair| luminance(pair[0]) > luminance(pair[1]))
-            );
+            let shades: Vec<RGBColor> =
+                (0..=20).map(|step| shade(&ramp, f64::from(step) / 20.0)).collect();
+            assert!(shades.windows(2).all(|pair| luminance(pair[0]) > luminance(pair[1])));
             for color in shades {
                 // The least contrast of small letters in WCAG 2.
                 assert!(contrast(color, letters_on(color)) > 4.5, "{color:?}");

@@ -19,16 +19,11 @@ pub fn figure(manifest: &Manifest) -> Result<Option<Figure>> {
 
 fn over_time(manifest: &Manifest) -> Result<Figure> {
     let samples = &manifest.memory;
-    let last = samples
-        .iter()
-        .map(|sample| sample.seconds)
-        .fold(0.0, f64::max);
+    let last = samples.iter().map(|sample| sample.seconds).fold(0.0, f64::max);
     let most = samples
         .iter()
         .map(|sample| {
-            let gpu = sample
-                .gpu
-                .map_or(ByteSize::ZERO, |gpu| gpu.allocated.max(gpu.peak));
+            let gpu = sample.gpu.map_or(ByteSize::ZERO, |gpu| gpu.allocated.max(gpu.peak));
             sample.peak_anonymous.max(sample.anonymous).max(gpu)
         })
         .max()
@@ -37,10 +32,7 @@ fn over_time(manifest: &Manifest) -> Result<Figure> {
     let (bytes, bytes_unit) = byte_unit(most);
     let x = |seconds: f64| seconds / time;
     let y = |size: ByteSize| size.0 as f64 / bytes;
-    let now = samples
-        .iter()
-        .map(|sample| (x(sample.seconds), y(sample.anonymous)))
-        .collect();
+    let now = samples.iter().map(|sample| (x(sample.seconds), y(sample.anonymous))).collect();
     // The peak of a sample was reached at some moment after the sample before: a step over that time.
     let peak = samples
         .windows(2)
@@ -49,15 +41,8 @@ fn over_time(manifest: &Manifest) -> Result<Figure> {
             [(x(pair[0].seconds), height), (x(pair[1].seconds), height)]
         })
         .collect();
-    let line = |label: &str, points| ChartLine {
-        label: label.into(),
-        points,
-        is_marked: false,
-    };
-    let mut lines = vec![
-        line("at the sample", now),
-        line("most since the last", peak),
-    ];
+    let line = |label: &str, points| ChartLine { label: label.into(), points, is_marked: false };
+    let mut lines = vec![line("at the sample", now), line("most since the last", peak)];
     let on_gpus: Vec<(f64, f64)> = samples
         .iter()
         .filter_map(|sample| Some((x(sample.seconds), y(sample.gpu?.allocated))))
@@ -107,12 +92,8 @@ fn per_phase(manifest: &Manifest) -> Result<Option<Figure>> {
     if bars.is_empty() {
         return Ok(None);
     }
-    let svg = bars::draw(
-        "Peak memory per phase",
-        "resident anonymous memory of the process",
-        2,
-        &bars,
-    )?;
+    let svg =
+        bars::draw("Peak memory per phase", "resident anonymous memory of the process", 2, &bars)?;
     Ok(Some(Figure {
         name: "memory".into(),
         caption: "The most resident anonymous memory the process had while each phase ran, the largest over the layers. This \
@@ -133,11 +114,7 @@ fn time_unit(seconds: f64) -> (f64, &'static str) {
 
 /// Bytes per unit, and its name.
 fn byte_unit(most: ByteSize) -> (f64, &'static str) {
-    if most.0 >= 2 << 30 {
-        ((1u64 << 30) as f64, "GiB")
-    } else {
-        ((1u64 << 20) as f64, "MiB")
-    }
+    if most.0 >= 2 << 30 { ((1u64 << 30) as f64, "GiB") } else { ((1u64 << 20) as f64, "MiB") }
 }
 
 #[cfg(test)]
@@ -208,10 +185,7 @@ mod tests {
         assert!(manifest.memory.is_empty());
         let drawn = figure(&manifest).unwrap().unwrap();
         assert!(drawn.svg.contains("Peak memory per phase"));
-        manifest
-            .phases
-            .iter_mut()
-            .for_each(|phase| phase.peak_anonymous = None);
+        manifest.phases.iter_mut().for_each(|phase| phase.peak_anonymous = None);
         assert_eq!(figure(&manifest).unwrap(), None);
     }
 

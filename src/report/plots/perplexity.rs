@@ -52,10 +52,8 @@ pub fn of_grid(record: &GridRecord) -> Result<Option<Figure>> {
         }
     }
     let dense = record.dense_perplexity;
-    let dense: Vec<f64> = dense
-        .into_iter()
-        .filter(|dense| dense.is_finite() && *dense > 0.0)
-        .collect();
+    let dense: Vec<f64> =
+        dense.into_iter().filter(|dense| dense.is_finite() && *dense > 0.0).collect();
     let caption = "Mean perplexity of the pruned models over seeds, over the share of their weights that is zero, one line per method \
          and one point per pattern; the dashed line is the dense model.";
     draw(&series, &dense, caption.to_string())
@@ -75,30 +73,14 @@ fn draw(series: &PlottedSeries, dense: &[f64], caption: String) -> Result<Option
     let highest = perplexities().fold(f64::NEG_INFINITY, f64::max);
     let is_logarithmic = highest / lowest > WIDE;
     let (y, name) = if is_logarithmic {
-        (
-            Axis::logarithmic(lowest, highest),
-            "perplexity, logarithmic (lower is better)",
-        )
+        (Axis::logarithmic(lowest, highest), "perplexity, logarithmic (lower is better)")
     } else {
-        (
-            Axis::around(lowest, highest, 5),
-            "perplexity (lower is better)",
-        )
+        (Axis::around(lowest, highest, 5), "perplexity (lower is better)")
     };
     let height = |perplexity: f64| {
-        if is_logarithmic {
-            perplexity.log10()
-        } else {
-            perplexity
-        }
+        if is_logarithmic { perplexity.log10() } else { perplexity }
     };
-    let y_label = |value: f64| {
-        label(if is_logarithmic {
-            10f64.powf(value)
-        } else {
-            value
-        })
-    };
+    let y_label = |value: f64| label(if is_logarithmic { 10f64.powf(value) } else { value });
     let sparsities = || points().map(|(sparsity, _)| sparsity);
     let sparsest = sparsities().fold(f64::NEG_INFINITY, f64::max);
     let least = sparsities().fold(f64::INFINITY, f64::min);
@@ -110,10 +92,9 @@ fn draw(series: &PlottedSeries, dense: &[f64], caption: String) -> Result<Option
             .collect(),
         is_marked: true,
     });
-    let levels = dense.iter().map(|&dense| ChartLevel {
-        label: format!("dense: {dense:.4}"),
-        value: height(dense),
-    });
+    let levels = dense
+        .iter()
+        .map(|&dense| ChartLevel { label: format!("dense: {dense:.4}"), value: height(dense) });
     let svg = Chart {
         title: "Perplexity against sparsity",
         y_name: name,
@@ -127,11 +108,7 @@ fn draw(series: &PlottedSeries, dense: &[f64], caption: String) -> Result<Option
         levels: levels.collect(),
     }
     .draw()?;
-    Ok(Some(Figure {
-        name: "perplexity".into(),
-        caption,
-        svg,
-    }))
+    Ok(Some(Figure { name: "perplexity".into(), caption, svg }))
 }
 
 fn describe(series: &PlottedSeries, dense: &[f64]) -> String {
@@ -162,10 +139,7 @@ mod tests {
             .map(|(index, &perplexity)| {
                 let mut manifest = made_up::manifest("wanda", 0.3 + 0.1 * index as f64);
                 made_up::evaluated(&mut manifest, 10.0, perplexity);
-                NamedRun {
-                    name: format!("run {index}"),
-                    manifest,
-                }
+                NamedRun { name: format!("run {index}"), manifest }
             })
             .collect();
         let comparison = RunComparison::of(&runs);

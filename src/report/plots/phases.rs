@@ -16,12 +16,7 @@ pub fn figure(manifest: &Manifest) -> Result<Option<Figure>> {
     if bars.is_empty() {
         return Ok(None);
     }
-    let svg = bars::draw(
-        "Time per phase",
-        "wall time, and its share of the run",
-        0,
-        &bars,
-    )?;
+    let svg = bars::draw("Time per phase", "wall time, and its share of the run", 0, &bars)?;
     Ok(Some(Figure {
         name: "phases".into(),
         caption: "Where the time went, phase by phase, added over the layers, in the order they first ran. “read” is the time \
@@ -35,23 +30,11 @@ fn bars(manifest: &Manifest) -> Vec<Bar> {
     let bar = |name: &str, seconds: f64| Bar {
         name: name.to_string(),
         value: seconds.max(0.0),
-        label: format!(
-            "{} · {}",
-            duration(seconds),
-            share(seconds, manifest.seconds)
-        ),
+        label: format!("{} · {}", duration(seconds), share(seconds, manifest.seconds)),
     };
-    let mut bars: Vec<Bar> = manifest
-        .phases
-        .iter()
-        .map(|phase| bar(&phase.phase.to_string(), phase.seconds))
-        .collect();
-    let rest = manifest.seconds
-        - manifest
-            .phases
-            .iter()
-            .map(|phase| phase.seconds)
-            .sum::<f64>();
+    let mut bars: Vec<Bar> =
+        manifest.phases.iter().map(|phase| bar(&phase.phase.to_string(), phase.seconds)).collect();
+    let rest = manifest.seconds - manifest.phases.iter().map(|phase| phase.seconds).sum::<f64>();
     if !bars.is_empty() && rest > WORTH_A_BAR * manifest.seconds {
         bars.push(bar("everything else", rest));
     }
@@ -59,16 +42,8 @@ fn bars(manifest: &Manifest) -> Vec<Bar> {
 }
 
 fn share(part: f64, whole: f64) -> String {
-    let percent = if whole > 0.0 {
-        part / whole * 100.0
-    } else {
-        0.0
-    };
-    if percent > 0.0 && percent < 0.95 {
-        "< 1 %".into()
-    } else {
-        format!("{percent:.0} %")
-    }
+    let percent = if whole > 0.0 { part / whole * 100.0 } else { 0.0 };
+    if percent > 0.0 && percent < 0.95 { "< 1 %".into() } else { format!("{percent:.0} %") }
 }
 
 #[cfg(test)]
@@ -81,25 +56,15 @@ mod tests {
     #[test]
     fn phases_keep_their_order_and_what_is_left_has_a_bar() {
         let mut manifest = made_up::manifest("wanda", 0.5);
-        let phase = |phase, seconds| PhaseReport {
-            phase,
-            seconds,
-            peak_anonymous: None,
-        };
+        let phase = |phase, seconds| PhaseReport { phase, seconds, peak_anonymous: None };
         manifest.seconds = 100.0;
         manifest.phases = vec![phase(Phase::Read, 0.2), phase(Phase::Calibrate, 79.8)];
         let bars = bars(&manifest);
-        let labels: Vec<_> = bars
-            .iter()
-            .map(|bar| format!("{}: {}", bar.name, bar.label))
-            .collect();
+        let labels: Vec<_> =
+            bars.iter().map(|bar| format!("{}: {}", bar.name, bar.label)).collect();
         assert_eq!(
             labels,
-            [
-                "read: 0.2 s · < 1 %",
-                "calibrate: 79.8 s · 80 %",
-                "everything else: 20.0 s · 20 %"
-            ]
+            ["read: 0.2 s · < 1 %", "calibrate: 79.8 s · 80 %", "everything else: 20.0 s · 20 %"]
         );
     }
 

@@ -15,64 +15,38 @@ impl Axis {
         let to = if to > from { to } else { from + 1.0 };
         let step = step(to - from, count);
         let end = (to / step - 1e-9).ceil() * step;
-        Self {
-            from,
-            to: end,
-            ticks: multiples(from, end, step),
-        }
+        Self { from, to: end, ticks: multiples(from, end, step) }
     }
 
     /// An axis over a little more than `from..to`, with about `count` steps.
     pub(super) fn around(from: f64, to: f64, count: usize) -> Self {
-        let margin = if to > from {
-            (to - from) * 0.06
-        } else {
-            from.abs().max(1e-3) * 0.05
-        };
+        let margin = if to > from { (to - from) * 0.06 } else { from.abs().max(1e-3) * 0.05 };
         let (from, to) = (from - margin, to + margin);
-        Self {
-            from,
-            to,
-            ticks: multiples(from, to, step(to - from, count)),
-        }
+        Self { from, to, ticks: multiples(from, to, step(to - from, count)) }
     }
 
     /// An axis over the decimal logarithms of a little more than `from..to`, both positive. Ticks are logarithms too.
     pub(super) fn logarithmic(from: f64, to: f64) -> Self {
         let margin = ((to.log10() - from.log10()) * 0.06).max(0.01);
         let (low, high) = (from.log10() - margin, to.log10() + margin);
-        let candidates: [&[f64]; 4] = [
-            &[1.0],
-            &[1.0, 3.0],
-            &[1.0, 2.0, 5.0],
-            &[1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0],
-        ];
+        let candidates: [&[f64]; 4] =
+            [&[1.0], &[1.0, 3.0], &[1.0, 2.0, 5.0], &[1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0]];
         let ticks_of = |mantissas: &[f64]| -> Vec<f64> {
             (low.floor() as i32..=high.ceil() as i32)
                 .flat_map(|decade| {
-                    mantissas
-                        .iter()
-                        .map(move |mantissa| mantissa.log10() + f64::from(decade))
+                    mantissas.iter().map(move |mantissa| mantissa.log10() + f64::from(decade))
                 })
                 .filter(|tick| (low..=high).contains(tick))
                 .collect()
         };
-        let ticks = candidates
-            .into_iter()
-            .map(ticks_of)
-            .find(|ticks| ticks.len() >= 4)
-            .unwrap_or_else(|| {
-                let (from, to) = (10f64.powf(low), 10f64.powf(high));
-                multiples(from, to, step(to - from, 6))
-                    .into_iter()
-                    .map(f64::log10)
-                    .collect()
-            });
-        Self {
-            from: low,
-            to: high,
-            ticks,
-        }
+        let ticks =
+            candidates.into_iter().map(ticks_of).find(|ticks| ticks.len() >= 4).unwrap_or_else(
+                || {
+                    let (from, to) = (10f64.powf(low), 10f64.powf(high));
+                    multiples(from, to, step(to - from, 6)).into_iter().map(f64::log10).collect()
+                },
+            );
+        Self { from: low, to: high, ticks }
     }
 }
 
@@ -104,11 +78,7 @@ pub(super) fn label(value: f64) -> String {
     }
     let text = format!("{value:.4}");
     let text = text.trim_end_matches('0').trim_end_matches('.');
-    if text == "-0" {
-        "0".into()
-    } else {
-        text.into()
-    }
+    if text == "-0" { "0".into() } else { text.into() }
 }
 
 #[cfg(test)]
@@ -121,14 +91,8 @@ mod tests {
 
     #[test]
     fn an_axis_ends_at_a_tick_a_person_would_choose() {
-        assert_eq!(
-            labels(&Axis::up_to(0.0, 0.37, 4)),
-            ["0", "0.1", "0.2", "0.3", "0.4"]
-        );
-        assert_eq!(
-            labels(&Axis::up_to(0.0, 96.0, 5)),
-            ["0", "20", "40", "60", "80", "100"]
-        );
+        assert_eq!(labels(&Axis::up_to(0.0, 0.37, 4)), ["0", "0.1", "0.2", "0.3", "0.4"]);
+        assert_eq!(labels(&Axis::up_to(0.0, 96.0, 5)), ["0", "20", "40", "60", "80", "100"]);
         assert_eq!(Axis::up_to(0.0, 0.0, 4).to, 1.0, "an axis has a length");
     }
 
@@ -145,15 +109,8 @@ mod tests {
     fn logarithmic_ticks_are_round_numbers_however_long_the_axis_is() {
         let labels = |from, to| -> Vec<String> {
             let axis = Axis::logarithmic(from, to);
-            assert!(
-                axis.ticks
-                    .iter()
-                    .all(|tick| (axis.from..=axis.to).contains(tick))
-            );
-            axis.ticks
-                .iter()
-                .map(|tick| label(10f64.powf(*tick)))
-                .collect()
+            assert!(axis.ticks.iter().all(|tick| (axis.from..=axis.to).contains(tick)));
+            axis.ticks.iter().map(|tick| label(10f64.powf(*tick))).collect()
         };
         assert_eq!(
             labels(5.0, 20_000.0),

@@ -42,11 +42,7 @@ pub fn rates(manifest: &Manifest) -> Result<Option<Figure>> {
     let points = recovery.steps.iter().map(|step| (step.step, step.rate));
     let lines = vec![line("learning rate", points)];
     let caption = "The learning rate of each step.";
-    drawn(
-        "learning-rate",
-        ("Learning rate", "rate of a step", caption),
-        lines,
-    )
+    drawn("learning-rate", ("Learning rate", "rate of a step", caption), lines)
 }
 
 fn line(label: &str, points: impl Iterator<Item = (u64, f64)>) -> ChartLine {
@@ -64,13 +60,7 @@ fn of_steps(recovery: &RecoveryReport) -> Vec<ChartLine> {
     let trained = recovery.steps.iter().map(|step| (step.step, step.loss));
     let held = recovery.held_out.iter();
     let held = held.map(|report| (report.step, report.loss));
-    vec![
-        line("training", trained),
-        ChartLine {
-            is_marked: true,
-            ..line("held out", held)
-        },
-    ]
+    vec![line("training", trained), ChartLine { is_marked: true, ..line("held out", held) }]
 }
 
 /// Lines of the layers; of a deep model those at equal distances.
@@ -112,9 +102,5 @@ fn drawn(
         levels: Vec::new(),
     }
     .draw()?;
-    Ok(Some(Figure {
-        name: name.to_string(),
-        caption: caption.to_string(),
-        svg,
-    }))
+    Ok(Some(Figure { name: name.to_string(), caption: caption.to_string(), svg }))
 }

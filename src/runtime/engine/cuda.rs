@@ -47,27 +47,15 @@ pub fn copy_on_separate_stream(matrix: &StoredMatrix, device: &Device) -> Result
     let stream = cuda.cuda_stream().context().new_stream()?;
     let bytes = matrix.as_bytes();
     let storage = match matrix.dtype() {
-        StoredDtype::F32 => wrap(
-            cuda,
-            stream.clone_htod(bytemuck::cast_slice::<u8, f32>(bytes))?,
-        ),
-        StoredDtype::F16 => wrap(
-            cuda,
-            stream.clone_htod(bytemuck::cast_slice::<u8, f16>(bytes))?,
-        ),
-        StoredDtype::Bf16 => wrap(
-            cuda,
-            stream.clone_htod(bytemuck::cast_slice::<u8, bf16>(bytes))?,
-        ),
+        StoredDtype::F32 => wrap(cuda, stream.clone_htod(bytemuck::cast_slice::<u8, f32>(bytes))?),
+        StoredDtype::F16 => wrap(cuda, stream.clone_htod(bytemuck::cast_slice::<u8, f16>(bytes))?),
+        StoredDtype::Bf16 => {
+            wrap(cuda, stream.clone_htod(bytemuck::cast_slice::<u8, bf16>(bytes))?)
+        }
     };
     stream.synchronize()?;
     let shape = (matrix.rows(), matrix.columns());
-    Ok(Tensor::from_storage(
-        Storage::Cuda(storage),
-        shape,
-        BackpropOp::none(),
-        false,
-    ))
+    Ok(Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false))
 }
 
 fn wrap<T: CudaDType>(cuda: &CudaDevice, slice: CudaSlice<T>) -> CudaStorage {
@@ -165,10 +153,7 @@ pub fn memory(device: &Device) -> Option<DeviceMemory> {
         Ok(DeviceMemory {
             allocated: counter(pool, CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?,
             peak_allocated: counter(pool, CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?,
-            reserved: counter(
-                pool,
-                CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT,
-            )?,
+            reserved: counter(pool, CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)?,
             peak_reserved: counter(pool, CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH)?,
             free: ByteSize::ZERO,
             total: ByteSize::ZERO,
@@ -176,11 +161,7 @@ pub fn memory(device: &Device) -> Option<DeviceMemory> {
     })?;
     // Memory that the pool keeps without use is available.
     let kept = pool.reserved.0.saturating_sub(pool.allocated.0);
-    Some(DeviceMemory {
-        free: ByteSize(free as u64 + kept),
-        total: ByteSize(total as u64),
-        ..pool
-    })
+    Some(DeviceMemory { free: ByteSize(free as u64 + kept), total: ByteSize(total as u64), ..pool })
 }
 
 /// Resets the pool's high-water marks to the memory in use.
@@ -273,19 +254,12 @@ mod tests {
     #[test]
     fn errors_are_told_by_code_through_all_wrappings() {
         let candle = |code| CandleError::Cuda(Box::new(CudaError::Cuda(DriverError(code))));
-        let wrapped = |code| {
-            candle(code)
-                .context("layer 3")
-                .with_path("model.safetensors")
-        };
+        let wrapped = |code| candle(code).context("layer 3").with_path("model.safetensors");
         let out = CUresult::CUDA_ERROR_OUT_OF_MEMORY;
         let dead = CUresult::CUDA_ERROR_ILLEGAL_ADDRESS;
         assert!(is_out_of_memory(&candle(out)) && is_out_of_memory(&wrapped(out)));
         assert!(!is_out_of_memory(&candle(dead)) && !is_out_of_memory(&wrapped(dead)));
-        let loading = CudaError::Load {
-            cuda: DriverError(out),
-            module_name: "reduce".to_string(),
-        };
+        let loading = CudaError::Load { cuda: DriverError(out), module_name: "reduce".to_string() };
         assert!(is_out_of_memory(&CandleError::Cuda(Box::new(loading))));
         for (code, expected) in [
             (cublasStatus_t::CUBLAS_STATUS_ALLOC_FAILED, true),

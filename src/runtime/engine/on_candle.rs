@@ -57,10 +57,7 @@ fn copy_in_parallel(matrix: &StoredMatrix, dtype: DType, device: &Device) -> Res
 
 impl Ahead {
     fn take(&self) -> Option<DeviceLayer> {
-        self.layer
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take()
+        self.layer.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     fn put(&self, layer: DeviceLayer) {

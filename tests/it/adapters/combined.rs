@@ -34,10 +34,7 @@ fn json_of(path: &Path) -> Value {
 #[test]
 fn the_record_names_semantics_seed_and_the_adapter() {
     let place = place();
-    merge(
-        &place,
-        &format!("{DARE} --majority-sign frequency --seed 9 --save out"),
-    );
+    merge(&place, &format!("{DARE} --majority-sign frequency --seed 9 --save out"));
     let record = json_of(&place.path("out/run.json"))["merge"].clone();
     let published = json_of(&place.path("out/model/merging.json"));
     for (report, folder) in [(&record, "out/adapter"), (&published, "adapter")] {
@@ -54,21 +51,12 @@ fn the_record_names_semantics_seed_and_the_adapter() {
     let names = place.names("out/adapter");
     assert_eq!(names.len(), 2, "{names:?}");
     let config = json_of(&place.path("out/adapter/adapter_config.json"));
-    assert_eq!(
-        (&config["r"], &config["lora_alpha"]),
-        (&json!(2), &json!(2))
-    );
+    assert_eq!((&config["r"], &config["lora_alpha"]), (&json!(2), &json!(2)));
     assert_eq!(config["target_modules"], json!([Q, UP]));
     // Folding the combined adapter gives the merged model.
-    merge(
-        &place,
-        "--base m --model m+out/adapter --method linear --save folded",
-    );
+    merge(&place, "--base m --model m+out/adapter --method linear --save folded");
     let weights = |run: &str| fs::read(place.path(run).join("model/model.safetensors"));
-    assert_eq!(
-        weights("folded").expect("a file"),
-        weights("out").expect("a file")
-    );
+    assert_eq!(weights("folded").expect("a file"), weights("out").expect("a file"));
 }
 
 #[test]
@@ -77,18 +65,14 @@ fn threads_and_pieces_change_no_bit_and_seeds_do() {
     merge(&place, &format!("{DARE} --save one --threads 1"));
     let weights =
         |run: &str| fs::read(place.path(run).join("model/model.safetensors")).expect("a file");
-    for (run, flags) in [
-        ("two", "--threads 2 --piece-elements 1"),
-        ("three", "--threads 1 --piece-elements 1000"),
-    ] {
+    for (run, flags) in
+        [("two", "--threads 2 --piece-elements 1"), ("three", "--threads 1 --piece-elements 1000")]
+    {
         merge(&place, &format!("{DARE} --save {run} {flags}"));
         assert!(weights(run) == weights("one"), "{run}");
     }
     merge(&place, &format!("{DARE} --save other --seed 1"));
-    assert_ne!(
-        combined_adapter(&place, "other"),
-        combined_adapter(&place, "one")
-    );
+    assert_ne!(combined_adapter(&place, "other"), combined_adapter(&place, "one"));
 }
 
 /// The process is killed at every third file operation, and the same command continues.
@@ -134,13 +118,7 @@ fn an_unfinished_merge_is_not_continued_with_another_election() {
     assert_ne!(killed.expect("the binary").status.code(), Some(0));
     let other = place.run(&format!("{line} --majority-sign frequency"));
     assert_eq!(other.code, 1, "{}", other.stderr);
-    assert!(
-        other
-            .stderr
-            .contains("majority-sign: total there, frequency now"),
-        "{}",
-        other.stderr
-    );
+    assert!(other.stderr.contains("majority-sign: total there, frequency now"), "{}", other.stderr);
 }
 
 #[test]
@@ -217,12 +195,7 @@ fn every_model_is_the_base_with_an_adapter() {
             "error: `other+b` is no adapter of the base `m`",
             hint,
         ),
-        (
-            "--base m+c --model m+a --model m+b",
-            2,
-            "error: the base `m+c` has an adapter",
-            hint,
-        ),
+        ("--base m+c --model m+a --model m+b", 2, "error: the base `m+c` has an adapter", hint),
         (
             "--model m+a --model m+b",
             2,
@@ -240,10 +213,7 @@ fn every_model_is_the_base_with_an_adapter() {
         refuses_command(&place, &line, code, first, hint);
     }
     // Another spelling of the base's folder is the same base.
-    merge(
-        &place,
-        "--base m --model ./m+a --model m+c --method cat --semantics peft --save out",
-    );
+    merge(&place, "--base m --model ./m+a --model m+c --method cat --semantics peft --save out");
     let config = json_of(&place.path("out/adapter/adapter_config.json"));
     assert_eq!(config["r"], 5);
 }

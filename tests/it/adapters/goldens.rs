@@ -102,14 +102,8 @@ fn close(case: &str, found: &BTreeMap<String, Tensor>, expected: &BTreeMap<Strin
 }
 
 /// Adapters that peft folded into their base.
-const FOLDED: [&str; 6] = [
-    "lora-wiki",
-    "lora-stories",
-    "lora-stories-all",
-    "dora-wiki",
-    "embed-wiki",
-    "pattern-wiki",
-];
+const FOLDED: [&str; 6] =
+    ["lora-wiki", "lora-stories", "lora-stories-all", "dora-wiki", "embed-wiki", "pattern-wiki"];
 
 #[test]
 fn folded_adapters_give_the_weights_of_peft() {
@@ -119,13 +113,7 @@ fn folded_adapters_give_the_weights_of_peft() {
     let place = Place::empty();
     for adapter in FOLDED {
         let case = format!("peft-{adapter}");
-        merge(
-            &place,
-            &format!(
-                "{} --method linear --save {case}",
-                goldens.models(&[adapter])
-            ),
-        );
+        merge(&place, &format!("{} --method linear --save {case}", goldens.models(&[adapter])));
         let golden = goldens.read(&case);
         let equal = goldens.check(&case, &golden, &merged(&place, &case));
         eprintln!("{case}: {equal} of {} hashes", goldens.base.len());
@@ -134,18 +122,10 @@ fn folded_adapters_give_the_weights_of_peft() {
 
 /// The flags of a golden's call.
 fn flags(goldens: &Goldens, call: &Value) -> String {
-    let adapters: Vec<&str> = call["adapters"]
-        .as_array()
-        .expect("adapters")
-        .iter()
-        .filter_map(Value::as_str)
-        .collect();
-    let weights: Vec<String> = call["weights"]
-        .as_array()
-        .expect("weights")
-        .iter()
-        .map(Value::to_string)
-        .collect();
+    let adapters: Vec<&str> =
+        call["adapters"].as_array().expect("adapters").iter().filter_map(Value::as_str).collect();
+    let weights: Vec<String> =
+        call["weights"].as_array().expect("weights").iter().map(Value::to_string).collect();
     let mut flags = format!(
         "{} --semantics peft --method {} --weight={}",
         goldens.models(&adapters),
@@ -202,10 +182,7 @@ fn a_recipe_combines_as_flags_do() {
     };
     let place = Place::empty();
     let call = &goldens.read("peft-weighted-ties-frequency")["call"];
-    merge(
-        &place,
-        &format!("{} --save by-flags", flags(&goldens, call)),
-    );
+    merge(&place, &format!("{} --save by-flags", flags(&goldens, call)));
     let base = goldens.shared.join("models/stories260k");
     let model = |name: &str| {
         format!(
@@ -221,15 +198,9 @@ fn a_recipe_combines_as_flags_do() {
         model("lora-stories-all")
     );
     fs::write(place.path("ties.yml"), recipe).expect("a new file");
-    merge(
-        &place,
-        "ties.yml --semantics peft --majority-sign frequency --save by-file",
-    );
+    merge(&place, "ties.yml --semantics peft --majority-sign frequency --save by-file");
     assert_eq!(merged(&place, "by-file"), merged(&place, "by-flags"));
-    assert_eq!(
-        combined_adapter(&place, "by-file"),
-        combined_adapter(&place, "by-flags")
-    );
+    assert_eq!(combined_adapter(&place, "by-file"), combined_adapter(&place, "by-flags"));
 }
 
 #[test]
@@ -269,10 +240,7 @@ fn check_shares(factors: &BTreeMap<String, Tensor>, adapter: &BTreeMap<String, T
         for (value, original) in tensor.values.iter().zip(&original.values) {
             let expected = 2f64.sqrt() * f64::from(*original) / p;
             let difference = (f64::from(*value) - expected).abs();
-            assert!(
-                *value == 0.0 || difference <= 1e-6 * expected.abs(),
-                "{name}"
-            );
+            assert!(*value == 0.0 || difference <= 1e-6 * expected.abs(), "{name}");
         }
     }
 }
@@ -365,13 +333,7 @@ fn the_base_is_averaged_only_where_it_is_a_model() {
     let place = Place::empty();
     let base = goldens.shared.join("models/stories260k");
     let models = goldens.models(&["lora-wiki"]);
-    merge(
-        &place,
-        &format!(
-            "{models} --model {} --method linear --save half",
-            base.display()
-        ),
-    );
+    merge(&place, &format!("{models} --model {} --method linear --save half", base.display()));
     merge(&place, &format!("{models} --method linear --save whole"));
     let (half, whole) = (merged(&place, "half"), merged(&place, "whole"));
     for (name, base) in &goldens.base {

@@ -58,14 +58,8 @@ fn ranks_scales_and_shapes_that_do_not_fit_are_refused() {
     for (settings, what) in [
         (json!({"r": 0}), "has rank 0"),
         (json!({"r": 1_000_000_000_000u64}), "has rank 1000000000000"),
-        (
-            json!({"lora_alpha": 1e300}),
-            "is scaled by inf, which is not a positive number",
-        ),
-        (
-            json!({"lora_alpha": -16}),
-            "is scaled by -8, which is not a positive number",
-        ),
+        (json!({"lora_alpha": 1e300}), "is scaled by inf, which is not a positive number"),
+        (json!({"lora_alpha": -16}), "is scaled by -8, which is not a positive number"),
     ] {
         let first = format!("error: `{Q}` of the adapter {what}");
         refused(&config(settings), &good, &first);
@@ -87,11 +81,7 @@ fn keys_without_a_meaning_or_a_place_are_refused() {
         tensors.push((name.to_owned(), waves(&[2, 2], 0.0)));
         tensors
     };
-    for name in [
-        key(&format!("{Q}.lora_C.weight")),
-        "q".into(),
-        "../../x".into(),
-    ] {
+    for name in [key(&format!("{Q}.lora_C.weight")), "q".into(), "../../x".into()] {
         let first = format!("error: the adapter's tensor `{name}` has an unknown name");
         refused(&config(json!({})), &with(&name), &first);
     }
@@ -101,11 +91,7 @@ fn keys_without_a_meaning_or_a_place_are_refused() {
     // A name is never a path.
     let path = "../../../etc/passwd";
     let first = format!("error: the adapter changes `{path}.weight`, which the base does not have");
-    refused(
-        &config(json!({})),
-        &with(&key(&format!("{path}.weight"))),
-        &first,
-    );
+    refused(&config(json!({})), &with(&key(&format!("{path}.weight"))), &first);
 }
 
 #[test]
@@ -117,10 +103,7 @@ fn other_adapters_than_lora_and_changed_bases_are_refused() {
         let first =
             format!("error: the adapter `a` cannot be merged: its `init_lora_weights` is `{kind}`");
         let error = refused(&config(json!({"init_lora_weights": kind})), &good, &first);
-        assert!(
-            error.contains("this initialisation changed the base"),
-            "{error}"
-        );
+        assert!(error.contains("this initialisation changed the base"), "{error}");
     }
 }
 
@@ -144,9 +127,7 @@ fn damaged_files_are_refused() {
     refused_in(&with_file("adapter_config.json", deep.as_bytes()), cannot);
     // A file with a hole of 1 GiB is refused by its length.
     let place = with_file("adapter_config.json", b"");
-    let file = fs::File::options()
-        .write(true)
-        .open(place.path("a/adapter_config.json"));
+    let file = fs::File::options().write(true).open(place.path("a/adapter_config.json"));
     file.expect("a file").set_len(1 << 30).expect("a hole");
     refused_in(&place, cannot);
     let whole = fs::read(place.path("a/adapter_model.safetensors")).expect("a file");
@@ -156,10 +137,7 @@ fn damaged_files_are_refused() {
         assert_eq!(ran.code, 1, "{length}: {}", ran.stderr);
         let first = ran.stderr.lines().find(|line| line.starts_with("error: "));
         let first = first.unwrap_or_default().to_owned();
-        assert!(
-            first.contains("a/adapter_model.safetensors"),
-            "{length}: {first}"
-        );
+        assert!(first.contains("a/adapter_model.safetensors"), "{length}: {first}");
         refused_in(&place, &first);
     }
 }
@@ -168,10 +146,7 @@ fn damaged_files_are_refused() {
 fn a_pickle_is_never_opened() {
     let place = with_file("adapter_model.bin", b"cos\nsystem\n(S'touch bad'\ntR.");
     fs::remove_file(place.path("a/adapter_model.safetensors")).expect("removed");
-    let error = refused_in(
-        &place,
-        "error: the adapter `a` has no `adapter_model.safetensors`",
-    );
+    let error = refused_in(&place, "error: the adapter `a` has no `adapter_model.safetensors`");
     assert!(error.contains("is a pickle"), "{error}");
 }
 
@@ -238,60 +213,24 @@ fn patterns_made_to_do_harm_are_refused_at_once() {
     };
     let place = Place::new();
     for (key, keys, why) in [
-        (
-            "rank_pattern",
-            many(3000, &|at| format!(r"\w{{70}}{at}")),
-            "3000 of its keys",
-        ),
-        (
-            "rank_pattern",
-            many(300, &|at| format!(r"\w{{70}}{at}")),
-            "300 of its keys",
-        ),
-        (
-            "alpha_pattern",
-            many(1, &|_| "(.{1,500}){1,500}q".to_string()),
-            "256 KiB",
-        ),
-        (
-            "alpha_pattern",
-            many(5000, &|at| format!("layers.{at}")),
-            "5000 keys",
-        ),
-        (
-            "rank_pattern",
-            many(1, &|_| "q".repeat(100_000)),
-            "100000 bytes",
-        ),
+        ("rank_pattern", many(3000, &|at| format!(r"\w{{70}}{at}")), "3000 of its keys"),
+        ("rank_pattern", many(300, &|at| format!(r"\w{{70}}{at}")), "300 of its keys"),
+        ("alpha_pattern", many(1, &|_| "(.{1,500}){1,500}q".to_string()), "256 KiB"),
+        ("alpha_pattern", many(5000, &|at| format!("layers.{at}")), "5000 keys"),
+        ("rank_pattern", many(1, &|_| "q".repeat(100_000)), "100000 bytes"),
     ] {
-        write_adapter(
-            &place,
-            "a",
-            &config(json!({key: keys})),
-            &pair(Q, 2, 64, 64),
-        );
+        write_adapter(&place, "a", &config(json!({key: keys})), &pair(Q, 2, 64, 64));
         let began = std::time::Instant::now();
         let first = format!("error: the adapter `a` cannot be merged: its `{key}` cannot be used");
         let error = refused_in(&place, &first);
         assert!(error.contains(why), "{error}");
         assert!(error.contains("hint: "), "{error}");
-        assert!(
-            began.elapsed().as_secs() < 10,
-            "{key}: {:?}",
-            began.elapsed()
-        );
+        assert!(began.elapsed().as_secs() < 10, "{key}: {:?}", began.elapsed());
     }
     // As many names as there may be are matched.
-    let names = many(4096, &|at| {
-        format!(r"layers\.{}\.self_attn.q_proj", 4095 - at)
-    });
+    let names = many(4096, &|at| format!(r"layers\.{}\.self_attn.q_proj", 4095 - at));
     let tensors = pair(Q, 2, 64, 64);
-    write_adapter(
-        &place,
-        "a",
-        &config(json!({"r": 4, "rank_pattern": names})),
-        &tensors,
-    );
+    write_adapter(&place, "a", &config(json!({"r": 4, "rank_pattern": names})), &tensors);
     let ran = place.run(LINE);
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     let peak = place.manifest("out").peak_anonymous.expect("measured");

@@ -61,16 +61,12 @@ fn with_factors(base: &Tensor, down: &Tensor, up: &Tensor) -> Tensor {
     let (rank, rows, columns) = (down.shape[0], down.shape[1], up.shape[0]);
     for row in 0..rows {
         for column in 0..columns {
-            let sum: f32 = (0..rank)
-                .map(|r| up.values[column * rank + r] * down.values[r * rows + row])
-                .sum();
+            let sum: f32 =
+                (0..rank).map(|r| up.values[column * rank + r] * down.values[r * rows + row]).sum();
             values[row * columns + column] += 2.0 * sum;
         }
     }
-    Tensor {
-        shape: base.shape.clone(),
-        values,
-    }
+    Tensor { shape: base.shape.clone(), values }
 }
 
 /// The ends of the adapted model, by hand, and the perplexity of the fold: that of the adapter on its base.
@@ -90,47 +86,28 @@ fn embedding_and_head_are_those_of_the_adapted_model() {
         (key(&format!("{EMBEDDING}.lora_embedding_A")), down.clone()),
         (key(&format!("{EMBEDDING}.lora_embedding_B")), up.clone()),
     ];
-    let tokens = vec![(
-        key(&format!("{EMBEDDING}.token_adapter.trainable_tokens_delta")),
-        row.clone(),
-    )];
+    let tokens =
+        vec![(key(&format!("{EMBEDDING}.token_adapter.trainable_tokens_delta")), row.clone())];
     let added = with_factors(base, &down, &up);
     let ensure = json!({"ensure_weight_tying": true});
     let none = json!({});
     let saved = |tensors: &[(&String, &Tensor)]| -> Vec<(String, Tensor)> {
         let tensors = tensors.iter();
-        tensors
-            .map(|(key, of)| ((*key).clone(), (*of).clone()))
-            .collect()
+        tensors.map(|(key, of)| ((*key).clone(), (*of).clone())).collect()
     };
     let indices = json!({"trainable_token_indices": [5]});
     // Settings, tensors, the embedding, and the head where it is another tensor.
     for (case, (settings, own, expected, expected_head)) in [
         (&none, saved(&[(&embedding, &one)]), &one, Some(base)),
         (&none, saved(&[(&head, &one)]), base, Some(&one)),
-        (
-            &none,
-            saved(&[(&embedding, &one), (&head, &other)]),
-            &one,
-            Some(&other),
-        ),
-        (
-            &none,
-            saved(&[(&embedding, &one), (&head, &one)]),
-            &one,
-            None,
-        ),
+        (&none, saved(&[(&embedding, &one), (&head, &other)]), &one, Some(&other)),
+        (&none, saved(&[(&embedding, &one), (&head, &one)]), &one, None),
         (&none, factors.clone(), &added, Some(base)),
         (&none, Vec::new(), base, None),
         (&indices, tokens, &with_row, None),
         (&ensure, saved(&[(&embedding, &one)]), &one, None),
         (&ensure, saved(&[(&head, &one)]), &one, None),
-        (
-            &ensure,
-            saved(&[(&embedding, &one), (&head, &one)]),
-            &one,
-            None,
-        ),
+        (&ensure, saved(&[(&embedding, &one), (&head, &one)]), &one, None),
         (&ensure, factors, &added, None),
     ]
     .into_iter()
@@ -146,18 +123,12 @@ fn embedding_and_head_are_those_of_the_adapted_model() {
         let (embedding, head) = ends(&place, "out");
         for (at, (found, wanted)) in embedding.values.iter().zip(&expected.values).enumerate() {
             let difference = (found - wanted).abs();
-            assert!(
-                difference <= 1e-6,
-                "case {case}, {at}: {found} and {wanted}"
-            );
+            assert!(difference <= 1e-6, "case {case}, {at}: {found} and {wanted}");
         }
         assert_eq!(head.as_ref(), expected_head, "case {case}");
         let merge = place.manifest("out").merge.expect("a merge");
-        let measured: Vec<f64> = merge
-            .perplexities
-            .iter()
-            .map(|row| row.report.perplexity)
-            .collect();
+        let measured: Vec<f64> =
+            merge.perplexities.iter().map(|row| row.report.perplexity).collect();
         let [adapted, folded] = measured[..] else {
             panic!("case {case}: {measured:?}");
         };
@@ -203,9 +174,8 @@ fn a_tied_expert_and_one_with_a_head_give_a_head() {
         .map(|(tied, own)| 0.5 * tied + 0.5 * own)
         .collect();
     for order in ["--model m --model own", "--model own --model m"] {
-        let ran = place.run(&format!(
-            "merge {order} --method linear --weight 0.5 --force --save out"
-        ));
+        let ran =
+            place.run(&format!("merge {order} --method linear --weight 0.5 --force --save out"));
         assert_eq!(ran.code, 0, "{}", ran.stderr);
         let (_, head) = ends(&place, "out");
         assert_eq!(head.expect("a head").values, expected, "{order}");
@@ -259,9 +229,6 @@ fn a_union_of_vocabularies_keeps_the_rows_of_a_tied_expert_in_the_head() {
     let at = embedding.values.len() / 64 - 1;
     for tensor in [&embedding, &head] {
         let last = &tensor.values[at * 64..];
-        assert!(
-            last.iter().zip(row).all(|(a, b)| (a - b).abs() < 1e-6),
-            "row {at}"
-        );
+        assert!(last.iter().zip(row).all(|(a, b)| (a - b).abs() < 1e-6), "row {at}");
     }
 }

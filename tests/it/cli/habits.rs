@@ -15,9 +15,7 @@ const EVAL: &str = "--eval-dataset test.txt --seqlen 64 --eval-windows 2";
 fn dtypes_have_the_names_of_pytorch_too() {
     let place = Place::new();
     for alias in ["float32", "fp32", "torch.float32"] {
-        let ran = place.run(&format!(
-            "eval m {EVAL} --dtype {alias} --save {alias} --force"
-        ));
+        let ran = place.run(&format!("eval m {EVAL} --dtype {alias} --save {alias} --force"));
         assert_eq!(ran.code, 0, "{}", ran.stderr);
         assert_eq!(place.manifest(alias).settings["dtype"], "f32");
     }
@@ -86,11 +84,7 @@ fn a_model_named_twice_or_not_at_all_is_asked_for() {
     let name = "hint: name a checkpoint folder, or an id on the hub:";
     for (command, rest, example) in [
         ("eval", EVAL, "prune eval out/7b/model"),
-        (
-            "generate",
-            "--prompt a",
-            "prune generate out/7b/model --prompt \"Once upon a time\"",
-        ),
+        ("generate", "--prompt a", "prune generate out/7b/model --prompt \"Once upon a time\""),
         (
             "plan",
             "",
@@ -162,10 +156,7 @@ fn calibration_on_the_evaluation_text_is_a_warning_however_it_is_named() {
         fs::write(place.path(&format!("wiki/wiki.{split}.raw")), text(split)).unwrap();
     }
     fs::copy(place.path("test.txt"), place.path("copy.txt")).unwrap();
-    let rows: Vec<String> = text("test")
-        .split_inclusive('\n')
-        .map(str::to_owned)
-        .collect();
+    let rows: Vec<String> = text("test").split_inclusive('\n').map(str::to_owned).collect();
     fs::write(place.path("wiki/elsewhere.parquet"), parquet(&rows)).unwrap();
     for (dataset, evaluation) in [
         ("test.txt", "test.txt"),
@@ -193,11 +184,9 @@ fn texts_that_differ_give_no_warning() {
         let text = words(seed, 3000);
         fs::write(place.path(&format!("wiki/wiki.{split}.raw")), text).unwrap();
     }
-    for (dataset, evaluation) in [
-        ("train.txt", "test.txt"),
-        ("wikitext2:wiki", "wikitext2:wiki"),
-        ("demo", "demo"),
-    ] {
+    for (dataset, evaluation) in
+        [("train.txt", "test.txt"), ("wikitext2:wiki", "wikitext2:wiki"), ("demo", "demo")]
+    {
         let none = Vec::<String>::new();
         assert_eq!(warnings(&place, dataset, evaluation), none);
     }

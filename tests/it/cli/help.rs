@@ -14,16 +14,9 @@ fn help_is_what_the_snapshots_show() {
     ] {
         let ran = place.run(arguments);
         assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
-        assert!(
-            !ran.stdout.contains("make-checkpoint"),
-            "hidden: {}",
-            ran.stdout
-        );
-        let found: String = ran
-            .stdout
-            .lines()
-            .map(|line| format!("{}\n", line.trim_end()))
-            .collect();
+        assert!(!ran.stdout.contains("make-checkpoint"), "hidden: {}", ran.stdout);
+        let found: String =
+            ran.stdout.lines().map(|line| format!("{}\n", line.trim_end())).collect();
         assert_snapshot(snapshot, &found);
     }
 }
@@ -40,9 +33,7 @@ fn the_short_help_has_one_line_per_flag() {
         "--save",
         "--verify",
     ] {
-        let line = help
-            .lines()
-            .find(|line| line.trim_start().starts_with(&format!("{flag} ")));
+        let line = help.lines().find(|line| line.trim_start().starts_with(&format!("{flag} ")));
         assert!(
             line.is_some_and(|line| line.split("  ").filter(|part| !part.is_empty()).count() >= 2),
             "{flag}\n{help}"

@@ -12,12 +12,7 @@ use crate::support::{Place, words};
 fn documents_are_read_from_json_lines_and_gzip_by_path() {
     let place = Place::new();
     let documents: String = (0..20)
-        .map(|number| {
-            format!(
-                "{}\n",
-                serde_json::json!({"text": words(number, 60), "url": "x"})
-            )
-        })
+        .map(|number| format!("{}\n", serde_json::json!({"text": words(number, 60), "url": "x"})))
         .collect();
     fs::write(place.path("documents.jsonl"), &documents).unwrap();
     let mut gzip = GzEncoder::new(
@@ -27,10 +22,7 @@ fn documents_are_read_from_json_lines_and_gzip_by_path() {
     gzip.write_all(documents.as_bytes()).unwrap();
     gzip.finish().unwrap();
     let mut runs = Vec::new();
-    for (file, save) in [
-        ("documents.jsonl", "plain"),
-        ("documents.json.gz", "packed"),
-    ] {
+    for (file, save) in [("documents.jsonl", "plain"), ("documents.json.gz", "packed")] {
         let ran = place.run(&format!(
             "--model m --sparsity-ratio 0.5 --dataset {file} --eval-dataset {file} \
              --nsamples 4 --seqlen 64 --save {save}"
@@ -63,8 +55,7 @@ fn wikitext2_is_found_in_its_folder() {
     );
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     assert!(
-        ran.stdout
-            .contains(" over windows (wikitext2, 2 windows of 64 tokens)\n"),
+        ran.stdout.contains(" over windows (wikitext2, 2 windows of 64 tokens)\n"),
         "{}",
         ran.stdout
     );

@@ -31,25 +31,12 @@ fn kept_weights_and_untouched_tensors_are_the_sources_in_every_dtype() {
         // int(64 · 0.6) = 38 and int(176 · 0.6) = 105 of every row, truncated as Python does. Random weights hold a zero now
         // and then; Wanda takes those first, so no row has more.
         for layer in 0..2 {
-            assert_eq!(
-                zeros_per_row(&zeros, &Projection::Q.full_name(layer)),
-                38,
-                "{dtype:?}"
-            );
-            assert_eq!(
-                zeros_per_row(&zeros, &Projection::Down.full_name(layer)),
-                105,
-                "{dtype:?}"
-            );
+            assert_eq!(zeros_per_row(&zeros, &Projection::Q.full_name(layer)), 38, "{dtype:?}");
+            assert_eq!(zeros_per_row(&zeros, &Projection::Down.full_name(layer)), 105, "{dtype:?}");
         }
         for matrix in manifest.layers.iter().flat_map(|layer| &layer.matrices) {
             let rows = &zeros[&format!("{}.weight", matrix.name)];
-            assert_eq!(
-                matrix.zeros,
-                rows.iter().sum::<usize>() as u64,
-                "{}",
-                matrix.name
-            );
+            assert_eq!(matrix.zeros, rows.iter().sum::<usize>() as u64, "{}", matrix.name);
         }
     }
 }
@@ -61,11 +48,7 @@ fn a_sharded_checkpoint_keeps_its_files_and_its_index() {
         max_shard: ByteSize(100 << 10),
         ..RandomCheckpoint::default()
     });
-    let shards = place
-        .names("m")
-        .iter()
-        .filter(|name| name.ends_with(".safetensors"))
-        .count();
+    let shards = place.names("m").iter().filter(|name| name.ends_with(".safetensors")).count();
     assert!(shards > 3, "{:?}", place.names("m"));
     place.prune("--model m --sparsity-ratio 0.5 --eval none --save out");
     let zeros = compare(&place.path("m"), &place.path("out/model"), is_linear);
@@ -84,10 +67,8 @@ fn a_tied_head_is_the_embedding_and_stays_away() {
     });
     place.prune("--model m --sparsity-ratio 0.5 --save out");
     compare(&place.path("m"), &place.path("out/model"), is_linear);
-    let names: Vec<String> = tensors(&place.path("out/model"))
-        .into_iter()
-        .map(|(name, _)| name)
-        .collect();
+    let names: Vec<String> =
+        tensors(&place.path("out/model")).into_iter().map(|(name, _)| name).collect();
     assert!(!names.contains(&"lm_head.weight".to_string()));
     let perplexity = place.manifest("out").perplexity.pruned.unwrap().perplexity;
     assert!((100.0..1000.0).contains(&perplexity), "{perplexity}");
@@ -110,19 +91,12 @@ fn magnitude_without_evaluation_needs_neither_text_nor_tokenizer() {
     let sparsity = manifest.sparsity.unwrap();
     assert_eq!(
         log,
-        format!(
-            "method\tactual_sparsity\tppl_test\nmagnitude\t{:.4}\tnan\n",
-            sparsity.ratio
-        )
+        format!("method\tactual_sparsity\tppl_test\nmagnitude\t{:.4}\tnan\n", sparsity.ratio)
     );
     // The reference removes what is ≤ the weight at position int(n / 2) of n sorted ones: one more than half of each of the
     // 14 matrices, and what ties with it.
     let half = 46080 + 14;
-    assert!(
-        (half..half + 14).contains(&sparsity.zeros),
-        "{}",
-        sparsity.zeros
-    );
+    assert!((half..half + 14).contains(&sparsity.zeros), "{}", sparsity.zeros);
 }
 
 #[test]
@@ -144,14 +118,8 @@ fn n_of_m_patterns_need_no_ratio_and_hold_in_every_group() {
         for (name, stored) in tensors(&place.path("out/model")) {
             if is_linear(&name) {
                 for (group, elements) in stored.bytes.chunks(2 * m).enumerate() {
-                    let zeros = elements
-                        .chunks(2)
-                        .filter(|element| *element == [0, 0])
-                        .count();
-                    assert!(
-                        zeros >= n,
-                        "{pattern}: group {group} of `{name}` has {zeros} zeros"
-                    );
+                    let zeros = elements.chunks(2).filter(|element| *element == [0, 0]).count();
+                    assert!(zeros >= n, "{pattern}: group {group} of `{name}` has {zeros} zeros");
                 }
             }
         }
@@ -193,10 +161,7 @@ fn include_and_exclude_leave_the_rest_alone_and_say_what_they_mean() {
     };
     let zeros = compare(&place.path("m"), &place.path("out/model"), chosen);
     assert!(
-        zeros
-            .values()
-            .flatten()
-            .all(|&zeros| zeros == 32 || zeros == 88),
+        zeros.values().flatten().all(|&zeros| zeros == 32 || zeros == 88),
         "halves of 64 and 176"
     );
     for line in [
@@ -204,11 +169,7 @@ fn include_and_exclude_leave_the_rest_alone_and_say_what_they_mean() {
         "               layer 0: q_proj v_proj o_proj",
         "               layer 1: q_proj v_proj o_proj gate_proj up_proj down_proj",
     ] {
-        assert!(
-            ran.stderr.lines().any(|found| found == line),
-            "{}",
-            ran.stderr
-        );
+        assert!(ran.stderr.lines().any(|found| found == line), "{}", ran.stderr);
     }
     let manifest = place.manifest("out");
     let left_alone: Vec<_> = manifest
@@ -218,10 +179,7 @@ fn include_and_exclude_leave_the_rest_alone_and_say_what_they_mean() {
         .filter(|matrix| matrix.mask_sha256.is_none())
         .map(|matrix| matrix.name.rsplit('.').next().unwrap_or_default())
         .collect();
-    assert_eq!(
-        left_alone,
-        ["k_proj", "gate_proj", "up_proj", "down_proj", "k_proj"]
-    );
+    assert_eq!(left_alone, ["k_proj", "gate_proj", "up_proj", "down_proj", "k_proj"]);
     let pruning = manifest.pruning.unwrap();
     assert_eq!((pruning.matrices, pruning.matrices_in_model), (9, 14));
     assert_eq!(pruning.exclude, ["k_proj"]);
@@ -239,11 +197,7 @@ fn layer_ratios_come_from_a_file_for_all_layers_or_for_some() {
         let manifest = place.manifest(save);
         let sparsities: Vec<f64> = manifest.layers.iter().map(|layer| layer.sparsity).collect();
         assert_eq!(sparsities, [first, 0.75], "{save}");
-        assert_eq!(
-            manifest.pruning.unwrap().layer_ratios,
-            Some(vec![first, 0.75]),
-            "{save}"
-        );
+        assert_eq!(manifest.pruning.unwrap().layer_ratios, Some(vec![first, 0.75]), "{save}");
     }
 }
 
@@ -252,24 +206,15 @@ fn a_model_that_is_sparse_already_is_pruned_again_and_its_zeros_are_told() {
     let place = Place::new();
     place.prune("--model m --sparsity-ratio 0.3 --eval none --save once");
     let ran = place.prune("--model once/model --sparsity-ratio 0.5 --eval none --save twice");
-    let (once, twice) = (
-        place.manifest("once").sparsity.unwrap(),
-        place.manifest("twice").sparsity.unwrap(),
-    );
+    let (once, twice) =
+        (place.manifest("once").sparsity.unwrap(), place.manifest("twice").sparsity.unwrap());
     // A row of 64 lost int(19.2) = 19, a row of 176 int(52.8) = 52 weights.
     let rows_of_64 = 64 + 32 + 32 + 64 + 176 + 176;
     assert_eq!(once.zeros, 2 * (rows_of_64 * 19 + 64 * 52));
     assert_eq!((twice.zeros_before, twice.zeros), (once.zeros, 46080));
-    let row = format!(
-        "zeros before       {} weights were zero already",
-        once.zeros
-    );
+    let row = format!("zeros before       {} weights were zero already", once.zeros);
     assert!(ran.stdout.lines().any(|line| line == row), "{}", ran.stdout);
-    compare(
-        &place.path("once/model"),
-        &place.path("twice/model"),
-        is_linear,
-    );
+    compare(&place.path("once/model"), &place.path("twice/model"), is_linear);
 }
 
 #[test]
@@ -277,10 +222,7 @@ fn widened_halves_are_pruned_by_value_not_by_bits() {
     // The smallest magnitudes of an f16 and a bf16 model go, whatever their sign: with magnitude no kept weight of a matrix
     // is smaller than a pruned one.
     for dtype in [StoredDtype::F16, StoredDtype::Bf16] {
-        let place = Place::with(&RandomCheckpoint {
-            dtype,
-            ..RandomCheckpoint::default()
-        });
+        let place = Place::with(&RandomCheckpoint { dtype, ..RandomCheckpoint::default() });
         place.prune(
             "--model m --prune-method magnitude --sparsity-ratio 0.5 --eval none --save out",
         );
@@ -288,9 +230,8 @@ fn widened_halves_are_pruned_by_value_not_by_bits() {
             StoredDtype::F16 => f16::from_le_bytes([bytes[0], bytes[1]]).to_f32().abs(),
             _ => bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32().abs(),
         };
-        for ((name, before), (_, after)) in tensors(&place.path("m"))
-            .iter()
-            .zip(tensors(&place.path("out/model")))
+        for ((name, before), (_, after)) in
+            tensors(&place.path("m")).iter().zip(tensors(&place.path("out/model")))
         {
             if !is_linear(name) {
                 continue;

@@ -24,10 +24,7 @@ fn open(folder: &Path) -> anyhow::Result<()> {
 /// Some bytes replaced: where (as a fraction of the length) and by what.
 fn mutations() -> impl Strategy<Value = Vec<(f64, u8)>> {
     // Half of the bytes are digits and marks, which keep JSON alive and change what it says.
-    let byte = prop_oneof![
-        any::<u8>(),
-        prop::sample::select(b"0123456789,:{}[]\"- ".to_vec())
-    ];
+    let byte = prop_oneof![any::<u8>(), prop::sample::select(b"0123456789,:{}[]\"- ".to_vec())];
     prop::collection::vec((0.0..1.0f64, byte), 1..6)
 }
 
@@ -50,34 +47,16 @@ fn a_weight_that_is_not_finite_is_an_error_with_a_remedy_and_no_promise_to_conti
     });
     place.checkpoint("good", &RandomCheckpoint::default());
     for (line, kept) in [
-        (
-            "--model m --sparsity-ratio 0.5 --prune-method magnitude --save out",
-            true,
-        ),
-        (
-            "--model m --sparsity-ratio 0.5 --prune-method sparsegpt --save out",
-            true,
-        ),
+        ("--model m --sparsity-ratio 0.5 --prune-method magnitude --save out", true),
+        ("--model m --sparsity-ratio 0.5 --prune-method sparsegpt --save out", true),
         ("quantize --to nf4 m --save out", true),
     ] {
-        let texts = if line.starts_with("quantize") {
-            ""
-        } else {
-            TEXTS
-        };
+        let texts = if line.starts_with("quantize") { "" } else { TEXTS };
         let ran = place.run(&format!("{line} {texts}"));
         assert_eq!(ran.code, 1, "{line}\n{}", ran.stderr);
-        assert!(
-            ran.stderr.contains("model.layers.1.mlp.up_proj"),
-            "{line}\n{}",
-            ran.stderr
-        );
+        assert!(ran.stderr.contains("model.layers.1.mlp.up_proj"), "{line}\n{}", ran.stderr);
         let hint = ran.stderr.lines().last().unwrap_or_default();
-        assert!(
-            hint.starts_with("hint: ") && hint.contains("--force"),
-            "{line}\n{}",
-            ran.stderr
-        );
+        assert!(hint.starts_with("hint: ") && hint.contains("--force"), "{line}\n{}", ran.stderr);
         assert!(!ran.stderr.contains("continues"), "{line}\n{}", ran.stderr);
         assert_eq!(place.path("out/unfinished.json").exists(), kept, "{line}");
         // The remedy: another checkpoint, and --force.

@@ -31,18 +31,9 @@ fn methods_of_the_field_that_do_not_exist_here_are_named_so() {
 #[test]
 fn a_method_that_is_a_flag_is_answered_with_the_flag() {
     for (method, tip) in [
-        (
-            "ShortGPT",
-            "tip: --drop-layers N drops layers by their block influence",
-        ),
-        (
-            "dsnot",
-            "tip: --refine dsnot swaps weights behind a method, like --prune-method wanda",
-        ),
-        (
-            "owl",
-            "tip: --allocate owl gives each layer its ratio, for any method",
-        ),
+        ("ShortGPT", "tip: --drop-layers N drops layers by their block influence"),
+        ("dsnot", "tip: --refine dsnot swaps weights behind a method, like --prune-method wanda"),
+        ("owl", "tip: --allocate owl gives each layer its ratio, for any method"),
     ] {
         let first = format!("error: invalid value '{method}' for '--prune-method <METHOD>'");
         let line = format!("--model m --prune-method {method}");
@@ -83,11 +74,7 @@ fn a_plain_misspelling_is_corrected() {
             "error: unexpected argument '--pruning-method' found",
             "tip: a similar argument exists: '--prune-method'",
         ),
-        (
-            "evl",
-            "error: unrecognized subcommand 'evl'",
-            "tip: a similar subcommand exists: 'eval'",
-        ),
+        ("evl", "error: unrecognized subcommand 'evl'", "tip: a similar subcommand exists: 'eval'"),
         (
             "help evl",
             "error: unrecognized subcommand 'evl'",
@@ -102,18 +89,9 @@ fn a_plain_misspelling_is_corrected() {
 #[test]
 fn nothing_is_proposed_that_means_something_else() {
     for (line, first) in [
-        (
-            "--dtype fp8",
-            "error: invalid value 'fp8' for '--dtype <DTYPE>'",
-        ),
-        (
-            "--dtype bf61",
-            "error: invalid value 'bf61' for '--dtype <DTYPE>'",
-        ),
-        (
-            "plan --shape llama-4",
-            "error: invalid value 'llama-4' for '--shape <NAME>'",
-        ),
+        ("--dtype fp8", "error: invalid value 'fp8' for '--dtype <DTYPE>'"),
+        ("--dtype bf61", "error: invalid value 'bf61' for '--dtype <DTYPE>'"),
+        ("plan --shape llama-4", "error: invalid value 'llama-4' for '--shape <NAME>'"),
         (
             "--device gpu",
             "error: invalid value 'gpu' for '--device <DEVICE>': devices are auto, cpu, cuda and cuda:N",
@@ -125,15 +103,10 @@ fn nothing_is_proposed_that_means_something_else() {
         ("eval m --foo", "error: unexpected argument '--foo' found"),
         ("eval a b", "error: unexpected argument 'b' found"),
         ("--model a b", "error: unrecognized subcommand 'b'"),
-        (
-            "--model x eval",
-            "error: the subcommand 'eval' cannot be used with '--model <DIR|ID>'",
-        ),
+        ("--model x eval", "error: the subcommand 'eval' cannot be used with '--model <DIR|ID>'"),
     ] {
-        let tips: Vec<String> = told(line, first)
-            .into_iter()
-            .filter(|told| told.starts_with("tip: "))
-            .collect();
+        let tips: Vec<String> =
+            told(line, first).into_iter().filter(|told| told.starts_with("tip: ")).collect();
         assert!(tips.is_empty(), "{line}: {tips:?}");
     }
 }
@@ -145,19 +118,13 @@ fn flags_of_other_programs_are_answered_with_those_of_this_one() {
             "--sparsity",
             "tip: --sparsity-ratio takes a fraction like 0.5, --sparsity-type a pattern like 2:4",
         ),
-        (
-            "--use_gpu",
-            "tip: a build with CUDA uses all GPUs; --device cuda:0 chooses one",
-        ),
+        ("--use_gpu", "tip: a build with CUDA uses all GPUs; --device cuda:0 chooses one"),
         (
             "--eval_zero_shot",
             "tip: this version measures perplexity only; load the pruned model in an evaluation harness",
         ),
     ] {
-        let first = format!(
-            "error: unexpected argument '{}' found",
-            flag.replace('_', "-")
-        );
+        let first = format!("error: unexpected argument '{}' found", flag.replace('_', "-"));
         assert_eq!(told(flag, &first), [tip]);
     }
 }
@@ -170,9 +137,7 @@ fn typed(place: &Place, line: &str) -> String {
     let tips = ran.stderr.lines().map(str::trim);
     let mut typed = tips.filter_map(|line| line.strip_prefix("tip: type prune "));
     let typed = typed.next();
-    typed
-        .unwrap_or_else(|| panic!("{line}: {}", ran.stderr))
-        .to_string()
+    typed.unwrap_or_else(|| panic!("{line}: {}", ran.stderr)).to_string()
 }
 
 #[test]
@@ -206,10 +171,7 @@ fn command_lines_of_other_programs_get_a_tip_that_works_when_it_is_typed() {
 fn every_command_of_one_model_takes_it_as_a_word_and_as_a_flag() {
     let place = Place::new();
     for (command, more) in [
-        (
-            "eval",
-            "--eval-dataset test.txt --seqlen 64 --eval-windows 1",
-        ),
+        ("eval", "--eval-dataset test.txt --seqlen 64 --eval-windows 1"),
         ("inspect", ""),
         ("plan", ""),
         ("generate", "--prompt hello --max-tokens 1"),
@@ -221,11 +183,7 @@ fn every_command_of_one_model_takes_it_as_a_word_and_as_a_flag() {
         }
         let ran = place.run(&format!("{command} m --model m {more}"));
         assert_eq!(ran.code, 2, "{command}\n{}", ran.stderr);
-        assert!(
-            ran.stderr.contains("two models are named"),
-            "{}",
-            ran.stderr
-        );
+        assert!(ran.stderr.contains("two models are named"), "{}", ran.stderr);
     }
 }
 
@@ -233,21 +191,11 @@ fn every_command_of_one_model_takes_it_as_a_word_and_as_a_flag() {
 fn a_model_without_its_flag_is_answered_with_the_command_to_type() {
     for (line, flagged) in [
         ("models/x", "prune --model models/x"),
-        (
-            "models/x --sparsity_ratio 0.5",
-            "prune --model models/x --sparsity-ratio 0.5",
-        ),
-        (
-            "--sparsity-ratio 0.5 models/x",
-            "prune --sparsity-ratio 0.5 --model models/x",
-        ),
+        ("models/x --sparsity_ratio 0.5", "prune --model models/x --sparsity-ratio 0.5"),
+        ("--sparsity-ratio 0.5 models/x", "prune --sparsity-ratio 0.5 --model models/x"),
         ("'my model'", "prune --model 'my model'"),
     ] {
-        let word = if line.contains("my model") {
-            "my model"
-        } else {
-            "models/x"
-        };
+        let word = if line.contains("my model") { "my model" } else { "models/x" };
         let first = format!("error: unrecognized subcommand '{word}'");
         let tip = format!("tip: a model is named by a flag: {flagged}");
         assert_eq!(told(line, &first), [tip]);

@@ -33,9 +33,7 @@ fn a_sequence_longer_than_the_sliding_window_is_refused() {
 #[test]
 fn another_architecture_is_refused_by_name() {
     let place = Place::new();
-    edit_config(&place, |config| {
-        config["architectures"] = json!(["Qwen2ForCausalLM"])
-    });
+    edit_config(&place, |config| config["architectures"] = json!(["Qwen2ForCausalLM"]));
     refuses_at_once(
         &place,
         "",
@@ -50,11 +48,7 @@ fn the_refusal_of_an_architecture_names_file_and_families_and_asks_for_no_edit()
     let place = Place::new();
     for (model_type, architecture, refused) in [
         ("qwen2", "Qwen2ForCausalLM", "`Qwen2ForCausalLM`"),
-        (
-            "qwen2",
-            "LlamaForCausalLM",
-            "`LlamaForCausalLM` of model type `qwen2`",
-        ),
+        ("qwen2", "LlamaForCausalLM", "`LlamaForCausalLM` of model type `qwen2`"),
     ] {
         edit_config(&place, |config| {
             config["model_type"] = json!(model_type);
@@ -92,9 +86,7 @@ fn arithmetic_that_is_not_computed_is_refused_without_an_invitation_to_edit() {
 #[test]
 fn a_quantised_checkpoint_is_refused() {
     let place = Place::new();
-    edit_config(&place, |config| {
-        config["quantization_config"] = json!({"quant_method": "gptq"})
-    });
+    edit_config(&place, |config| config["quantization_config"] = json!({"quant_method": "gptq"}));
     refuses_at_once(
         &place,
         "",
@@ -151,11 +143,7 @@ fn a_config_that_is_damaged_is_refused() {
 #[test]
 fn a_missing_shard_is_named() {
     let place = sharded();
-    let shard = place
-        .names("m")
-        .into_iter()
-        .find(|name| name.starts_with("model-00002"))
-        .unwrap();
+    let shard = place.names("m").into_iter().find(|name| name.starts_with("model-00002")).unwrap();
     fs::remove_file(place.path("m").join(&shard)).unwrap();
     refuses_at_once(
         &place,
@@ -169,11 +157,7 @@ fn a_missing_shard_is_named() {
 #[test]
 fn a_truncated_shard_is_named_with_what_is_missing() {
     let place = sharded();
-    let shard = place
-        .names("m")
-        .into_iter()
-        .find(|name| name.starts_with("model-00002"))
-        .unwrap();
+    let shard = place.names("m").into_iter().find(|name| name.starts_with("model-00002")).unwrap();
     let path = place.path("m").join(&shard);
     let bytes = fs::read(&path).unwrap();
     fs::write(&path, &bytes[..bytes.len() - 1000]).unwrap();
@@ -203,8 +187,7 @@ fn a_tensor_of_another_shape_is_named_with_both() {
         TOGETHER_HINT,
     );
     assert!(
-        ran.stderr
-            .contains("\n  expected [64, 176] by config.json, found [176, 64]\n"),
+        ran.stderr.contains("\n  expected [64, 176] by config.json, found [176, 64]\n"),
         "{}",
         ran.stderr
     );
@@ -228,11 +211,7 @@ fn tensors_that_the_config_has_no_place_for_are_a_warning() {
     assert!(!ran.stderr.contains("has no place for"), "{}", ran.stderr);
     edit_config(&place, |config| config["attention_bias"] = json!(false));
     let ran = place.run(&arguments("--eval none"));
-    assert!(
-        ran.stderr.contains("has no place for 8 tensors"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("has no place for 8 tensors"), "{}", ran.stderr);
 }
 
 #[test]
@@ -325,13 +304,9 @@ fn a_head_that_is_passed_over_for_the_embedding_is_a_warning() {
 
     // A copy of the embedding is no other head, unless its last byte differs.
     let checkpoint = Checkpoint::open(&place.path("m")).expect("a good checkpoint");
-    let entry = checkpoint
-        .entry("model.embed_tokens.weight")
-        .expect("it was written");
+    let entry = checkpoint.entry("model.embed_tokens.weight").expect("it was written");
     let mut embedding = vec![0; entry.bytes as usize];
-    checkpoint
-        .read(entry, 0, &mut embedding)
-        .expect("a good checkpoint");
+    checkpoint.read(entry, 0, &mut embedding).expect("a good checkpoint");
     for (last, is_said) in [(0, false), (1, true)] {
         *embedding.last_mut().expect("it has rows") ^= last;
         rewrite(&place, |name, _, bytes| {
@@ -367,11 +342,7 @@ fn a_dtype_we_cannot_prune_is_refused() {
 #[test]
 fn pickled_weights_are_refused_with_the_way_to_convert_them() {
     let place = Place::new();
-    fs::rename(
-        place.path("m/model.safetensors"),
-        place.path("m/pytorch_model.bin"),
-    )
-    .unwrap();
+    fs::rename(place.path("m/model.safetensors"), place.path("m/pytorch_model.bin")).unwrap();
     refuses_at_once(
         &place,
         "",
@@ -406,10 +377,7 @@ fn a_folder_without_tokenizer_is_refused() {
 
 #[test]
 fn a_tokenizer_larger_than_the_embedding_is_refused_with_the_numbers() {
-    let place = Place::with(&RandomCheckpoint {
-        vocab_size: 300,
-        ..RandomCheckpoint::default()
-    });
+    let place = Place::with(&RandomCheckpoint { vocab_size: 300, ..RandomCheckpoint::default() });
     // `<s>` begins every text; its id moves beyond the 300 rows.
     edit_json(&place.path("m/tokenizer.json"), |tokenizer| {
         tokenizer["model"]["vocab"]["<s>"] = json!(300);

@@ -26,11 +26,7 @@ fn a_full_disk_behind_standard_output_is_an_error() {
     let place = Place::new();
     for command in ["inspect m", "plan --model m --json"] {
         let full = fs::OpenOptions::new().write(true).open("/dev/full");
-        let output = place
-            .command(command)
-            .stdout(full.unwrap())
-            .output()
-            .unwrap();
+        let output = place.command(command).stdout(full.unwrap()).output().unwrap();
         let messages = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{messages}");
         assert!(
@@ -69,18 +65,12 @@ fn a_signal_works_while_the_messages_are_not_read() {
         while writer.write_all(&[b'x'; 4096]).is_ok() {}
     });
     std::thread::sleep(std::time::Duration::from_millis(300));
-    let mut child = place
-        .command(&arguments("--verbose"))
-        .stderr(filled)
-        .spawn()
-        .unwrap();
+    let mut child = place.command(&arguments("--verbose")).stderr(filled).spawn().unwrap();
     // It stands at its first message.
     listens(child.id());
     std::thread::sleep(std::time::Duration::from_millis(700));
     assert!(child.try_wait().unwrap().is_none(), "nothing stops it");
-    let sent = std::process::Command::new("kill")
-        .arg(child.id().to_string())
-        .status();
+    let sent = std::process::Command::new("kill").arg(child.id().to_string()).status();
     assert!(sent.unwrap().success());
     let ended = (0..600).find_map(|_| {
         std::thread::sleep(std::time::Duration::from_millis(50));

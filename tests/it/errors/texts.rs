@@ -84,8 +84,7 @@ fn a_text_too_short_for_one_sample_is_refused_with_a_length_that_fits() {
         "hint: use --seqlen 32, or name a longer text with --dataset",
     );
     assert!(
-        ran.stderr
-            .contains("\n  `short.txt` has 41 tokens, one more than a sample is needed\n"),
+        ran.stderr.contains("\n  `short.txt` has 41 tokens, one more than a sample is needed\n"),
         "{}",
         ran.stderr
     );

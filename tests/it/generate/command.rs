@@ -34,23 +34,13 @@ fn demo_place() -> Place {
 #[test]
 fn the_text_streams_to_standard_output_and_the_figures_to_the_other() {
     let place = demo_place();
-    let more = format!(
-        "--prompt '{}' --max-tokens 12 --ignore-eos",
-        embedded::PROMPT
-    );
+    let more = format!("--prompt '{}' --max-tokens 12 --ignore-eos", embedded::PROMPT);
     let ran = generate(&place, &more);
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     let report = report(&place, &more);
     assert_eq!(ran.stdout, format!("{}\n", report.text));
-    assert!(
-        report.text.starts_with(" lives in a den"),
-        "{}",
-        report.text
-    );
-    assert_eq!(
-        (report.ids.len(), report.finish.as_str()),
-        (12, "max_tokens")
-    );
+    assert!(report.text.starts_with(" lives in a den"), "{}", report.text);
+    assert_eq!((report.ids.len(), report.finish.as_str()), (12, "max_tokens"));
     assert_eq!((report.layers_in_memory, report.layers_streamed), (5, 0));
     assert_eq!(report.prompt, embedded::PROMPT);
     assert!(report.prompt_tokens_per_second > 0.0 && report.tokens_per_second.unwrap() > 0.0);
@@ -73,13 +63,8 @@ fn it_stops_where_the_model_says_so_and_where_its_positions_end() {
     let ended = report(&place, &format!("--prompt '{}'", embedded::PROMPT));
     assert_eq!(ended.finish, "eos");
     assert_eq!(ended.ids.last(), Some(&198), "eos_token_id");
-    let long = report(
-        &place,
-        &format!(
-            "--prompt '{}' --ignore-eos --max-tokens 500",
-            embedded::PROMPT
-        ),
-    );
+    let long =
+        report(&place, &format!("--prompt '{}' --ignore-eos --max-tokens 500", embedded::PROMPT));
     assert_eq!(long.finish, "positions");
     assert_eq!(long.ids.len() + long.prompt_ids.len(), 128);
     assert_eq!(long.ids[..ended.ids.len()], ended.ids);
@@ -97,11 +82,7 @@ fn a_prompt_comes_from_a_file_or_from_standard_input() {
     fs::write(place.path("p.txt"), "Grüße\n").unwrap();
     let from_file = report(&place, "--prompt-file p.txt --max-tokens 3");
     assert_eq!(from_file.prompt, "Grüße");
-    assert_eq!(
-        from_file.prompt_ids.len(),
-        1 + "Grüße".len(),
-        "<s> and a token per byte"
-    );
+    assert_eq!(from_file.prompt_ids.len(), 1 + "Grüße".len(), "<s> and a token per byte");
     let mut child = place
         .command("generate --model m --prompt-file - --max-tokens 3 --json")
         .stdin(Stdio::piped())
@@ -109,12 +90,7 @@ fn a_prompt_comes_from_a_file_or_from_standard_input() {
         .stderr(Stdio::null())
         .spawn()
         .expect("the binary was built by this test run");
-    child
-        .stdin
-        .take()
-        .unwrap()
-        .write_all("Grüße".as_bytes())
-        .unwrap();
+    child.stdin.take().unwrap().write_all("Grüße".as_bytes()).unwrap();
     let output = child.wait_with_output().unwrap();
     let from_input: GenerationReport = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(from_input.ids, from_file.ids);
@@ -129,14 +105,8 @@ fn two_models_go_on_from_the_same_prompt() {
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     let report = report(&place, more);
     let other = report.compare.as_ref().expect("it was asked for");
-    assert_eq!(
-        (report.model.as_str(), other.model.as_str()),
-        ("m", "other")
-    );
-    assert_eq!(
-        ran.stdout,
-        format!("== m\n{}\n\n== other\n{}\n", report.text, other.text)
-    );
+    assert_eq!((report.model.as_str(), other.model.as_str()), ("m", "other"));
+    assert_eq!(ran.stdout, format!("== m\n{}\n\n== other\n{}\n", report.text, other.text));
 }
 
 #[test]
@@ -166,11 +136,7 @@ fn chat_renders_the_models_template_and_adds_no_second_beginning() {
     });
     let asked = report(&place, "--chat --prompt Hi --max-tokens 2");
     assert_eq!(asked.prompt, "<s>[user]Hi[assistant]");
-    assert_eq!(
-        asked.prompt_ids.len(),
-        1 + "[user]Hi[assistant]".len(),
-        "<s> is one token"
-    );
+    assert_eq!(asked.prompt_ids.len(), 1 + "[user]Hi[assistant]".len(), "<s> is one token");
     assert_eq!(asked.prompt_ids[0], 256);
     let told = report(&place, "--chat --system -s --prompt -p --max-tokens 2");
     assert_eq!(told.prompt, "<s>[system]-s[user]-p[assistant]");
@@ -194,10 +160,7 @@ fn a_reader_who_leaves_ends_the_writing() {
     drop(child.stdout.take());
     let output = child.wait_with_output().unwrap();
     let stderr = String::from_utf8(output.stderr).unwrap();
-    assert!(
-        output.status.success() && stderr.contains("finish: stopped"),
-        "{stderr}"
-    );
+    assert!(output.status.success() && stderr.contains("finish: stopped"), "{stderr}");
 }
 
 /// The fault, in words.
@@ -303,9 +266,7 @@ fn a_model_that_cannot_write_is_refused_before_it_is_read() {
         "hint: --model wants a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json",
     );
     // Without a beginning token an empty prompt has no tokens at all.
-    edit_json(&place.path("m/tokenizer.json"), |json| {
-        json["post_processor"] = Value::Null
-    });
+    edit_json(&place.path("m/tokenizer.json"), |json| json["post_processor"] = Value::Null);
     refuses_command(
         &place,
         "generate --model m --prompt ''",
@@ -379,14 +340,7 @@ fn an_interrupted_text_ends_with_the_code_shells_use() {
     reading.join().unwrap().unwrap();
     assert_eq!(output.status.code(), Some(130));
     let stderr = String::from_utf8(output.stderr).unwrap();
-    assert!(
-        stderr
-            .lines()
-            .last()
-            .unwrap()
-            .starts_with("interrupted (SIGINT)"),
-        "{stderr}"
-    );
+    assert!(stderr.lines().last().unwrap().starts_with("interrupted (SIGINT)"), "{stderr}");
 }
 
 #[test]
@@ -404,31 +358,17 @@ fn a_budget_streams_layers_and_changes_no_word() {
     assert_eq!((free.layers_in_memory, free.layers_streamed), (8, 0));
     // 3.2 MiB a layer.
     let tight = with(&format!("cpu={}KiB", (free.predicted.0 - (8 << 20)) >> 10));
-    assert!(
-        tight.layers_streamed > 0 && tight.layers_in_memory < 8,
-        "{tight:?}"
-    );
+    assert!(tight.layers_streamed > 0 && tight.layers_in_memory < 8, "{tight:?}");
     assert_eq!((tight.ids, tight.text), (free.ids, free.text));
     assert!(
-        tight
-            .warnings
-            .iter()
-            .any(|warning| warning.contains("read from disk for every token"))
+        tight.warnings.iter().any(|warning| warning.contains("read from disk for every token"))
     );
     let refused = generate(&place, &format!("{base} --max-memory cpu=1MiB"));
     assert_eq!(refused.code, 1, "{}", refused.stderr);
-    let hint = refused
-        .stderr
-        .lines()
-        .find_map(|line| line.strip_prefix("hint: use --max-memory "));
-    let budget = hint
-        .and_then(|hint| hint.split([',', ' ']).next())
-        .expect("a budget to type");
+    let hint = refused.stderr.lines().find_map(|line| line.strip_prefix("hint: use --max-memory "));
+    let budget = hint.and_then(|hint| hint.split([',', ' ']).next()).expect("a budget to type");
     // The memory of the process differs a little between runs.
-    let enough: ByteSize = budget
-        .trim_start_matches("cpu=")
-        .parse()
-        .expect("an amount");
+    let enough: ByteSize = budget.trim_start_matches("cpu=").parse().expect("an amount");
     let smallest = with(&format!("cpu={}MiB", (enough.0 >> 20) + 1));
     assert_eq!(smallest.layers_in_memory, 0);
 }

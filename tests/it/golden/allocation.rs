@@ -58,19 +58,11 @@ fn owl_gives_the_layers_the_ratios_of_the_reference() -> Result<()> {
         let report = manifest.pruning.context("this run prunes")?;
         let ratios = report.allocation.context("ratios were measured")?.ratios;
         let pairs = ratios.iter().zip(&expected.layer_sparsity);
-        let worst = pairs
-            .map(|(ours, theirs)| (ours - theirs).abs())
-            .fold(0.0, f64::max);
+        let worst = pairs.map(|(ours, theirs)| (ours - theirs).abs()).fold(0.0, f64::max);
         let off = perplexity.perplexity / golden.ppl - 1.0;
-        show(&format!(
-            "owl {name}: ratios within {worst:.1e}, perplexity {off:+.1e}"
-        ));
+        show(&format!("owl {name}: ratios within {worst:.1e}, perplexity {off:+.1e}"));
         assert_eq!(ratios.len(), expected.layer_sparsity.len());
-        assert!(
-            worst <= EQUAL,
-            "{name}: {ratios:?} {:?}",
-            expected.layer_sparsity
-        );
+        assert!(worst <= EQUAL, "{name}: {ratios:?} {:?}", expected.layer_sparsity);
         assert!(off.abs() <= PERPLEXITY, "{name}: {}", perplexity.perplexity);
         assert_eq!(report.layer_ratios, Some(ratios));
     }
@@ -83,10 +75,7 @@ fn ratios_that_were_tried_are_not_worse_than_those_by_outliers() -> Result<()> {
         return Ok(());
     };
     let cache = tempfile::tempdir()?;
-    for of in [
-        ("stories-0.7", "wanda"),
-        ("stories-0.7-sparsegpt", "sparsegpt"),
-    ] {
+    for of in [("stories-0.7", "wanda"), ("stories-0.7-sparsegpt", "sparsegpt")] {
         let (manifest, golden, _) = run(of, Allocation::Error, &shared, cache.path())?;
         let perplexity = manifest.perplexity.pruned.context("it was asked for")?;
         let report = manifest.pruning.context("this run prunes")?;
@@ -96,10 +85,7 @@ fn ratios_that_were_tried_are_not_worse_than_those_by_outliers() -> Result<()> {
         assert!(allocation.tried.iter().all(|one| one.loss.is_some()));
         assert_eq!(allocation.measured[0].len(), allocation.points.len());
         let mean = allocation.ratios.iter().sum::<f64>() / allocation.ratios.len() as f64;
-        assert!(
-            (mean - golden.settings.sparsity_ratio).abs() < 1e-9,
-            "{mean}"
-        );
+        assert!((mean - golden.settings.sparsity_ratio).abs() < 1e-9, "{mean}");
         let off = perplexity.perplexity / golden.ppl - 1.0;
         show(&format!("error {}: perplexity {off:+.1e} of owl's", of.0));
         assert!(off <= PERPLEXITY, "{of:?}: {}", perplexity.perplexity);

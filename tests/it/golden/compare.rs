@@ -57,11 +57,7 @@ pub(super) fn differences(
     reference: &[u8],
 ) -> Vec<Difference> {
     let (rows, columns) = (matrix.weight.rows(), matrix.weight.columns());
-    assert_eq!(
-        reference.len(),
-        (rows * columns).div_ceil(8),
-        "packed bits of one matrix"
-    );
+    assert_eq!(reference.len(), (rows * columns).div_ceil(8), "packed bits of one matrix");
     if matrix.mask.bits() == reference {
         return Vec::new();
     }
@@ -83,24 +79,15 @@ pub(super) fn differences(
         }
         let mut ascending = scores[elements.clone()].to_vec();
         ascending.sort_by(f32::total_cmp);
-        let pruned = elements
-            .clone()
-            .filter(|&element| we_prune(element))
-            .count();
-        let highest_pruned = pruned
-            .checked_sub(1)
-            .map_or(f32::NEG_INFINITY, |k| ascending[k]);
+        let pruned = elements.clone().filter(|&element| we_prune(element)).count();
+        let highest_pruned = pruned.checked_sub(1).map_or(f32::NEG_INFINITY, |k| ascending[k]);
         let lowest_kept = ascending.get(pruned).copied().unwrap_or(f32::INFINITY);
         found.extend(elements.filter(differs).map(|element| Difference {
             row: element / columns,
             column: element % columns,
             we_prune: we_prune(element),
             score: scores[element],
-            threshold: if we_prune(element) {
-                lowest_kept
-            } else {
-                highest_pruned
-            },
+            threshold: if we_prune(element) { lowest_kept } else { highest_pruned },
         }));
     }
     found
@@ -150,9 +137,7 @@ fn scores(matrix: &PrunedMatrix<'_>, rule: Rule) -> Vec<f32> {
         return ria_scores(&scores, columns, mean_squares(matrix));
     }
     for (element, score) in scores.iter_mut().enumerate() {
-        let factor = mean_squares(matrix)
-            .get(element % columns)
-            .map_or(1.0, |mean| mean.sqrt());
+        let factor = mean_squares(matrix).get(element % columns).map_or(1.0, |mean| mean.sqrt());
         *score = score.abs() * factor;
     }
     scores
@@ -180,11 +165,7 @@ fn ria_scores(weights: &[f32], columns: usize, squares: &[f32]) -> Vec<f32> {
 
 /// |ours - reference| / |reference|.
 pub(super) fn relative(ours: f64, reference: f64) -> f64 {
-    if ours == reference {
-        0.0
-    } else {
-        (ours - reference).abs() / reference.abs()
-    }
+    if ours == reference { 0.0 } else { (ours - reference).abs() / reference.abs() }
 }
 
 /// Not the case for NaN.
@@ -236,19 +217,13 @@ impl MaskObserver for Comparison<'_> {
             return Ok(());
         };
         if linear.shape != [matrix.weight.rows(), matrix.weight.columns()] {
-            self.fail(format!(
-                "{name}: the reference has the shape {:?}",
-                linear.shape
-            ));
+            self.fail(format!("{name}: the reference has the shape {:?}", linear.shape));
             return Ok(());
         }
         // The variant's bisection may stop at another share when a near-tie moves the sparsity across its tolerance.
         if matrix.mask.count() != linear.pruned && !self.golden.settings.variant {
             let count = matrix.mask.count();
-            self.fail(format!(
-                "{name}: {count} pruned, reference {}",
-                linear.pruned
-            ));
+            self.fail(format!("{name}: {count} pruned, reference {}", linear.pruned));
         }
         let is_equal = matrix.mask.sha256() == linear.mask_sha256;
         let differing = match self.golden.masks.as_ref().map(|masks| masks.get(&name)) {
@@ -305,24 +280,14 @@ impl<'a> Comparison<'a> {
                 pairs.map(|(ours, reference)| relative(f64::from(*ours), f64::from(*reference))),
             );
         } else {
-            self.fail(format!(
-                "{name}: {} statistics, reference {}",
-                ours.len(),
-                reference.len()
-            ));
+            self.fail(format!("{name}: {} statistics, reference {}", ours.len(), reference.len()));
         }
     }
 
     fn list(&mut self, layer: usize, name: &str, differences: &[Difference]) {
-        let is_after_another = self
-            .matrices
-            .iter()
-            .any(|matrix| matrix.layer < layer && matrix.differing != Some(0));
-        let near = if is_after_another {
-            NEAR_TIE_AFTER_ANOTHER
-        } else {
-            NEAR_TIE
-        };
+        let is_after_another =
+            self.matrices.iter().any(|matrix| matrix.layer < layer && matrix.differing != Some(0));
+        let near = if is_after_another { NEAR_TIE_AFTER_ANOTHER } else { NEAR_TIE };
         for bit in differences {
             let line = format!(
                 "{name} row {} column {}: {} by us only, score {:e}, threshold {:e}, {:.1e} apart",
@@ -352,35 +317,24 @@ impl<'a> Comparison<'a> {
             false => "not measured | –".to_string(),
         };
         let matrices = self.matrices.len();
-        let equal = self
-            .matrices
-            .iter()
-            .filter(|matrix| matrix.differing == Some(0))
-            .count();
+        let equal = self.matrices.iter().filter(|matrix| matrix.differing == Some(0)).count();
         let bits: usize = self.matrices.iter().map(|matrix| matrix.bits).sum();
-        let differing: usize = self
-            .matrices
-            .iter()
-            .map(|matrix| matrix.differing.unwrap_or(matrix.bits))
-            .sum();
-        let masks = match self
-            .matrices
-            .iter()
-            .min_by(|one, other| one.equal().total_cmp(&other.equal()))
-        {
-            None => "– | – | –".to_owned(),
-            Some(_) if differing == 0 => format!("{equal} / {matrices} | {bits} / {bits} | 100 %"),
-            Some(worst) => format!(
-                "{equal} / {matrices} | {} / {bits} | {} {:.4} %",
-                bits - differing,
-                worst.name.trim_start_matches("model."),
-                100.0 * worst.equal()
-            ),
-        };
-        format!(
-            "| {} | {masks} | {statistics} | {perplexity} |",
-            self.golden.name
-        )
+        let differing: usize =
+            self.matrices.iter().map(|matrix| matrix.differing.unwrap_or(matrix.bits)).sum();
+        let masks =
+            match self.matrices.iter().min_by(|one, other| one.equal().total_cmp(&other.equal())) {
+                None => "– | – | –".to_owned(),
+                Some(_) if differing == 0 => {
+                    format!("{equal} / {matrices} | {bits} / {bits} | 100 %")
+                }
+                Some(worst) => format!(
+                    "{equal} / {matrices} | {} / {bits} | {} {:.4} %",
+                    bits - differing,
+                    worst.name.trim_start_matches("model."),
+                    100.0 * worst.equal()
+                ),
+            };
+        format!("| {} | {masks} | {statistics} | {perplexity} |", self.golden.name)
     }
 
     /// Compares the tokens behind the statistics; nothing where neither side has any, or where the reference drew
@@ -397,10 +351,7 @@ impl<'a> Comparison<'a> {
             self.fail(format!("other starts: {:?}", record.starts));
         }
         if Some(&record.tokens_sha256) != golden.calibration_tokens_sha256_int32le.as_ref() {
-            self.fail(format!(
-                "other calibration tokens: {}",
-                record.tokens_sha256
-            ));
+            self.fail(format!("other calibration tokens: {}", record.tokens_sha256));
         }
     }
 
@@ -409,30 +360,21 @@ impl<'a> Comparison<'a> {
             let (ours, reference) = (self.matrices.len(), self.golden.per_linear.len());
             self.fail(format!("{ours} matrices pruned, reference {reference}"));
         }
-        let sparsity = manifest
-            .sparsity
-            .map(|report| (report.zeros, report.zeros_before));
+        let sparsity = manifest.sparsity.map(|report| (report.zeros, report.zeros_before));
         if self.golden.per_linear.is_empty()
             && sparsity.is_none_or(|(after, before)| after != before)
         {
             self.fail("a dense run changed weights".to_owned());
         }
         let bits: usize = self.matrices.iter().map(|matrix| matrix.bits).sum();
-        let differing: usize = self
-            .matrices
-            .iter()
-            .map(|matrix| matrix.differing.unwrap_or(matrix.bits))
-            .sum();
+        let differing: usize =
+            self.matrices.iter().map(|matrix| matrix.differing.unwrap_or(matrix.bits)).sum();
         if (differing as f64) > (1.0 - EQUAL_IN_MODEL) * bits as f64 {
             self.fail(format!("{differing} of {bits} bits differ"));
         }
         let bad = |matrix: &&Matrix| matrix.differing.is_none() || matrix.equal() < EQUAL_IN_MATRIX;
-        let bad: Vec<_> = self
-            .matrices
-            .iter()
-            .filter(bad)
-            .map(|matrix| matrix.name.clone())
-            .collect();
+        let bad: Vec<_> =
+            self.matrices.iter().filter(bad).map(|matrix| matrix.name.clone()).collect();
         if !bad.is_empty() {
             self.fail(format!("another mask: {}", bad.join(", ")));
         }
@@ -444,16 +386,10 @@ impl<'a> Comparison<'a> {
         };
         if !expected.keys().eq(&self.statistics_seen) {
             let (ours, reference) = (self.statistics_seen.len(), expected.len());
-            self.fail(format!(
-                "statistics of {ours} matrices, reference {reference}"
-            ));
+            self.fail(format!("statistics of {ours} matrices, reference {reference}"));
         }
         self.statistics.sort_by(f64::total_cmp);
-        let median = self
-            .statistics
-            .get(self.statistics.len() / 2)
-            .copied()
-            .unwrap_or(f64::NAN);
+        let median = self.statistics.get(self.statistics.len() / 2).copied().unwrap_or(f64::NAN);
         let max = self.statistics.last().copied().unwrap_or(f64::NAN);
         if !within(median, STATISTICS_MEDIAN) || !within(max, STATISTICS_MAX) {
             self.fail(format!(

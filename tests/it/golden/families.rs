@@ -31,10 +31,7 @@ const STATES: f32 = 5e-5;
 
 fn folders(name: &str) -> Option<(PathBuf, PathBuf)> {
     let shared = support::shared()?;
-    Some((
-        shared.join("models/families").join(name),
-        shared.join("goldens/families").join(name),
-    ))
+    Some((shared.join("models/families").join(name), shared.join("goldens/families").join(name)))
 }
 
 /// A golden of a run, in the form of the other goldens: one perplexity, that of windows of 256 tokens.
@@ -48,10 +45,7 @@ fn golden(path: &Path) -> Result<Golden> {
     for kind in ["masks", "scaler_row"] {
         let tensors = path.with_file_name(format!("{stem}.{kind}.safetensors"));
         if tensors.is_file() {
-            fs::copy(
-                &tensors,
-                folder.path().join(tensors.file_name().context("a name")?),
-            )?;
+            fs::copy(&tensors, folder.path().join(tensors.file_name().context("a name")?))?;
         }
     }
     let copy = folder.path().join(name);
@@ -96,15 +90,8 @@ fn other_families_prune_and_predict_as_transformers() {
             let mut comparison = Comparison::new(&golden);
             let manifest = job::prune(settings, &Silent, Some(&mut comparison)).unwrap();
             super::show(&comparison.finish(&manifest));
-            assert!(
-                comparison.failures.is_empty(),
-                "{name}: {}",
-                comparison.failures.join("\n")
-            );
-            assert!(
-                comparison.notes.is_empty(),
-                "{name}: no near ties were found"
-            );
+            assert!(comparison.failures.is_empty(), "{name}: {}", comparison.failures.join("\n"));
+            assert!(comparison.notes.is_empty(), "{name}: no near ties were found");
         }
     }
 }
@@ -136,11 +123,7 @@ fn other_families_have_the_dense_perplexity_of_transformers() {
 /// Largest difference of two tensors of one shape.
 fn distance(ours: &Tensor, reference: &Tensor) -> Result<f32> {
     ensure!(ours.dims() == reference.dims(), "{ours:?}, {reference:?}");
-    Ok((ours - reference)?
-        .abs()?
-        .flatten_all()?
-        .max(0)?
-        .to_scalar()?)
+    Ok((ours - reference)?.abs()?.flatten_all()?.max(0)?.to_scalar()?)
 }
 
 /// Compares every saved state and logit of a checkpoint; returns the largest difference.

@@ -74,10 +74,7 @@ impl PruningMethod for Unpermuted {
         let statistics = Statistics::Merged(Box::new(ColumnSquares::from_mean(squares)));
         let mut permuted = weight.clone();
         permuted.permute_columns(&order);
-        let of_permuted = Request {
-            statistics: Some(&statistics),
-            ..*request
-        };
+        let of_permuted = Request { statistics: Some(&statistics), ..*request };
         let mask = Ria::Matrix.prune(&mut permuted, &of_permuted)?;
         let places = inverse(&order);
         Mask::by_rows(
@@ -182,10 +179,8 @@ impl Model {
         observer: Option<&mut dyn MaskObserver>,
         passengers: &mut [&mut dyn Passenger],
     ) -> Result<Vec<prune::run::manifest::LayerReport>> {
-        let selection = Selection {
-            sparsity_type: Pattern::NOfM { n: 2, m: 4 },
-            ..Selection::default()
-        };
+        let selection =
+            Selection { sparsity_type: Pattern::NOfM { n: 2, m: 4 }, ..Selection::default() };
         let targets = TargetPlan::resolve(&selection, technique.method, &self.config)?;
         let clock = Clock::new();
         let calibrator = Calibrator::new(technique, samples, &self.config, &clock, &Silent);
@@ -218,42 +213,21 @@ fn equals_the_golden(name: &str, method: &'static Unpermuted) -> Result<()> {
     let of = &golden.settings;
     let model = Model::open(&shared.join("models").join(&of.model))?;
     let source = Source::find(&dataset(&shared, &of.train)?.parse()?, Role::Calibration)?;
-    let draw = Draw {
-        nsamples: of.nsamples,
-        seqlen: of.seqlen,
-        seed: of.seed,
-    };
+    let draw = Draw { nsamples: of.nsamples, seqlen: of.seqlen, seed: of.seed };
     let cache = TextCache::disabled();
     let samples = data::calibration(&source, &model.tokenizer, draw, &cache, &Silent)?;
-    assert_eq!(
-        Some(samples.protocol.tokens_sha256),
-        golden.calibration_tokens_sha256_int32le
-    );
-    let mut seen = Seen {
-        golden: &golden,
-        differing: 0,
-        bits: 0,
-        worst: (0.0, String::new()),
-    };
+    assert_eq!(Some(samples.protocol.tokens_sha256), golden.calibration_tokens_sha256_int32le);
+    let mut seen = Seen { golden: &golden, differing: 0, bits: 0, worst: (0.0, String::new()) };
     let hidden = model.hidden(&samples.tokens, of.seqlen)?;
     let technique = Technique::of(method);
-    model.prune(
-        &technique,
-        Some(hidden),
-        of.seqlen,
-        Some(&mut seen),
-        &mut [],
-    )?;
+    model.prune(&technique, Some(hidden), of.seqlen, Some(&mut seen), &mut [])?;
     let (differing, bits) = (seen.differing, seen.bits);
     show(&format!(
         "{name}: {differing} of {bits} bits differ, worst {:.2e} in {}",
         seen.worst.0, seen.worst.1
     ));
     assert!(bits > 0);
-    assert!(
-        differing as f64 <= bits as f64 * 1e-4,
-        "{name}: {differing} of {bits}"
-    );
+    assert!(differing as f64 <= bits as f64 * 1e-4, "{name}: {differing} of {bits}");
     Ok(())
 }
 
@@ -282,31 +256,17 @@ fn a_model_with_permuted_channels_predicts_the_same() -> Result<()> {
         let hidden = model.hidden(&windows.tokens, seqlen)?;
         let layers = model.config.num_hidden_layers;
         let tokens = &windows.tokens;
-        Ok(Perplexity::new(
-            side, hidden, tokens, seqlen, layers, &clock, &Silent,
-        ))
+        Ok(Perplexity::new(side, hidden, tokens, seqlen, layers, &clock, &Silent))
     };
     let (mut dense, mut permuted) = (side(Side::Dense)?, side(Side::Pruned)?);
-    let technique = Technique {
-        permutes: Some(4),
-        ..Technique::of(&KeepsAll)
-    };
-    let layers = model.prune(
-        &technique,
-        None,
-        seqlen,
-        None,
-        &mut [&mut dense, &mut permuted],
-    )?;
+    let technique = Technique { permutes: Some(4), ..Technique::of(&KeepsAll) };
+    let layers = model.prune(&technique, None, seqlen, None, &mut [&mut dense, &mut permuted])?;
     for layer in &layers {
         let report = layer.permutation.context("it was permuted")?;
         assert!(report.kept_after > report.kept_before, "{report:?}");
     }
     let of = |side: &Perplexity<'_>| side.report().map(|report| report.perplexity);
-    let (dense, permuted) = (
-        of(&dense).context("dense")?,
-        of(&permuted).context("permuted")?,
-    );
+    let (dense, permuted) = (of(&dense).context("dense")?, of(&permuted).context("permuted")?);
     show(&format!("dense {dense:.9}, permuted {permuted:.9}"));
     // The sums of down run in another order.
     assert!((permuted / dense - 1.0).abs() < 1e-6, "{dense} {permuted}");
@@ -342,11 +302,7 @@ fn two_of_four(
 /// Models with the texts that they are pruned and measured with.
 const MODELS: [(&str, &str, &str); 2] = [
     ("stories260k", "stories.train.txt", "stories.test.txt"),
-    (
-        "wikitext-llama-8m",
-        "wiki.train.head1m.raw",
-        "wiki.test.head1000.raw",
-    ),
+    ("wikitext-llama-8m", "wiki.train.head1m.raw", "wiki.test.head1000.raw"),
 ];
 
 #[test]

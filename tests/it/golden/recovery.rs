@@ -41,10 +41,7 @@ struct Recovery {
 
 impl Recovery {
     fn open(shared: &Path) -> Result<Self> {
-        let (folder, model) = (
-            shared.join("goldens/recovery"),
-            shared.join("models/stories260k"),
-        );
+        let (folder, model) = (shared.join("goldens/recovery"), shared.join("models/stories260k"));
         let masks = "goldens/stories260k-on-stories/wanda-0.6-unstructured.masks.safetensors";
         Ok(Self {
             config: ModelConfig::load(&model)?,
@@ -187,11 +184,7 @@ fn gradients(
             hidden[index].extend(gradient.flatten_all()?.to_vec1::<f32>()?);
         }
     }
-    Ok(Gradients {
-        loss,
-        hidden,
-        weights,
-    })
+    Ok(Gradients { loss, hidden, weights })
 }
 
 /// Zero gradients of all matrices.
@@ -325,12 +318,7 @@ fn gradients_of_kept_weights_are_the_references_and_those_of_pruned_weights_are_
         let mut worst = Worst::default();
         for (index, layer) in layers.iter().enumerate() {
             for projection in layer.projections() {
-                let pruned = layer
-                    .linear(projection)
-                    .weight()
-                    .held()
-                    .unwrap()
-                    .zeros_mask();
+                let pruned = layer.linear(projection).weight().held().unwrap().zeros_mask();
                 got.weights[index].mask(projection, &pruned);
                 let gradient = got.weights[index].weight(projection).unwrap();
                 let exact = f32s(&golden[&projection.tensor_name(index)]);
@@ -363,9 +351,7 @@ fn gradients_of_a_blocks_squared_error_are_the_references() {
         let mut gradients = LayerGradients::new(layer, layer.projections());
         let mut error = 0.0;
         for ids in recovery.samples() {
-            let states = recovery
-                .states(&layers[..index], &ids, &mut context)
-                .unwrap();
+            let states = recovery.states(&layers[..index], &ids, &mut context).unwrap();
             let x = &states[index];
             let [y, target] = [layer, &dense].map(|layer| -> Vec<f32> {
                 let y = layer.forward(x, &mut context).unwrap();
@@ -374,26 +360,15 @@ fn gradients_of_a_blocks_squared_error_are_the_references() {
             let mut dy = vec![0.0; y.len()];
             error += squared_error_backward(&y, &target, 1.0 / elements as f32, &mut dy);
             let dy = Tensor::from_vec(dy, x.dims(), x.device()).unwrap();
-            layer
-                .backward(x, &dy, &mut gradients, &mut context)
-                .unwrap();
+            layer.backward(x, &dy, &mut gradients, &mut context).unwrap();
         }
         let exact = json["block_mse_f64"][index.to_string()].as_f64().unwrap();
         worst.add("error", &[(error / elements as f64) as f32], &[exact]);
         for projection in layer.projections() {
-            let pruned = layer
-                .linear(projection)
-                .weight()
-                .held()
-                .unwrap()
-                .zeros_mask();
+            let pruned = layer.linear(projection).weight().held().unwrap().zeros_mask();
             gradients.mask(projection, &pruned);
             let exact = f32s(&golden[&format!("block.{}", projection.tensor_name(index))]);
-            worst.add(
-                "weights",
-                gradients.weight(projection).unwrap(),
-                &wide(&exact),
-            );
+            worst.add("weights", gradients.weight(projection).unwrap(), &wide(&exact));
         }
     }
     worst.assert("block", 5e-5);

@@ -140,14 +140,8 @@ impl Curve {
                 text_cache: Some(folder.join("cache")),
                 ..EvaluationSettings::default()
             },
-            device: DeviceSettings {
-                use_cpu: true,
-                ..DeviceSettings::default()
-            },
-            output: OutputSettings {
-                save: Some(folder.join("out")),
-                ..OutputSettings::default()
-            },
+            device: DeviceSettings { use_cpu: true, ..DeviceSettings::default() },
+            output: OutputSettings { save: Some(folder.join("out")), ..OutputSettings::default() },
         })
     }
 
@@ -197,18 +191,12 @@ impl Curve {
         ));
         assert!(difference <= 1e-4, "{}: {difference:e}", self.record);
         let ratio = perplexity / self.perplexity;
-        assert!(
-            (ratio - 1.0).abs() <= 0.005,
-            "{}: {perplexity}",
-            self.record
-        );
+        assert!((ratio - 1.0).abs() <= 0.005, "{}: {perplexity}", self.record);
     }
 }
 
 fn dataset(path: &Path) -> Result<prune::data::DatasetSpec> {
-    format!("wikitext2:{}", path.display())
-        .parse()
-        .map_err(anyhow::Error::msg)
+    format!("wikitext2:{}", path.display()).parse().map_err(anyhow::Error::msg)
 }
 
 /// Ids, order and first factors of a golden.
@@ -217,8 +205,7 @@ fn given(path: &Path) -> Result<GivenTraining> {
     let order = inputs.get("order").map(|order| {
         let order: Vec<i16> = bytemuck::pod_collect_to_vec(order);
         let rows = order.chunks(128);
-        rows.map(|row| row.iter().map(|&at| at as usize).collect())
-            .collect()
+        rows.map(|row| row.iter().map(|&at| at as usize).collect()).collect()
     });
     let tokens: Vec<u32> = bytemuck::pod_collect_to_vec(&inputs["input_ids"]);
     let has_factors = inputs.len() > 2;
@@ -233,17 +220,11 @@ fn given(path: &Path) -> Result<GivenTraining> {
             ["A", "B"].map(|factor| format!("model.layers.{layer}.{module}.lora_{factor}.weight"))
         });
         LayerParameters {
-            values: names
-                .map(|name| bytemuck::pod_collect_to_vec(&inputs[&name]))
-                .collect(),
+            values: names.map(|name| bytemuck::pod_collect_to_vec(&inputs[&name])).collect(),
             ..parameters
         }
     };
-    Ok(GivenTraining {
-        tokens,
-        order,
-        initial: has_factors.then(|| Box::new(initial) as _),
-    })
+    Ok(GivenTraining { tokens, order, initial: has_factors.then(|| Box::new(initial) as _) })
 }
 
 /// The largest relative difference of a loss.
@@ -268,9 +249,7 @@ fn difference(manifest: &Manifest, record: &Value) -> Result<f64> {
         pairs.extend(recovery.steps.iter().map(|step| step.loss).zip(expected));
     }
     ensure!(pairs.len() >= 200, "{} losses", pairs.len());
-    let apart = pairs
-        .iter()
-        .map(|(got, expected)| (got / expected - 1.0).abs());
+    let apart = pairs.iter().map(|(got, expected)| (got / expected - 1.0).abs());
     Ok(apart.fold(0.0, f64::max))
 }
 

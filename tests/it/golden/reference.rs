@@ -96,11 +96,7 @@ impl Golden {
         let masks = tensors(&beside("masks"))?;
         let statistics = tensors(&beside("scaler_row"))?.map(|tensors| {
             let widened = tensors.into_iter().map(|(name, bytes)| {
-                let values = bytes
-                    .as_chunks()
-                    .0
-                    .iter()
-                    .map(|word| f32::from_le_bytes(*word));
+                let values = bytes.as_chunks().0.iter().map(|word| f32::from_le_bytes(*word));
                 (name, values.collect())
             });
             widened.collect()
@@ -113,27 +109,25 @@ impl Golden {
     ///
     /// Fails for an unknown method or dtype, so that no new golden is left out unnoticed.
     pub(super) fn skipped_because(&self) -> Result<Option<&'static str>> {
-        Ok(
-            match (self.settings.dtype.as_str(), self.settings.method.as_str()) {
-                ("bfloat16" | "float16", _) => {
-                    Some("its forward pass was in half precision, ours is in f32")
-                }
-                ("float32", "sparsegpt") => Some("`repairs` repeats it"),
-                ("float32", _) if self.name == "stories260k-float32-wanda-0.5-4of8" => Some(
-                    "8 does not divide 172 columns: the original zeroes the whole last group, we refuse",
-                ),
-                ("float32", "ria") if self.name.contains("reallocation") => {
-                    Some("its masks are no N:M masks; `permutation` repeats it")
-                }
-                ("float32", "ria") if self.name.contains("update") => {
-                    Some("a weight update behind RIA's mask is not built")
-                }
-                ("float32", "wanda" | "magnitude" | "dense" | "ria") => None,
-                (dtype, method) => {
-                    bail!("`{}`: nobody decided about {method} in {dtype}", self.name)
-                }
-            },
-        )
+        Ok(match (self.settings.dtype.as_str(), self.settings.method.as_str()) {
+            ("bfloat16" | "float16", _) => {
+                Some("its forward pass was in half precision, ours is in f32")
+            }
+            ("float32", "sparsegpt") => Some("`repairs` repeats it"),
+            ("float32", _) if self.name == "stories260k-float32-wanda-0.5-4of8" => Some(
+                "8 does not divide 172 columns: the original zeroes the whole last group, we refuse",
+            ),
+            ("float32", "ria") if self.name.contains("reallocation") => {
+                Some("its masks are no N:M masks; `permutation` repeats it")
+            }
+            ("float32", "ria") if self.name.contains("update") => {
+                Some("a weight update behind RIA's mask is not built")
+            }
+            ("float32", "wanda" | "magnitude" | "dense" | "ria") => None,
+            (dtype, method) => {
+                bail!("`{}`: nobody decided about {method} in {dtype}", self.name)
+            }
+        })
     }
 }
 
@@ -142,10 +136,7 @@ pub(super) fn goldens(folder: &Path) -> Result<Vec<Golden>> {
     let mut paths = Vec::new();
     for entry in std::fs::read_dir(folder).with_context(|| folder.display().to_string())? {
         let path = entry?.path();
-        if path
-            .extension()
-            .is_some_and(|extension| extension == "json")
-        {
+        if path.extension().is_some_and(|extension| extension == "json") {
             paths.push(path);
         }
     }
@@ -169,8 +160,6 @@ pub(super) fn tensors(path: &Path) -> Result<Option<BTreeMap<String, Vec<u8>>>> 
     }
     let bytes = std::fs::read(path)?;
     let tensors = SafeTensors::deserialize(&bytes).with_context(|| path.display().to_string())?;
-    let owned = tensors
-        .iter()
-        .map(|(name, view)| (name.to_owned(), view.data().to_vec()));
+    let owned = tensors.iter().map(|(name, view)| (name.to_owned(), view.data().to_vec()));
     Ok(Some(owned.collect()))
 }

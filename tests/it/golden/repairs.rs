@@ -69,33 +69,21 @@ const SPARSEGPT: Case = Case {
 };
 
 fn sparsegpt() -> Vec<Case> {
-    let case = |golden| Case {
-        golden,
-        ..SPARSEGPT
-    };
+    let case = |golden| Case { golden, ..SPARSEGPT };
     vec![
         case("sparsegpt/stories-0.5"),
         case("sparsegpt/stories-0.6"),
         case("sparsegpt/stories-0.7"),
         case("sparsegpt/stories-2of4"),
         Case {
-            options: MethodOptions {
-                blocksize: Some(32),
-                ..NO_OPTIONS
-            },
+            options: MethodOptions { blocksize: Some(32), ..NO_OPTIONS },
             ..case("sparsegpt/stories-0.5-block32")
         },
         Case {
-            options: MethodOptions {
-                percdamp: Some(0.1),
-                ..NO_OPTIONS
-            },
+            options: MethodOptions { percdamp: Some(0.1), ..NO_OPTIONS },
             ..case("sparsegpt/stories-0.5-damp0.1")
         },
-        Case {
-            true_sequential: true,
-            ..case("sparsegpt/stories-0.5-true-sequential")
-        },
+        Case { true_sequential: true, ..case("sparsegpt/stories-0.5-true-sequential") },
     ]
 }
 
@@ -126,12 +114,7 @@ fn alps() -> Vec<Case> {
 fn ladder() -> Vec<Case> {
     let case = |alps: Case| Case {
         method: "ladder",
-        limits: Limits {
-            masks: None,
-            perplexity: -1.0..=0.02,
-            output_error: None,
-            weights: None,
-        },
+        limits: Limits { masks: None, perplexity: -1.0..=0.02, output_error: None, weights: None },
         ..alps
     };
     alps().into_iter().map(case).collect()
@@ -148,12 +131,7 @@ fn refitted() -> Vec<Case> {
         golden,
         method: "wanda",
         refine: Some("weights"),
-        limits: Limits {
-            masks: None,
-            perplexity: -0.05..=0.05,
-            output_error: None,
-            weights: None,
-        },
+        limits: Limits { masks: None, perplexity: -0.05..=0.05, output_error: None, weights: None },
         ..SPARSEGPT
     };
     goldens.map(case).into()
@@ -236,12 +214,7 @@ impl MaskObserver for Seen<'_> {
             return Ok(());
         };
         let dense = dense(&self.dense, matrix)?;
-        self.errors.push(output_error(
-            &dense,
-            &values,
-            &gram.gram().square(),
-            columns,
-        ));
+        self.errors.push(output_error(&dense, &values, &gram.gram().square(), columns));
         Ok(())
     }
 }
@@ -250,11 +223,7 @@ impl MaskObserver for Seen<'_> {
 fn dense(checkpoint: &Checkpoint, matrix: &PrunedMatrix<'_>) -> Result<Vec<f32>> {
     let config = ModelConfig::load(checkpoint.folder())?;
     let layer = DecoderLayer::load(checkpoint, &config, matrix.layer)?;
-    let weight = layer
-        .linear(matrix.projection)
-        .weight()
-        .held()
-        .context("it was loaded")?;
+    let weight = layer.linear(matrix.projection).weight().held().context("it was loaded")?;
     let mut values = vec![0.0; weight.elements()];
     weight.widen_rows(0, &mut values);
     Ok(values)
@@ -269,11 +238,7 @@ fn output_error(dense: &[f32], pruned: &[f32], gram: &[f32], columns: usize) -> 
                 *sum += f64::from(*gram) * left;
             }
         }
-        product
-            .iter()
-            .zip(row)
-            .map(|(one, other)| one * other)
-            .sum()
+        product.iter().zip(row).map(|(one, other)| one * other).sum()
     };
     let rows: Vec<(f64, f64)> = dense
         .par_chunks_exact(columns)
@@ -292,9 +257,7 @@ fn output_error(dense: &[f32], pruned: &[f32], gram: &[f32], columns: usize) -> 
 
 /// Repeats one golden, and returns its row, what was wrong, and our perplexity relative to the reference's.
 fn repeat(case: &Case, shared: &Path, cache: &Path) -> Result<(String, Vec<String>, f64)> {
-    let json = shared
-        .join("goldens/methods")
-        .join(format!("{}.json", case.golden));
+    let json = shared.join("goldens/methods").join(format!("{}.json", case.golden));
     let golden = Golden::load(&json)?;
     let of = &golden.settings;
     let pattern = match of.sparsity_type.as_str() {
@@ -318,11 +281,7 @@ fn repeat(case: &Case, shared: &Path, cache: &Path) -> Result<(String, Vec<Strin
         distance: (0.0, 0.0),
     };
     let manifest = job::prune(settings, &Silent, Some(&mut seen))?;
-    let perplexity = manifest
-        .perplexity
-        .pruned
-        .context("it was asked for")?
-        .perplexity;
+    let perplexity = manifest.perplexity.pruned.context("it was asked for")?.perplexity;
     let (row, wrong) = judge(case, &golden, &seen, perplexity);
     Ok((row, wrong, perplexity / golden.ppl))
 }
@@ -331,9 +290,7 @@ fn judge(case: &Case, golden: &Golden, seen: &Seen<'_>, perplexity: f64) -> (Str
     let equal = seen.equal as f64 / seen.bits.max(1) as f64;
     let off = perplexity / golden.ppl - 1.0;
     let error = seen.errors.iter().sum::<f64>() / seen.errors.len().max(1) as f64;
-    let error_off = golden
-        .mean_relative_error
-        .map_or(0.0, |reference| error / reference - 1.0);
+    let error_off = golden.mean_relative_error.map_or(0.0, |reference| error / reference - 1.0);
     let distance = (seen.distance.0 / seen.distance.1.max(f64::MIN_POSITIVE)).sqrt();
     let mut row = format!(
         "| {} | {} | {perplexity:.4} / {:.4} | {:+.2} % | {error:.5} | {:+.2} % | {distance:.1e} |",

@@ -28,41 +28,21 @@ fn headers_that_lie_are_refused_before_they_are_believed() {
         let both = [tensor("a", "[2]", first), tensor(name, "[2]", second)];
         file(None, &format!("{{{}}}", both.join(",")), 16)
     };
-    let many: Vec<String> = (0..200_000)
-        .map(|at| tensor(&at.to_string(), "[0]", "[0,0]"))
-        .collect();
+    let many: Vec<String> =
+        (0..200_000).map(|at| tensor(&at.to_string(), "[0]", "[0,0]")).collect();
     let dimensions = format!("[0{}]", ",1".repeat(2_000_000));
     for (bytes, why) in [
+        (file(None, &format!("{{{}}}", many.join(",")), 0), "its header holds too much"),
         (
-            file(None, &format!("{{{}}}", many.join(",")), 0),
+            file(None, &format!("{{{}}}", tensor("a", &dimensions, "[0,0]")), 0),
             "its header holds too much",
         ),
-        (
-            file(
-                None,
-                &format!("{{{}}}", tensor("a", &dimensions, "[0,0]")),
-                0,
-            ),
-            "its header holds too much",
-        ),
-        (
-            file(Some(u64::MAX), "{}", 8),
-            "it is not a safetensors file",
-        ),
-        (
-            file(Some(1000), "{}", 8),
-            "it is truncated inside its header",
-        ),
+        (file(Some(u64::MAX), "{}", 8), "it is not a safetensors file"),
+        (file(Some(1000), "{}", 8), "it is truncated inside its header"),
         (file(None, &nested(), 0), "its header is not valid"),
-        (
-            file(None, &format!("{{\"a\":{}", nested()), 0),
-            "its header is not valid",
-        ),
+        (file(None, &format!("{{\"a\":{}", nested()), 0), "its header is not valid"),
         (one("[2]", "[0,8000]"), "tensor `a` does not fit its bytes"),
-        (
-            one("[2000]", "[0,8000]"),
-            "it is truncated, 7992 bytes are missing",
-        ),
+        (one("[2000]", "[0,8000]"), "it is truncated, 7992 bytes are missing"),
         (
             one("[2]", "[18446744073709551608,18446744073709551615]"),
             "tensor `a` does not fit its bytes",
@@ -77,19 +57,10 @@ fn headers_that_lie_are_refused_before_they_are_believed() {
         ),
         (one("[-1]", "[0,8]"), "its header is not valid"),
         (one("[1e308]", "[0,8]"), "its header is not valid"),
-        (
-            two("[0,8]", "[4,12]", "b"),
-            "tensor `b` overlaps its neighbour",
-        ),
-        (
-            two("[0,8]", "[0,8]", "b"),
-            "tensor `b` overlaps its neighbour",
-        ),
+        (two("[0,8]", "[4,12]", "b"), "tensor `b` overlaps its neighbour"),
+        (two("[0,8]", "[0,8]", "b"), "tensor `b` overlaps its neighbour"),
         (two("[0,8]", "[8,16]", "a"), "its header is not valid"),
-        (
-            two("[8,16]", "[16,8]", "b"),
-            "tensor `b` ends at byte 8, before its start 16",
-        ),
+        (two("[8,16]", "[16,8]", "b"), "tensor `b` ends at byte 8, before its start 16"),
         // Nothing of the name reaches the terminal as it is.
         (
             two("[0,8]", "[4,12]", "\\u001b]0;x\\u0007\\nhint: b"),
@@ -106,11 +77,7 @@ fn headers_that_lie_are_refused_before_they_are_believed() {
 fn a_quotation_of_megabytes_is_cut() {
     let place = Place::new();
     let name = "x".repeat(3_000_000);
-    let info = TensorInfo {
-        dtype: Dtype::F32,
-        shape: vec![1; 1_000_000],
-        data_offsets: (0, 8),
-    };
+    let info = TensorInfo { dtype: Dtype::F32, shape: vec![1; 1_000_000], data_offsets: (0, 8) };
     let file = encode_header(&BTreeMap::new(), &[(name, info)]);
     put(&place, "m/model.safetensors", file);
     let ran = place.run("inspect m");
@@ -152,10 +119,7 @@ fn an_index_names_files_in_its_folder_and_tensors_that_are_there() {
         (format!("{{\"weight_map\": {}", nested()), &invalid),
         ("{}".into(), &invalid),
         ("{\"weight_map\": {\"a\": 5}}".into(), &invalid),
-        (
-            "{\"weight_map\": {}}".into(),
-            &cannot("it names no tensors"),
-        ),
+        ("{\"weight_map\": {}}".into(), &cannot("it names no tensors")),
         (
             "{\"weight_map\": {\"a\": \"config.json\"}}".into(),
             &cannot("it names a file that is not safetensors"),
@@ -174,10 +138,7 @@ fn an_index_names_files_in_its_folder_and_tensors_that_are_there() {
     edit_json(&place.path(index), |json| {
         json["weight_map"]["model.layers.7.what"] = json["weight_map"]["model.norm.weight"].clone();
     });
-    let shard = place
-        .names("m")
-        .into_iter()
-        .rfind(|name| name.ends_with(".safetensors"));
+    let shard = place.names("m").into_iter().rfind(|name| name.ends_with(".safetensors"));
     let shard = shard.expect("there are shards");
     refuses(
         &place,
@@ -211,11 +172,8 @@ fn shards_may_be_links_out_of_the_folder_as_in_the_hubs_cache() {
 
     let place = sharded();
     fs::create_dir(place.path("blobs")).unwrap();
-    let shards: Vec<String> = place
-        .names("m")
-        .into_iter()
-        .filter(|name| name.ends_with(".safetensors"))
-        .collect();
+    let shards: Vec<String> =
+        place.names("m").into_iter().filter(|name| name.ends_with(".safetensors")).collect();
     for name in &shards {
         fs::rename(place.path("m").join(name), place.path("blobs").join(name)).unwrap();
         symlink(Path::new("../blobs").join(name), place.path("m").join(name)).unwrap();
@@ -253,13 +211,9 @@ fn what_is_no_regular_file_is_not_read() {
 
     let layout = "hint: --model wants a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json";
     let place = Place::new();
-    for (name, hint) in [
-        ("config.json", layout),
-        (
-            "tokenizer.json",
-            "hint: copy it from the model's page again",
-        ),
-    ] {
+    for (name, hint) in
+        [("config.json", layout), ("tokenizer.json", "hint: copy it from the model's page again")]
+    {
         let place = Place::new();
         fs::remove_file(place.path("m").join(name)).unwrap();
         symlink("/dev/zero", place.path("m").join(name)).unwrap();
@@ -275,22 +229,15 @@ fn what_is_no_regular_file_is_not_read() {
         );
     }
     symlink("/dev/zero", place.path("z.jsonl")).unwrap();
-    let made = std::process::Command::new("mkfifo")
-        .arg(place.path("pipe.txt"))
-        .status();
+    let made = std::process::Command::new("mkfifo").arg(place.path("pipe.txt")).status();
     let mut texts = vec!["/dev/zero", "z.jsonl"];
     // Without that program, the devices are enough.
-    texts.extend(
-        made.is_ok_and(|status| status.success())
-            .then_some("pipe.txt"),
-    );
+    texts.extend(made.is_ok_and(|status| status.success()).then_some("pipe.txt"));
     for text in texts {
         let ran = place.run(&format!("eval --model m --eval-dataset {text} --seqlen 64"));
         assert!(
             ran.code == 1
-                && ran
-                    .stderr
-                    .contains(&format!("error: `{text}` is not a regular file\n"))
+                && ran.stderr.contains(&format!("error: `{text}` is not a regular file\n"))
                 && ran.stderr.contains(
                     "hint: write the text to a file first, and name that with --eval-dataset\n"
                 ),
@@ -310,9 +257,7 @@ fn what_is_no_regular_file_is_not_read() {
             MAP,
         ),
     ] {
-        let ran = place.run(&format!(
-            "--model m --sparsity-ratio 0.5 {flag} /dev/zero {TEXTS}"
-        ));
+        let ran = place.run(&format!("--model m --sparsity-ratio 0.5 {flag} /dev/zero {TEXTS}"));
         assert_eq!(ran.code, 1, "{}", ran.stderr);
         assert_eq!(ran.stderr, format!("{first}\n{hint}\n"));
     }
@@ -329,11 +274,7 @@ fn config_values_out_of_range_are_named_with_what_they_may_be() {
         scaling
     };
     let size = |key: &str, value: &str| {
-        let most = if key == "num_hidden_layers" {
-            4096
-        } else {
-            1 << 24
-        };
+        let most = if key == "num_hidden_layers" { 4096 } else { 1 << 24 };
         format!("`{key}` is {value}; it must be a whole number from 1 to {most}")
     };
     let mut refused: Vec<(&str, Value, String)> = Vec::new();
@@ -389,14 +330,8 @@ fn config_values_out_of_range_are_named_with_what_they_may_be() {
     }
     for (text, why) in [
         (nested(), "recursion limit exceeded at line 1 column 128"),
-        (
-            "{\"rope_theta\": NaN}".into(),
-            "expected value at line 1 column 16",
-        ),
-        (
-            "{\"rope_theta\": 1e999}".into(),
-            "number out of range at line 1 column 20",
-        ),
+        ("{\"rope_theta\": NaN}".into(), "expected value at line 1 column 16"),
+        ("{\"rope_theta\": 1e999}".into(), "number out of range at line 1 column 20"),
     ] {
         put(&place, "m/config.json", text);
         let first = format!("error: `m/config.json` is not JSON: {why}");
@@ -421,11 +356,7 @@ fn a_sequence_longer_than_any_is_refused_where_positions_are_stretched_too() {
         "plan --model m --seqlen 16777216 --nsamples 1000000 --eval-windows 4294967295 \
          --max-memory cpu=1GiB",
     );
-    assert!(
-        ran.code == 1 && ran.stderr.starts_with("error: "),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.code == 1 && ran.stderr.starts_with("error: "), "{}", ran.stderr);
 }
 
 #[test]
@@ -433,10 +364,7 @@ fn weights_that_are_no_numbers_are_named_wherever_they_are() {
     for (name, says) in [
         ("model.embed_tokens.weight", "is not finite"),
         ("model.layers.0.input_layernorm.weight", "is not finite"),
-        (
-            "model.layers.1.post_attention_layernorm.weight",
-            "is not finite",
-        ),
+        ("model.layers.1.post_attention_layernorm.weight", "is not finite"),
     ] {
         let place = Place::new();
         rewrite(&place, |found, _, bytes| {
@@ -447,9 +375,8 @@ fn weights_that_are_no_numbers_are_named_wherever_they_are() {
             }
             true
         });
-        let ran = place.run(&format!(
-            "--model m --sparsity-ratio 0.5 --eval none --save out {TEXTS}"
-        ));
+        let ran =
+            place.run(&format!("--model m --sparsity-ratio 0.5 --eval none --save out {TEXTS}"));
         let error = &ran.stderr[ran.stderr.find("error: ").unwrap_or(0)..];
         assert!(
             ran.code == 1 && error.contains(says) && error.contains("hint: "),

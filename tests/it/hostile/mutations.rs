@@ -59,17 +59,10 @@ static GOOD: LazyLock<Good> = LazyLock::new(|| {
     place.prune("--model m --sparsity-ratio 0.5 --eval both --save out");
     let sharded = write(ByteSize(4 << 10));
     let names = fs::read_dir(sharded.path().join("m")).expect("written above");
-    let mut names = names.map(|entry| {
-        entry
-            .expect("written above")
-            .file_name()
-            .to_string_lossy()
-            .into_owned()
-    });
+    let mut names =
+        names.map(|entry| entry.expect("written above").file_name().to_string_lossy().into_owned());
     Good {
-        shard: names
-            .find(|name| name.contains("-00002-of-"))
-            .expect("more than one shard"),
+        shard: names.find(|name| name.contains("-00002-of-")).expect("more than one shard"),
         record: fs::read(place.path("out/run.json")).expect("a finished run"),
         folder,
         sharded,
@@ -140,11 +133,7 @@ fn file(name: &str, good: &[u8], seed: u64) -> (TempDir, PathBuf) {
 fn read_text(spec: &str) {
     let spec = spec.parse().expect("a path");
     let (tokenizer, cache) = (&GOOD.tokenizer, TextCache::disabled());
-    let draw = Draw {
-        nsamples: 2,
-        seqlen: 16,
-        seed: 0,
-    };
+    let draw = Draw { nsamples: 2, seqlen: 16, seed: 0 };
     if let Ok(source) = Source::find(&spec, Role::Calibration) {
         let _ = source.check();
         let _ = data::calibration(&source, tokenizer, draw, &cache, &Silent);
@@ -237,10 +226,7 @@ const TIES: &[Declaration] = &[Declaration {
         (Parameter::Weight, Otherwise::Required),
         (Parameter::Density, Otherwise::Is(1.0)),
     ],
-    shared: &[
-        (Parameter::Normalize, Otherwise::Is(1.0)),
-        (Parameter::Lambda, Otherwise::Is(1.0)),
-    ],
+    shared: &[(Parameter::Normalize, Otherwise::Is(1.0)), (Parameter::Lambda, Otherwise::Is(1.0))],
 }];
 
 proptest! {

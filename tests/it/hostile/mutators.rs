@@ -24,17 +24,7 @@ const NUMBERS: [&str; 16] = [
 ];
 
 /// The same as words of a binary file.
-const WORDS: [u64; 9] = [
-    0,
-    1,
-    0x7f,
-    0xff,
-    0x7fff_ffff,
-    0xffff_ffff,
-    1 << 40,
-    1 << 63,
-    u64::MAX,
-];
+const WORDS: [u64; 9] = [0, 1, 0x7f, 0xff, 0x7fff_ffff, 0xffff_ffff, 1 << 40, 1 << 63, u64::MAX];
 
 /// A stream of numbers from a seed: Steele, Lea and Flood's SplitMix64.
 pub(crate) struct Random(pub(crate) u64);
@@ -82,11 +72,7 @@ fn byte(bytes: &mut [u8], random: &mut Random) {
     let at = random.below(bytes.len());
     let any = random.next() as u8;
     if let Some(byte) = bytes.get_mut(at) {
-        *byte = if any & 1 == 0 {
-            MARKS[any as usize / 2 % MARKS.len()]
-        } else {
-            any
-        };
+        *byte = if any & 1 == 0 { MARKS[any as usize / 2 % MARKS.len()] } else { any };
     }
 }
 
@@ -124,10 +110,7 @@ fn number(bytes: &mut Vec<u8>, random: &mut Random) {
     let Some(&start) = starts.get(random.below(starts.len())) else {
         return;
     };
-    let digits = bytes[start..]
-        .iter()
-        .take_while(|byte| byte.is_ascii_digit())
-        .count();
+    let digits = bytes[start..].iter().take_while(|byte| byte.is_ascii_digit()).count();
     let number = NUMBERS[random.below(NUMBERS.len())];
     bytes.splice(start..start + digits, number.bytes());
 }

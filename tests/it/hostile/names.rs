@@ -55,15 +55,9 @@ fn no_control_character_of_a_name_reaches_the_terminal() {
     let place = Place::new();
     // Names of models and keys of recipes.
     let recipes = [
-        format!(
-            "merge_method: linear\nmodels:\n- model: {}\n- model: m\n",
-            json!(EVIL)
-        ),
+        format!("merge_method: linear\nmodels:\n- model: {}\n- model: m\n", json!(EVIL)),
         format!("merge_method: {}\nmodels:\n- model: m\n", json!(EVIL)),
-        format!(
-            "merge_method: linear\n{}: 1\nmodels:\n- model: m\n",
-            json!(EVIL)
-        ),
+        format!("merge_method: linear\n{}: 1\nmodels:\n- model: m\n", json!(EVIL)),
         format!(
             "merge_method: linear\nmodels:\n- model: m\n  parameters: {{weight: {}}}\n",
             json!(EVIL)
@@ -79,19 +73,7 @@ fn no_control_character_of_a_name_reaches_the_terminal() {
     place.checkpoint(&folder, &RandomCheckpoint::default());
     fs::write(place.path(EVIL), words(0, 300)).expect("a new file");
     is_plain(&place, &["inspect", &folder]);
-    is_plain(
-        &place,
-        &[
-            "eval",
-            &folder,
-            "--eval-dataset",
-            EVIL,
-            "--seqlen",
-            "64",
-            "--save",
-            "o",
-        ],
-    );
+    is_plain(&place, &["eval", &folder, "--eval-dataset", EVIL, "--seqlen", "64", "--save", "o"]);
     is_plain(&place, &["report", "o", "--out", EVIL]);
     is_plain(&place, &["eval", "--model", EVIL, "--eval-dataset", EVIL]);
     is_plain(&place, &["--model", "m", "--unknown", EVIL]);
@@ -105,10 +87,8 @@ fn no_control_character_of_a_name_reaches_the_terminal() {
     let text = String::from_utf8_lossy(&bytes[8..]).into_owned();
     let header = &text[..text.find("}}").expect("a header") + 2];
     let old = u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes")) as usize;
-    let evil = header.replace(
-        "model.layers.1.mlp.up_proj.weight",
-        &json!(EVIL).to_string().replace('"', ""),
-    );
+    let evil = header
+        .replace("model.layers.1.mlp.up_proj.weight", &json!(EVIL).to_string().replace('"', ""));
     let evil = evil.as_bytes();
     let mut changed = (evil.len() as u64).to_le_bytes().to_vec();
     changed.extend(evil);
@@ -121,11 +101,7 @@ fn no_control_character_of_a_name_reaches_the_terminal() {
     for (name, key, value) in [
         ("config.json", "model_type", json!(EVIL)),
         ("config.json", "hidden_act", json!(EVIL)),
-        (
-            "config.json",
-            "rope_scaling",
-            json!({"type": EVIL, "factor": 2}),
-        ),
+        ("config.json", "rope_scaling", json!({"type": EVIL, "factor": 2})),
         ("tokenizer.json", "model", json!({"type": EVIL})),
         (
             "tokenizer_config.json",
@@ -134,26 +110,12 @@ fn no_control_character_of_a_name_reaches_the_terminal() {
         ),
     ] {
         let place = Place::new();
-        edit_json(&place.path("m").join(name), |settings| {
-            settings[key] = value
-        });
+        edit_json(&place.path("m").join(name), |settings| settings[key] = value);
         fs::write(place.path("text"), words(0, 300)).expect("a new file");
+        is_plain(&place, &["eval", "m", "--eval-dataset", "text", "--seqlen", "64"]);
         is_plain(
             &place,
-            &["eval", "m", "--eval-dataset", "text", "--seqlen", "64"],
-        );
-        is_plain(
-            &place,
-            &[
-                "generate",
-                "--model",
-                "m",
-                "--chat",
-                "--prompt",
-                "x",
-                "--max-tokens",
-                "4",
-            ],
+            &["generate", "--model", "m", "--chat", "--prompt", "x", "--max-tokens", "4"],
         );
     }
 }
@@ -181,10 +143,7 @@ fn a_path_that_is_not_utf8_is_refused_before_any_work() {
         ("inspect m", "--against"),
         ("inspect", ""),
         ("merge --model m --method linear", "--save"),
-        (
-            "merge --model m --method linear --save out",
-            "--saliency-file",
-        ),
+        ("merge --model m --method linear --save out", "--saliency-file"),
         ("merge --save out", ""),
         ("plan", "--model"),
         ("quantize --to nf4 m", "--save"),
@@ -198,23 +157,15 @@ fn a_path_that_is_not_utf8_is_refused_before_any_work() {
             match (flag, joined) {
                 ("", _) => command.arg(&name),
                 (_, false) => command.arg(flag).arg(&name),
-                (_, true) => command.arg(OsString::from_vec(
-                    [flag.as_bytes(), b"=", name.as_bytes()].concat(),
-                )),
+                (_, true) => command
+                    .arg(OsString::from_vec([flag.as_bytes(), b"=", name.as_bytes()].concat())),
             };
             let output = command.output().expect("the binary");
             let stderr = String::from_utf8(output.stderr).expect("UTF-8");
             assert_eq!(output.status.code(), Some(2), "{line} {flag}\n{stderr}");
-            assert!(
-                stderr.contains(r"o\xff` is not UTF-8"),
-                "{line} {flag}\n{stderr}"
-            );
+            assert!(stderr.contains(r"o\xff` is not UTF-8"), "{line} {flag}\n{stderr}");
             assert!(stderr.contains("hint: "), "{stderr}");
-            assert_eq!(
-                place.names("."),
-                before,
-                "{line} {flag}: nothing is written"
-            );
+            assert_eq!(place.names("."), before, "{line} {flag}: nothing is written");
         }
     }
 }
@@ -236,10 +187,7 @@ fn runs_in_a_folder_that_is_not_utf8_finish_and_continue() {
         }
         command.env("PRUNE_CACHE", folder.join(OsStr::from_bytes(b"c\xff")));
         let output = command.output().expect("the binary");
-        (
-            output.status.code(),
-            String::from_utf8_lossy(&output.stderr).into_owned(),
-        )
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
     };
     let prune = "--model m --sparsity-ratio 0.5 --dataset text --nsamples 4 --seqlen 64 --eval-dataset text --eval both --save out";
     let (killed, _) = run(prune, "kill:60");

@@ -11,44 +11,25 @@ fn lines_that_are_no_documents_are_named() {
         format!("error: line {line} of `d.jsonl` is not a document: {why}")
     };
     let first_lines = [
-        (
-            "{\"txt\": \"a\"}\n".to_string(),
-            is_no(1, "missing field `text` at line 1 column 12"),
-        ),
+        ("{\"txt\": \"a\"}\n".to_string(), is_no(1, "missing field `text` at line 1 column 12")),
         (
             "{\"text\": 5}\n".into(),
-            is_no(
-                1,
-                "invalid type: integer `5`, expected a string at line 1 column 10",
-            ),
+            is_no(1, "invalid type: integer `5`, expected a string at line 1 column 10"),
         ),
         (
             "{\"text\": null}\n".into(),
-            is_no(
-                1,
-                "invalid type: null, expected a string at line 1 column 13",
-            ),
+            is_no(1, "invalid type: null, expected a string at line 1 column 13"),
         ),
         (
             format!("{{\"text\": {}\n", nested()),
-            is_no(
-                1,
-                "invalid type: sequence, expected a string at line 1 column 9",
-            ),
+            is_no(1, "invalid type: sequence, expected a string at line 1 column 9"),
         ),
-        (
-            "\0\0\0\0\n".into(),
-            is_no(1, "expected value at line 1 column 1"),
-        ),
+        ("\0\0\0\0\n".into(), is_no(1, "expected value at line 1 column 1")),
         ("\n \n".into(), "error: no documents in `d.jsonl`".into()),
     ];
     for (text, first) in first_lines {
         let ran = refuses_text(&place, "d.jsonl", text.as_bytes(), &first, ONE_OBJECT);
-        assert!(
-            ran.stderr.starts_with("error: "),
-            "before any work: {}",
-            ran.stderr
-        );
+        assert!(ran.stderr.starts_with("error: "), "before any work: {}", ran.stderr);
     }
     // The sixth line, found when it is drawn.
     let text = format!("{good}{}", "{\"txt\": 1}\n".repeat(1000));
@@ -58,9 +39,7 @@ fn lines_that_are_no_documents_are_named() {
     );
     assert!(
         ran.code == 1
-            && ran
-                .stderr
-                .contains("of `d.jsonl` is not a document: missing field `text`")
+            && ran.stderr.contains("of `d.jsonl` is not a document: missing field `text`")
             && ran.stderr.contains("fields found: txt\n"),
         "{}",
         ran.stderr
@@ -72,11 +51,7 @@ fn lines_that_are_no_documents_are_named() {
     }] {
         put(&place, "d.jsonl", line);
         let ran = place.run("eval --model m --eval-dataset d.jsonl --seqlen 64");
-        assert!(
-            ran.code == 1 && ran.stderr.len() < 3000,
-            "{} bytes",
-            ran.stderr.len()
-        );
+        assert!(ran.code == 1 && ran.stderr.len() < 3000, "{} bytes", ran.stderr.len());
     }
     let texts = "{\"text\":\"\"}\n".repeat(1000);
     let ran = refuses_text(
@@ -87,8 +62,7 @@ fn lines_that_are_no_documents_are_named() {
         "hint: use a text of long documents, such as --dataset wikitext2:PATH",
     );
     assert!(
-        ran.stderr
-            .contains("\n  1000 different documents of 1000 tried in `d.jsonl`\n"),
+        ran.stderr.contains("\n  1000 different documents of 1000 tried in `d.jsonl`\n"),
         "{}",
         ran.stderr
     );
@@ -104,18 +78,9 @@ fn archives_that_are_damaged_or_never_end_are_refused() {
     wrong_sum[sum..].fill(0);
     for (bytes, why) in [
         (&good[..good.len() - 20], "incomplete deflate stream"),
-        (
-            &[&b"\x1f\x8b"[..], &[7; 500]].concat(),
-            "invalid gzip header",
-        ),
-        (
-            &wrong_sum,
-            "corrupt gzip stream does not have a matching checksum",
-        ),
-        (
-            &[&good[..], b"more than a header"].concat(),
-            "invalid gzip header",
-        ),
+        (&[&b"\x1f\x8b"[..], &[7; 500]].concat(), "invalid gzip header"),
+        (&wrong_sum, "corrupt gzip stream does not have a matching checksum"),
+        (&[&good[..], b"more than a header"].concat(), "invalid gzip header"),
     ] {
         let first = format!("error: cannot read `d.gz`: {why}");
         refuses_text(&place, "d.gz", bytes, &first, damaged);
@@ -125,19 +90,11 @@ fn archives_that_are_damaged_or_never_end_are_refused() {
     let line = b"{\"text\":\"a\"}\n".repeat(1 << 16);
     for bomb in [
         gzipped(&line, 80),
-        gzipped(
-            &[&documents(1).into_bytes()[..], &vec![b'\n'; 1 << 20]].concat(),
-            70,
-        ),
+        gzipped(&[&documents(1).into_bytes()[..], &vec![b'\n'; 1 << 20]].concat(), 70),
     ] {
         let first = "error: `d.gz` unpacks to more than 64.00 MiB";
         let ran = refuses_text(&place, "d.gz", &bomb, first, hint);
-        assert!(
-            ran.stderr
-                .contains("the limit is 100 times the file's size\n"),
-            "{}",
-            ran.stderr
-        );
+        assert!(ran.stderr.contains("the limit is 100 times the file's size\n"), "{}", ran.stderr);
     }
     let long = [&documents(1).into_bytes()[..], &vec![b'x'; (64 << 20) + 1]].concat();
     refuses_text(
@@ -169,18 +126,12 @@ fn parquet_of_another_schema_cut_or_made_up_is_refused() {
     let at = long_footer.len() - 8;
     long_footer[at..at + 4].fill(0xff);
     for (bytes, why) in [
-        (
-            &b"PAR1"[..],
-            "EOF: Parquet file too small. Size is 4 but need 8",
-        ),
+        (&b"PAR1"[..], "EOF: Parquet file too small. Size is 4 but need 8"),
         (&good[..good.len() / 2], truncated),
         (&[&b"PAR1"[..], &[0xa5; 300]].concat(), truncated),
         (
             &long_footer,
-            &format!(
-                "EOF: Parquet file too small. Size is {} but need 4294967303",
-                good.len()
-            ),
+            &format!("EOF: Parquet file too small. Size is {} but need 4294967303", good.len()),
         ),
     ] {
         refuses_text(&place, "d.parquet", bytes, &cannot(why), copy);
@@ -208,9 +159,7 @@ fn a_line_and_a_word_without_an_end_are_refused() {
     );
     assert!(
         ran.code == 1
-            && ran
-                .stderr
-                .contains("error: a line of `wiki.train.raw` is longer than 64.00 MiB\n")
+            && ran.stderr.contains("error: a line of `wiki.train.raw` is longer than 64.00 MiB\n")
             && ran.stderr.contains("hint: "),
         "{}",
         ran.stderr
@@ -222,9 +171,7 @@ fn a_line_and_a_word_without_an_end_are_refused() {
     );
     assert!(
         ran.code == 1
-            && ran
-                .stderr
-                .contains("error: a line of `d.jsonl` is longer than 64.00 MiB\n")
+            && ran.stderr.contains("error: a line of `d.jsonl` is longer than 64.00 MiB\n")
             && ran.stderr.contains("hint: "),
         "{}",
         ran.stderr

@@ -30,17 +30,13 @@ fn a_gated_model_asks_for_the_licence_and_the_token() {
             &format!("hint: accept the licence at {page}, then set HF_TOKEN to your token"),
         );
         assert!(
-            ran.stderr
-                .contains(&format!("`{}` answered {status}", server.host())),
+            ran.stderr.contains(&format!("`{}` answered {status}", server.host())),
             "{}",
             ran.stderr
         );
     }
     let mut headers = code("GatedRepo");
-    headers.push((
-        "X-Error-Message",
-        format!("Access to model is restricted, not for {TOKEN}"),
-    ));
+    headers.push(("X-Error-Message", format!("Access to model is restricted, not for {TOKEN}")));
     server.home_fails("/resolve/", 1, Fault::Status(403, headers));
     let ran = refuses(
         &mut command(&place, &server, QUICK),
@@ -52,17 +48,11 @@ fn a_gated_model_asks_for_the_licence_and_the_token() {
         ),
     );
     assert!(
-        ran.stderr
-            .contains("its message: Access to model is restricted, not for (token)"),
+        ran.stderr.contains("its message: Access to model is restricted, not for (token)"),
         "{}",
         ran.stderr
     );
-    assert!(
-        !server
-            .seen()
-            .iter()
-            .any(|request| request.path.contains("safetensors"))
-    );
+    assert!(!server.seen().iter().any(|request| request.path.contains("safetensors")));
 }
 
 #[test]
@@ -76,12 +66,7 @@ fn what_is_not_there_and_tokens_that_are_not_valid_are_told_apart() {
         &format!("error: there is no model `some-owner/Tiny-Lama` on `{host}`"),
         "hint: check the spelling; a private one needs HF_TOKEN",
     );
-    assert!(
-        ran.stderr
-            .contains("there is no local folder of that name either"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("there is no local folder of that name either"), "{}", ran.stderr);
     refuses(
         &mut command(&place, &server, &unknown),
         1,
@@ -115,10 +100,7 @@ fn what_is_not_there_and_tokens_that_are_not_valid_are_told_apart() {
         &mut command(&place, &server, &format!("{QUICK} --revision v9")),
         1,
         &format!("error: the model `{MODEL}` has no revision `v9`"),
-        &format!(
-            "hint: see {}/{MODEL}, or use --revision main",
-            server.endpoint()
-        ),
+        &format!("hint: see {}/{MODEL}, or use --revision main", server.endpoint()),
     );
     refuses(
         &mut command(&place, &server, &format!("{QUICK} --revision 'a b'")),
@@ -126,11 +108,7 @@ fn what_is_not_there_and_tokens_that_are_not_valid_are_told_apart() {
         "error: `--revision a b` is not a branch, tag or commit",
         "hint: use a name like main, v1.0 or refs/pr/1, or a commit's hash",
     );
-    server.home_fails(
-        "tokenizer.json",
-        1,
-        Fault::Status(404, code("EntryNotFound")),
-    );
+    server.home_fails("tokenizer.json", 1, Fault::Status(404, code("EntryNotFound")));
     refuses(
         &mut command(&place, &server, QUICK),
         1,
@@ -152,15 +130,8 @@ fn a_busy_or_failing_hub_is_asked_again_and_then_reported() {
     let started = Instant::now();
     let ran = ran(&mut command(&place, &server, QUICK));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
-    assert!(
-        started.elapsed() >= Duration::from_secs(1),
-        "Retry-After is a promise"
-    );
-    assert!(
-        ran.stderr.contains("trying again in 1 s (1 of 2)"),
-        "{}",
-        ran.stderr
-    );
+    assert!(started.elapsed() >= Duration::from_secs(1), "Retry-After is a promise");
+    assert!(ran.stderr.contains("trying again in 1 s (1 of 2)"), "{}", ran.stderr);
     server.behave();
     let patience = "hint: wait some minutes; the downloaded part is kept";
     server.home_fails("/api/", 9, Fault::Status(429, wait("0")));
@@ -170,11 +141,7 @@ fn a_busy_or_failing_hub_is_asked_again_and_then_reported() {
     server.behave();
     server.home_fails("/api/", 9, Fault::Status(429, wait("3600")));
     let ran = refuses(&mut command(&place, &server, QUICK), 1, &slow, patience);
-    assert!(
-        ran.stderr.contains("\n  it asks to wait 3600 s\n"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("\n  it asks to wait 3600 s\n"), "{}", ran.stderr);
     server.behave();
     server.home_fails("/api/", 9, Fault::Status(503, Vec::new()));
     let ran = refuses(
@@ -199,11 +166,7 @@ fn odd_redirects_end_in_an_error() {
     let circle = format!("error: `{host}` redirects in a circle: 10 redirects and no answer");
     refuses(&mut command(&place, &server, QUICK), 1, &circle, fix);
     server.behave();
-    server.home_fails(
-        "/config.json",
-        1,
-        Fault::Redirect("file:///etc/passwd".to_string()),
-    );
+    server.home_fails("/config.json", 1, Fault::Redirect("file:///etc/passwd".to_string()));
     let odd = format!("error: `{host}` redirects to something that is no address");
     refuses(&mut command(&place, &server, QUICK), 1, &odd, fix);
     server.home_fails("/api/", 1, Fault::Page);
@@ -230,10 +193,7 @@ fn a_connection_that_is_not_secure_is_refused_at_once() {
 #[test]
 fn the_token_does_not_come_back_from_another_host() {
     let (server, place) = with_model();
-    let away = format!(
-        "http://{}/bounce/{MODEL}/resolve/{COMMIT}/config.json",
-        server.storage()
-    );
+    let away = format!("http://{}/bounce/{MODEL}/resolve/{COMMIT}/config.json", server.storage());
     server.home_fails("/config.json", 1, Fault::Redirect(away));
     let ran = ran(&mut command(&place, &server, QUICK));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
@@ -275,10 +235,7 @@ fn without_network_or_offline_the_ways_out_are_named() {
         &format!("hint: {offline} a local folder to --model"),
     );
     assert!(
-        ran.stderr.contains(&format!(
-            "the cache is `{}`",
-            place.path("hf/hub").display()
-        )),
+        ran.stderr.contains(&format!("the cache is `{}`", place.path("hf/hub").display())),
         "{}",
         ran.stderr
     );
@@ -299,10 +256,7 @@ fn without_network_or_offline_the_ways_out_are_named() {
     refuses(
         &mut command(&place, &server, QUICK),
         1,
-        &format!(
-            "error: `{}` answered 500 Internal Server Error",
-            server.storage()
-        ),
+        &format!("error: `{}` answered 500 Internal Server Error", server.storage()),
         "hint: try again later; the downloaded part is kept",
     );
     server.behave();
@@ -353,11 +307,7 @@ fn a_complete_cache_is_used_with_a_warning_without_a_network_and_without_a_word_
         server.seen();
         let offline = ran(command(&place, &server, QUICK).env(variable, "True"));
         assert_eq!(offline.code, 0, "{}", offline.stderr);
-        assert!(
-            !offline.stderr.contains("is taken from the cache"),
-            "{}",
-            offline.stderr
-        );
+        assert!(!offline.stderr.contains("is taken from the cache"), "{}", offline.stderr);
         assert!(server.seen().is_empty(), "{variable}");
         let other = QUICK.replace(MODEL, "some-owner/Absent");
         let absent = ran(command(&place, &server, &other).env(variable, "1"));
@@ -366,36 +316,20 @@ fn a_complete_cache_is_used_with_a_warning_without_a_network_and_without_a_word_
         assert!(server.seen().is_empty(), "{variable}");
     }
     // A variable of data sets alone lets the model be asked for, and no text.
-    let text = format!(
-        "{} --prune-method wanda",
-        QUICK.replace(" --prune-method magnitude", "")
-    );
+    let text = format!("{} --prune-method wanda", QUICK.replace(" --prune-method magnitude", ""));
     let datasets = ran(command(&place, &server, &text).env("HF_DATASETS_OFFLINE", "1"));
     let forbids = "HF_DATASETS_OFFLINE forbids to download it";
     assert!(datasets.stderr.contains(forbids), "{}", datasets.stderr);
-    assert!(
-        server
-            .seen()
-            .iter()
-            .all(|request| !request.path.contains("datasets"))
-    );
+    assert!(server.seen().iter().all(|request| !request.path.contains("datasets")));
 }
 
 #[test]
 fn repositories_that_cannot_be_pruned_are_refused_before_anything_large_is_downloaded() {
     let (server, place) = with_model();
-    for name in [
-        "config.json",
-        "tokenizer.json",
-        "pytorch_model-00001-of-00002.bin",
-    ] {
+    for name in ["config.json", "tokenizer.json", "pytorch_model-00001-of-00002.bin"] {
         server.add("models/a/pickled", name, "{}");
     }
-    for name in [
-        "config.json",
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    ] {
+    for name in ["config.json", "adapter_config.json", "adapter_model.safetensors"] {
         server.add("models/a/adapter", name, "{}");
     }
     server.add("models/a/gguf", "tiny.Q4_K_M.gguf", "GGUF");
@@ -406,31 +340,14 @@ fn repositories_that_cannot_be_pruned_are_refused_before_anything_large_is_downl
             "a/pickled",
             "error: `a/pickled` holds pickled weights only, and loading a pickle can run code",
         ),
-        (
-            "a/adapter",
-            "error: `a/adapter` is an adapter, not a whole model",
-        ),
-        (
-            "a/gguf",
-            "error: `a/gguf` holds GGUF weights, not safetensors",
-        ),
-        (
-            "a/empty",
-            "error: `a/empty` holds no model at revision `main`",
-        ),
-        (
-            "a/no-config",
-            "error: `a/no-config` has no config.json at revision `main`",
-        ),
+        ("a/adapter", "error: `a/adapter` is an adapter, not a whole model"),
+        ("a/gguf", "error: `a/gguf` holds GGUF weights, not safetensors"),
+        ("a/empty", "error: `a/empty` holds no model at revision `main`"),
+        ("a/no-config", "error: `a/no-config` has no config.json at revision `main`"),
     ] {
         let arguments = QUICK.replace(MODEL, name);
         let ran = ran(&mut command(&place, &server, &arguments));
-        assert_eq!(
-            (ran.code, ran.stderr.lines().next()),
-            (1, Some(first)),
-            "{}",
-            ran.stderr
-        );
+        assert_eq!((ran.code, ran.stderr.lines().next()), (1, Some(first)), "{}", ran.stderr);
         assert!(ran.stderr.contains("\nhint: "), "{}", ran.stderr);
         assert_eq!(server.seen().len(), 1, "only the list");
     }
@@ -438,9 +355,7 @@ fn repositories_that_cannot_be_pruned_are_refused_before_anything_large_is_downl
     server.add(
         REPO,
         "config.json",
-        config
-            .replace("\"llama\"", "\"mamba\"")
-            .replace("LlamaForCausalLM", "MambaForCausalLM"),
+        config.replace("\"llama\"", "\"mamba\"").replace("LlamaForCausalLM", "MambaForCausalLM"),
     );
     refuses(
         &mut command(&place, &server, QUICK),
@@ -469,14 +384,6 @@ fn the_penn_treebank_needs_a_path() {
     let place = Place::new();
     let ran = place.run("--model m --sparsity-ratio 0.5 --dataset ptb");
     assert_eq!(ran.code, 2, "{}", ran.stderr);
-    assert!(
-        ran.stderr.contains("its licence forbids copies"),
-        "{}",
-        ran.stderr
-    );
-    assert!(
-        ran.stderr.contains("ptb:data/ptb.train.txt"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("its licence forbids copies"), "{}", ran.stderr);
+    assert!(ran.stderr.contains("ptb:data/ptb.train.txt"), "{}", ran.stderr);
 }

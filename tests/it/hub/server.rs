@@ -163,11 +163,7 @@ impl Server {
 
     /// No faults any more.
     pub(crate) fn behave(&self) {
-        self.state
-            .lock()
-            .expect("no thread panics with it")
-            .faults
-            .clear();
+        self.state.lock().expect("no thread panics with it").faults.clear();
     }
 
     /// The requests since the last call.
@@ -196,10 +192,9 @@ impl Server {
             Some(Fault::Status(status, headers)) => Answer::of(*status, headers),
             Some(Fault::Redirect(location)) => Answer::of(302, &[("Location", location.clone())]),
             Some(Fault::RedirectNowhere) => Answer::of(302, &[]),
-            Some(Fault::Page) => Answer {
-                body: b"<html>please log in</html>".to_vec(),
-                ..Answer::of(200, &[])
-            },
+            Some(Fault::Page) => {
+                Answer { body: b"<html>please log in</html>".to_vec(), ..Answer::of(200, &[]) }
+            }
             _ if is_home => self.home(&request, &repos),
             _ => self.stored(&request, &repos, matches!(fault, Some(Fault::WholeFile))),
         };
@@ -247,10 +242,7 @@ impl Server {
                 .iter()
                 .map(|(name, content)| json!({"rfilename": name, "size": content.len()}));
             let list = json!({"sha": COMMIT, "siblings": siblings.collect::<Vec<_>>()});
-            return Answer {
-                body: list.to_string().into_bytes(),
-                ..Answer::of(200, &[])
-            };
+            return Answer { body: list.to_string().into_bytes(), ..Answer::of(200, &[]) };
         }
         let (repo, rest) = path.split_once("/resolve/").unwrap_or((path, ""));
         let (_, file) = rest.split_once('/').unwrap_or((rest, ""));
@@ -266,10 +258,7 @@ impl Server {
         };
         let commit = ("X-Repo-Commit", COMMIT.to_string());
         let hash = sha256(content);
-        if [".safetensors", ".parquet", ".gz"]
-            .iter()
-            .any(|end| file.ends_with(end))
-        {
+        if [".safetensors", ".parquet", ".gz"].iter().any(|end| file.ends_with(end)) {
             let (scheme, storage) = (self.scheme(), self.storage());
             let location = format!("{scheme}://{storage}/{repo}/{file}?{SIGNATURE}");
             return Answer::of(
@@ -283,10 +272,7 @@ impl Server {
             );
         }
         let etag = format!("\"{}\"", &hash[..40]);
-        let is_current = request
-            .headers
-            .get("if-range")
-            .is_none_or(|wanted| *wanted == etag);
+        let is_current = request.headers.get("if-range").is_none_or(|wanted| *wanted == etag);
         let mut answer = part(request, content, !is_current);
         answer.headers.extend([commit, ("ETag", etag)]);
         if request.method == "HEAD" {
@@ -314,9 +300,7 @@ impl Server {
         match content {
             Some(content) => {
                 let mut answer = part(request, content, is_whole);
-                answer
-                    .headers
-                    .push(("ETag", "\"the-storages-own\"".to_string()));
+                answer.headers.push(("ETag", "\"the-storages-own\"".to_string()));
                 answer
             }
             None => Answer::of(404, &[]),
@@ -333,12 +317,7 @@ struct Answer {
 
 impl Answer {
     fn of(status: u16, headers: &[(&'static str, String)]) -> Self {
-        Self {
-            status,
-            headers: headers.to_vec(),
-            body: Vec::new(),
-            length: None,
-        }
+        Self { status, headers: headers.to_vec(), body: Vec::new(), length: None }
     }
 }
 
@@ -350,24 +329,17 @@ fn part(request: &Seen, content: &[u8], is_whole: bool) -> Answer {
         Some((start.parse::<usize>().ok()?, end.min(content.len())))
     });
     match range {
-        Some((start, _)) if !is_whole && start >= content.len() => Answer::of(
-            416,
-            &[("Content-Range", format!("bytes */{}", content.len()))],
-        ),
+        Some((start, _)) if !is_whole && start >= content.len() => {
+            Answer::of(416, &[("Content-Range", format!("bytes */{}", content.len()))])
+        }
         Some((start, end)) if !is_whole => Answer {
             body: content[start..end].to_vec(),
             ..Answer::of(
                 206,
-                &[(
-                    "Content-Range",
-                    format!("bytes {start}-{}/{}", end - 1, content.len()),
-                )],
+                &[("Content-Range", format!("bytes {start}-{}/{}", end - 1, content.len()))],
             )
         },
-        _ => Answer {
-            body: content.to_vec(),
-            ..Answer::of(200, &[])
-        },
+        _ => Answer { body: content.to_vec(), ..Answer::of(200, &[]) },
     }
 }
 
@@ -387,18 +359,10 @@ fn read_request(stream: &mut impl Read, is_home: bool) -> std::io::Result<Seen> 
             headers.insert(name.to_ascii_lowercase(), value.trim().to_string());
         }
     }
-    Ok(Seen {
-        is_home,
-        method,
-        path,
-        headers,
-    })
+    Ok(Seen { is_home, method, path, headers })
 }
 
 /// In hex.
 pub(crate) fn sha256(content: &[u8]) -> String {
-    Sha256::digest(content)
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect()
+    Sha256::digest(content).iter().map(|byte| format!("{byte:02x}")).collect()
 }

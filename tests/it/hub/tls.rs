@@ -13,21 +13,15 @@ use super::{QUICK, command, refuses, with_model_on};
 use crate::support::{Place, ran};
 
 /// Variables that a person may have set here.
-const VARIABLES: [&str; 4] = [
-    "SSL_CERT_FILE",
-    "SSL_CERT_DIR",
-    "REQUESTS_CA_BUNDLE",
-    "CURL_CA_BUNDLE",
-];
+const VARIABLES: [&str; 4] =
+    ["SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"];
 
 /// A hub with https and a model. `ca.pem` is its authority, `other.pem` another one.
 fn with_authority() -> (Server, Place) {
     let authority = |name: &str| {
         let mut params = CertificateParams::new([]).expect("no names");
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        params
-            .distinguished_name
-            .push(rcgen::DnType::CommonName, name);
+        params.distinguished_name.push(rcgen::DnType::CommonName, name);
         let key = KeyPair::generate().expect("a key");
         let certificate = params.self_signed(&key).expect("signed");
         (certificate.pem(), Issuer::new(params, key))
@@ -92,10 +86,7 @@ fn a_named_authority_is_trusted() {
 #[test]
 fn an_unknown_authority_is_refused_at_once_with_the_variable_that_names_it() {
     let (server, place) = with_authority();
-    let first = format!(
-        "error: the certificate of `{}` is not trusted",
-        server.host()
-    );
+    let first = format!("error: the certificate of `{}` is not trusted", server.host());
     let hint = "hint: name the file of that authority: SSL_CERT_FILE=/path/to/ca.pem; without such a proxy, check the clock and HF_ENDPOINT";
     for (variables, trusted) in [
         (vec![], "  it is checked against "),

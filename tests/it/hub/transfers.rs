@@ -28,10 +28,7 @@ struct Said(Mutex<Vec<Event>>);
 
 impl Events for Said {
     fn emit(&self, event: Event) {
-        self.0
-            .lock()
-            .expect("no test panics while it emits")
-            .push(event);
+        self.0.lock().expect("no test panics while it emits").push(event);
     }
 }
 
@@ -40,9 +37,7 @@ impl Bench {
         // Bytes that differ everywhere, so that a part in the wrong place is seen.
         let mut state = 1u64;
         let mut next = || {
-            state = state
-                .wrapping_mul(6364136223846793005)
-                .wrapping_add(1442695040888963407);
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
             (state >> 56) as u8
         };
         let content: Vec<u8> = (0..bytes).map(|_| next()).collect();
@@ -73,9 +68,7 @@ impl Bench {
     }
 
     fn fetch(&self, more: &[(&str, &str)]) -> anyhow::Result<PathBuf> {
-        let folder = self
-            .hub(more)
-            .dataset_file("allenai/c4", FILE, &self.said)?;
+        let folder = self.hub(more).dataset_file("allenai/c4", FILE, &self.said)?;
         Ok(folder.join(FILE))
     }
 
@@ -83,24 +76,15 @@ impl Bench {
     #[track_caller]
     fn arrives(&self, more: &[(&str, &str)]) {
         let path = self.fetch(more).expect("it arrives");
-        assert!(
-            fs::read(path).expect("readable") == self.content,
-            "other bytes"
-        );
+        assert!(fs::read(path).expect("readable") == self.content, "other bytes");
         assert!(!self.partial().exists());
     }
 
     /// It must not; the error's text.
     #[track_caller]
     fn fails(&self, more: &[(&str, &str)]) -> String {
-        let error = self
-            .fetch(more)
-            .expect_err("it must not arrive")
-            .to_string();
-        assert!(
-            !error.contains(TOKEN) && !error.contains("sigsecret"),
-            "{error}"
-        );
+        let error = self.fetch(more).expect_err("it must not arrive").to_string();
+        assert!(!error.contains(TOKEN) && !error.contains("sigsecret"), "{error}");
         error
     }
 
@@ -113,18 +97,14 @@ impl Bench {
     fn ranges(&self) -> Vec<Option<String>> {
         let seen = self.server.seen().into_iter();
         let stored = seen.filter(|request| !request.is_home);
-        stored
-            .map(|request| request.range().map(str::to_string))
-            .collect()
+        stored.map(|request| request.range().map(str::to_string)).collect()
     }
 }
 
 #[test]
 fn a_download_that_breaks_off_goes_on_where_it_was() {
     let bench = Bench::new(500_000);
-    bench
-        .server
-        .storage_fails("c4-train", 1, Fault::BreakAfter(123_456));
+    bench.server.storage_fails("c4-train", 1, Fault::BreakAfter(123_456));
     bench.arrives(&[]);
     assert_eq!(bench.ranges(), [None, Some("bytes=123456-".to_string())]);
     let said = bench.said.0.lock().expect("nobody else");
@@ -137,9 +117,7 @@ fn a_download_that_breaks_off_goes_on_where_it_was() {
 #[test]
 fn a_broken_download_is_resumed_by_the_next_run() {
     let bench = Bench::new(500_000);
-    bench
-        .server
-        .storage_fails("c4-train", 1, Fault::BreakAfter(200_000));
+    bench.server.storage_fails("c4-train", 1, Fault::BreakAfter(200_000));
     let error = bench.fails(&[("PRUNE_HUB_RETRIES", "0")]);
     assert_eq!(
         error,
@@ -182,9 +160,7 @@ fn a_partial_file_of_other_bytes_or_of_any_length_does_no_harm() {
     assert_eq!(bench.ranges(), [Some("bytes=1000-".to_string())]);
     forget();
     partial(&bench.content[..1000]);
-    bench
-        .server
-        .storage_fails("c4-train", 1, Fault::Status(416, Vec::new()));
+    bench.server.storage_fails("c4-train", 1, Fault::Status(416, Vec::new()));
     bench.arrives(&[]);
     assert_eq!(bench.ranges(), [Some("bytes=1000-".to_string()), None]);
 }
@@ -202,19 +178,14 @@ fn a_small_file_goes_on_only_if_it_is_still_the_same() {
     let seen = bench.server.seen();
     let last = seen.last().expect("three requests");
     let etag = format!("\"{}\"", &sha256(b"0123456789")[..40]);
-    assert_eq!(
-        (last.range(), last.headers.get("if-range")),
-        (Some("bytes=4-"), Some(&etag))
-    );
+    assert_eq!((last.range(), last.headers.get("if-range")), (Some("bytes=4-"), Some(&etag)));
 }
 
 #[test]
 fn a_download_that_gets_on_is_not_given_up() {
     let bench = Bench::new(5 << 20);
     // Four breaks, two retries: each brought more than a MiB.
-    bench
-        .server
-        .storage_fails("c4-train", 4, Fault::BreakAfter(1_100_000));
+    bench.server.storage_fails("c4-train", 4, Fault::BreakAfter(1_100_000));
     bench.arrives(&[]);
     assert_eq!(bench.ranges().len(), 5);
     let said = bench.said.0.lock().expect("nobody else");
@@ -226,9 +197,7 @@ fn a_download_that_gets_on_is_not_given_up() {
     assert!(said.contains(&Event::Progress { done: 5 }));
     drop(said);
     let stuck = Bench::new(5 << 20);
-    stuck
-        .server
-        .storage_fails("c4-train", 9, Fault::BreakAfter(1000));
+    stuck.server.storage_fails("c4-train", 9, Fault::BreakAfter(1000));
     assert!(stuck.fails(&[]).contains("tried 3 times"));
 }
 
@@ -246,15 +215,10 @@ fn damaged_and_wrongly_announced_files_never_reach_the_cache() {
         )),
         "{error}"
     );
-    assert!(
-        error.contains(&format!("the hub says {}", sha256(&bench.content))),
-        "{error}"
-    );
+    assert!(error.contains(&format!("the hub says {}", sha256(&bench.content))), "{error}");
     for announced in [9_000, 11_000] {
         let bench = Bench::new(10_000);
-        bench
-            .server
-            .storage_fails("c4-train", 9, Fault::Announce(announced));
+        bench.server.storage_fails("c4-train", 9, Fault::Announce(announced));
         let error = bench.fails(&[]);
         assert_eq!(
             error,
@@ -264,33 +228,19 @@ fn damaged_and_wrongly_announced_files_never_reach_the_cache() {
                 bench.server.storage()
             )
         );
-        assert!(
-            !bench
-                .folder
-                .path()
-                .join("datasets--allenai--c4/snapshots")
-                .exists()
-        );
+        assert!(!bench.folder.path().join("datasets--allenai--c4/snapshots").exists());
     }
 }
 
 #[test]
 fn a_silent_server_is_given_up() {
     let bench = Bench::new(10_000);
-    bench
-        .server
-        .storage_fails("c4-train", 9, Fault::Wait(Duration::from_secs(5)));
+    bench.server.storage_fails("c4-train", 9, Fault::Wait(Duration::from_secs(5)));
     let started = Instant::now();
-    let error = bench.fails(&[
-        ("HF_HUB_DOWNLOAD_TIMEOUT", "0.2"),
-        ("PRUNE_HUB_RETRIES", "1"),
-    ]);
+    let error = bench.fails(&[("HF_HUB_DOWNLOAD_TIMEOUT", "0.2"), ("PRUNE_HUB_RETRIES", "1")]);
     assert!(started.elapsed() < Duration::from_secs(4));
     let silent = format!("`{}` is silent for 0.2 s", bench.server.storage());
-    assert!(
-        error.contains(&silent) && error.contains("tried 2 times"),
-        "{error}"
-    );
+    assert!(error.contains(&silent) && error.contains("tried 2 times"), "{error}");
 }
 
 #[cfg(target_os = "linux")]

@@ -19,9 +19,7 @@ fn renamed(place: &Place, name: &str, new: &dyn Fn(&str) -> Option<String>) {
         fs::copy(entry.path(), to.join(entry.file_name())).expect("a checkpoint of this test");
     }
     let file = fs::read(from.join("model.safetensors")).expect("a checkpoint of this test");
-    let (length, rest) = file
-        .split_first_chunk::<8>()
-        .expect("a checkpoint of this test");
+    let (length, rest) = file.split_first_chunk::<8>().expect("a checkpoint of this test");
     let (header, data) = rest.split_at(u64::from_le_bytes(*length) as usize);
     let header: Value = serde_json::from_slice(header).expect("a checkpoint of this test");
     let (mut tensors, mut bytes) = (Vec::new(), Vec::new());
@@ -54,55 +52,29 @@ fn set(place: &Place, file: &str, key: &str, value: Value) {
 fn names_of_a_wrapper_are_shown_with_the_command_that_removes_them() {
     let place = Place::new();
     for (folder, prefix, words) in [
-        (
-            "compiled",
-            "_orig_mod.",
-            &["torch.compile", "k.removeprefix('_orig_mod.')"][..],
-        ),
-        (
-            "parallel",
-            "module.",
-            &["parallel training", "k.removeprefix('module.')"],
-        ),
-        (
-            "both",
-            "module._orig_mod.",
-            &["k.removeprefix('module._orig_mod.')"],
-        ),
-        (
-            "adapted",
-            "base_model.model.",
-            &["peft", "merge_and_unload"],
-        ),
+        ("compiled", "_orig_mod.", &["torch.compile", "k.removeprefix('_orig_mod.')"][..]),
+        ("parallel", "module.", &["parallel training", "k.removeprefix('module.')"]),
+        ("both", "module._orig_mod.", &["k.removeprefix('module._orig_mod.')"]),
+        ("adapted", "base_model.model.", &["peft", "merge_and_unload"]),
         ("media", "model.language_model.", &["several media"]),
     ] {
         renamed(&place, folder, &|name| Some(format!("{prefix}{name}")));
         let shown = format!("names begin with `{prefix}`");
-        let words: Vec<&str> = [&shown[..]]
-            .into_iter()
-            .chain(words.iter().copied())
-            .collect();
+        let words: Vec<&str> = [&shown[..]].into_iter().chain(words.iter().copied()).collect();
         refused(&place, &format!("eval {folder} {EVAL}"), &words);
     }
     // peft keeps the base's matrices under another name.
     renamed(&place, "lora", &|name| {
         let is_matrix = name.contains("q_proj");
-        let name = if is_matrix {
-            name.replace(".weight", ".base_layer.weight")
-        } else {
-            name.to_owned()
-        };
+        let name =
+            if is_matrix { name.replace(".weight", ".base_layer.weight") } else { name.to_owned() };
         Some(format!("base_model.model.{name}"))
     });
     refused(&place, &format!("eval lora {EVAL}"), &["merge_and_unload"]);
     renamed(&place, "bare", &|name| {
         Some(name.replacen("model.", "", 1)).filter(|name| name != "lm_head.weight")
     });
-    refused(
-        &place,
-        &format!("eval bare {EVAL}"),
-        &["saved without its head"],
-    );
+    refused(&place, &format!("eval bare {EVAL}"), &["saved without its head"]);
 }
 
 #[test]
@@ -119,12 +91,7 @@ fn a_missing_head_and_a_missing_embedding_name_the_key_that_ties_them() {
     renamed(&place, "head-only", &|name| {
         Some(name.to_owned()).filter(|name| name != "model.embed_tokens.weight")
     });
-    set(
-        &place,
-        "head-only/config.json",
-        "tie_word_embeddings",
-        json!(true),
-    );
+    set(&place, "head-only/config.json", "tie_word_embeddings", json!(true));
     refused(
         &place,
         &format!("eval head-only {EVAL}"),
@@ -141,10 +108,7 @@ fn paths_that_are_no_models_are_answered_with_the_path_to_name() {
     };
     put("model.gguf", b"GGUF\x03\0\0\0");
     put("pytorch_model.bin", b"PK\x03\x04");
-    put(
-        "lora/adapter_config.json",
-        br#"{"base_model_name_or_path": "m"}"#,
-    );
+    put("lora/adapter_config.json", br#"{"base_model_name_or_path": "m"}"#);
     put("lora/adapter_model.safetensors", b"x");
     put("trained/checkpoint-20/config.json", b"{}");
     put("trained/checkpoint-100/config.json", b"{}");
@@ -152,14 +116,8 @@ fn paths_that_are_no_models_are_answered_with_the_path_to_name() {
     for (path, words) in [
         ("model.gguf", &["GGUF", "converted from"][..]),
         ("pytorch_model.bin", &["pickle", "save_pretrained"]),
-        (
-            "lora",
-            &["is an adapter", "prune merge --base m --model m+lora"],
-        ),
-        (
-            "trained",
-            &["folder of a training", "trained/checkpoint-100"],
-        ),
+        ("lora", &["is an adapter", "prune merge --base m --model m+lora"]),
+        ("trained", &["folder of a training", "trained/checkpoint-100"]),
         ("hub/models--acme--tiny", &["hub's cache", "snapshots/c1"]),
         ("hub", &["--model acme/tiny --cache-dir hub"]),
     ] {
@@ -169,11 +127,7 @@ fn paths_that_are_no_models_are_answered_with_the_path_to_name() {
             }
         }
         refused(&place, &format!("eval {path} {EVAL}"), words);
-        refused(
-            &place,
-            &format!("--model {path} --sparsity-ratio 0.5 --eval none"),
-            words,
-        );
+        refused(&place, &format!("--model {path} --sparsity-ratio 0.5 --eval none"), words);
     }
 }
 
@@ -183,37 +137,18 @@ fn rope_scaling_counts_where_both_spellings_exist_as_in_transformers() {
     let perplexity = |folder: &str, warns: bool| {
         let ran = place.run(&format!("eval {folder} {EVAL} --json"));
         assert_eq!(ran.code, 0, "{}", ran.stderr);
-        assert_eq!(
-            ran.stderr.contains("`rope_scaling` is used"),
-            warns,
-            "{}",
-            ran.stderr
-        );
+        assert_eq!(ran.stderr.contains("`rope_scaling` is used"), warns, "{}", ran.stderr);
         let record: Value = serde_json::from_str(&ran.stdout).unwrap();
         record["perplexity"].to_string()
     };
     let config = |folder: &str, scaling: Value, parameters: Value| {
         renamed(&place, folder, &|name| Some(name.to_owned()));
-        set(
-            &place,
-            &format!("{folder}/config.json"),
-            "rope_scaling",
-            scaling,
-        );
-        set(
-            &place,
-            &format!("{folder}/config.json"),
-            "rope_parameters",
-            parameters,
-        );
+        set(&place, &format!("{folder}/config.json"), "rope_scaling", scaling);
+        set(&place, &format!("{folder}/config.json"), "rope_parameters", parameters);
     };
     let linear = json!({"rope_type": "linear", "factor": 8.0});
     config("old", linear.clone(), Value::Null);
-    config(
-        "both",
-        linear,
-        json!({"rope_type": "default", "rope_theta": 10000.0}),
-    );
+    config("both", linear, json!({"rope_type": "default", "rope_theta": 10000.0}));
     config("neither", Value::Null, Value::Null);
     let old = perplexity("old", false);
     assert_eq!(perplexity("both", true), old);
@@ -229,37 +164,24 @@ fn the_space_before_a_text_and_its_first_token_follow_the_tokenizer_config_with_
         fs::create_dir(place.path(name)).unwrap();
         for entry in fs::read_dir(&from).unwrap() {
             let entry = entry.unwrap();
-            fs::write(
-                place.path(name).join(entry.file_name()),
-                fs::read(entry.path()).unwrap(),
-            )
-            .unwrap();
+            fs::write(place.path(name).join(entry.file_name()), fs::read(entry.path()).unwrap())
+                .unwrap();
         }
     };
     let text = fs::read_to_string(shared.join("data/stories/stories.test.txt")).unwrap();
     let text: String = text.chars().take(6000).collect();
     fs::write(place.path("t.txt"), text).unwrap();
     let tokens = |name: &str| {
-        let ran = place.run(&format!(
-            "eval {name} --eval-dataset t.txt --seqlen 32 --json"
-        ));
+        let ran = place.run(&format!("eval {name} --eval-dataset t.txt --seqlen 32 --json"));
         assert_eq!(ran.code, 0, "{}", ran.stderr);
         let record: Value = serde_json::from_str(&ran.stdout).unwrap();
-        (
-            record["evaluation"]["total_tokens"].as_u64().unwrap(),
-            ran.stderr.contains("warning: "),
-        )
+        (record["evaluation"]["total_tokens"].as_u64().unwrap(), ran.stderr.contains("warning: "))
     };
     copy("plain");
     assert_eq!(tokens("plain"), (2804, false));
     // The numbers are those of transformers 4.46.3.
     copy("spaceless");
-    set(
-        &place,
-        "spaceless/tokenizer_config.json",
-        "add_prefix_space",
-        json!(false),
-    );
+    set(&place, "spaceless/tokenizer_config.json", "add_prefix_space", json!(false));
     assert_eq!(tokens("spaceless"), (2806, false));
     copy("spaced");
     set(
@@ -268,40 +190,16 @@ fn the_space_before_a_text_and_its_first_token_follow_the_tokenizer_config_with_
         "normalizer",
         json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"}),
     );
-    assert_eq!(
-        tokens("spaced"),
-        (2806, true),
-        "transformers 4.46.3 has 2804, 5.2 has 2806"
-    );
+    assert_eq!(tokens("spaced"), (2806, true), "transformers 4.46.3 has 2804, 5.2 has 2806");
     copy("first");
-    set(
-        &place,
-        "first/tokenizer_config.json",
-        "add_bos_token",
-        json!(false),
-    );
+    set(&place, "first/tokenizer_config.json", "add_bos_token", json!(false));
     assert_eq!(tokens("first"), (2803, true));
     copy("absent");
-    set(
-        &place,
-        "absent/tokenizer_config.json",
-        "add_bos_token",
-        Value::Null,
-    );
-    set(
-        &place,
-        "absent/tokenizer.json",
-        "post_processor",
-        Value::Null,
-    );
+    set(&place, "absent/tokenizer_config.json", "add_bos_token", Value::Null);
+    set(&place, "absent/tokenizer.json", "post_processor", Value::Null);
     assert_eq!(tokens("absent"), (2803, true));
     copy("asked");
-    set(
-        &place,
-        "asked/tokenizer.json",
-        "post_processor",
-        Value::Null,
-    );
+    set(&place, "asked/tokenizer.json", "post_processor", Value::Null);
     assert_eq!(tokens("asked"), (2804, true));
     copy("moved");
     set(

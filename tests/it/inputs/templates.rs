@@ -41,10 +41,7 @@ fn every_hostile_template_is_one_error_in_time() {
             22,
             "{% set a = ns.s ~ 'a' %}{% set b = ns.s ~ 'b' %}{% for i in range(90000) %}{% if a == b %}x{% endif %}{% endfor %}",
         ),
-        doubled(
-            22,
-            "{% for i in range(90000) %}{{ ns.s|length }}{% endfor %}",
-        ),
+        doubled(22, "{% for i in range(90000) %}{{ ns.s|length }}{% endfor %}"),
         doubled(20, "{{ ns.s * 4 }}"),
     ];
     for template in templates {
@@ -54,17 +51,9 @@ fn every_hostile_template_is_one_error_in_time() {
         let took = began.elapsed();
         let shown: String = template.chars().take(80).collect();
         assert_eq!(ran.code, 1, "{shown}: {}", ran.stderr);
-        assert_eq!(
-            ran.stderr.matches("error: ").count(),
-            1,
-            "{shown}: {}",
-            ran.stderr
-        );
+        assert_eq!(ran.stderr.matches("error: ").count(), 1, "{shown}: {}", ran.stderr);
         let start = "error: the chat template of `m/chat_template.jinja` cannot be used: ";
-        let error = ran
-            .stderr
-            .find("error: ")
-            .map_or("", |at| &ran.stderr[at..]);
+        let error = ran.stderr.find("error: ").map_or("", |at| &ran.stderr[at..]);
         assert!(error.starts_with(start), "{shown}: {}", ran.stderr);
         assert!(!ran.stderr.contains("memory allocation"), "{}", ran.stderr);
         assert!(took < LONGEST, "{shown}: {took:?}");
@@ -80,10 +69,7 @@ fn the_memory_of_a_template_is_bounded_in_a_process_of_its_own() {
 
     let place = Place::new();
     let mut command = place.command("render-chat-templates");
-    command
-        .stdin(Stdio::piped())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null());
+    command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
     let mut renderer = command.spawn().unwrap();
     // Two lists that grow for ever, step by step, below the fuel: only memory ends it.
     let template = "{% set ns = namespace(s='0123456789abcdef') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}";
@@ -97,9 +83,8 @@ fn the_memory_of_a_template_is_bounded_in_a_process_of_its_own() {
         }
         let text =
             fs::read_to_string(format!("/proc/{}/status", renderer.id())).unwrap_or_default();
-        let kib = text
-            .lines()
-            .find_map(|line| line.strip_prefix("VmHWM:")?.split_whitespace().next());
+        let kib =
+            text.lines().find_map(|line| line.strip_prefix("VmHWM:")?.split_whitespace().next());
         peak = peak.max(kib.and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0));
     };
     assert!(!status.success(), "{status}");

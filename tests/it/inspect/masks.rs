@@ -43,9 +43,7 @@ fn saved_masks_are_the_ones_of_run_json_and_of_the_zeros() {
     );
     assert_eq!(
         place.names("out"),
-        ["log_wanda.txt", "masks.safetensors", "model", "run.json"]
-            .map(String::from)
-            .into(),
+        ["log_wanda.txt", "masks.safetensors", "model", "run.json"].map(String::from).into(),
         "no partial file"
     );
     let (masks, metadata) = masks(&place.path("out/masks.safetensors"));
@@ -144,17 +142,11 @@ fn masks_go_with_the_run_they_belong_to() {
     prune_to(&place, "out", "--sparsity-ratio 0.5 --force");
     assert_eq!(
         place.names("out"),
-        ["log_magnitude.txt", "model", "run.json"]
-            .map(String::from)
-            .into(),
+        ["log_magnitude.txt", "model", "run.json"].map(String::from).into(),
         "no masks of another run stay beside run.json"
     );
     // Masks need no model beside them.
-    prune_to(
-        &place,
-        "alone",
-        "--sparsity-ratio 0.5 --save-masks --no-save-model",
-    );
+    prune_to(&place, "alone", "--sparsity-ratio 0.5 --save-masks --no-save-model");
     assert!(masks(&place.path("alone/masks.safetensors")).0 == first);
 }
 
@@ -188,10 +180,9 @@ fn masks_lie_in_the_file_as_the_reference_saved_them() {
         return;
     };
     let model = shared.join("models/stories260k").display().to_string();
-    for (golden, flags) in [
-        ("0.5-unstructured", "--sparsity-ratio 0.5"),
-        ("0.5-2of4", "--sparsity-type 2:4"),
-    ] {
+    for (golden, flags) in
+        [("0.5-unstructured", "--sparsity-ratio 0.5"), ("0.5-2of4", "--sparsity-type 2:4")]
+    {
         let place = Place::empty();
         let arguments = [
             &format!("--model {model} --prune-method magnitude --eval"),

@@ -22,9 +22,7 @@ const SPANS: usize = 3;
 
 fn numbers(value: &Value) -> Result<Vec<f64>> {
     let values = value.as_array().context("a list of numbers")?.iter();
-    values
-        .map(|value| value.as_f64().context("a number"))
-        .collect()
+    values.map(|value| value.as_f64().context("a number")).collect()
 }
 
 fn layers(value: &Value) -> Result<Vec<usize>> {
@@ -86,37 +84,24 @@ fn compare(shared: &Path, name: &str) -> Result<()> {
         let theirs = numbers(theirs)?;
         assert_eq!(ours.len(), theirs.len(), "{name}: {what}");
         for (ours, theirs) in ours.iter().zip(&theirs) {
-            assert!(
-                (ours - theirs).abs() < SCORE,
-                "{name}: {what}: {ours} {theirs}"
-            );
+            assert!((ours - theirs).abs() < SCORE, "{name}: {what}: {ours} {theirs}");
         }
         Ok(())
     };
-    close(
-        &drop.block_influence,
-        &golden["block_influence"],
-        "influence",
-    )?;
+    close(&drop.block_influence, &golden["block_influence"], "influence")?;
     let distances = &golden["angular_distance_last_token"];
     for (at, ours) in drop.angular_distance.iter().enumerate() {
         close(ours, &distances[(at + 1).to_string()], "angle")?;
     }
 
-    let scores = LayerScores {
-        influence: drop.block_influence,
-        angles: drop.angular_distance,
-    };
+    let scores = LayerScores { influence: drop.block_influence, angles: drop.angular_distance };
     let order = layers(&golden["drop_order_block_influence"])?;
     for count in 1..order.len() {
         let mut first = order[..count].to_vec();
         first.sort_unstable();
         assert_eq!(choose(&scores, DropRule::Influence, count), first, "{name}");
     }
-    for (rule, key) in [
-        (DropRule::Influence, "block_influence"),
-        (DropRule::Angle, "angular"),
-    ] {
+    for (rule, key) in [(DropRule::Influence, "block_influence"), (DropRule::Angle, "angular")] {
         for count in [1, 2] {
             let theirs = layers(&golden["ppl"][key][format!("dropped_{count}")])?;
             assert_eq!(choose(&scores, rule, count), theirs, "{name}: {key}");
@@ -149,10 +134,7 @@ fn perplexities_on_stories_are_those_of_the_reference() -> Result<()> {
     };
     let golden = read(&shared, "stories")?;
     let cache = tempfile::tempdir()?;
-    for (rule, key) in [
-        (DropRule::Influence, "block_influence"),
-        (DropRule::Angle, "angular"),
-    ] {
+    for (rule, key) in [(DropRule::Influence, "block_influence"), (DropRule::Angle, "angular")] {
         for count in [1, 2] {
             let settings = settings(&shared, &golden, cache.path(), (count, rule))?;
             let manifest = job::prune(settings, &Silent, None)?;
@@ -160,11 +142,7 @@ fn perplexities_on_stories_are_those_of_the_reference() -> Result<()> {
             let theirs = golden["ppl"][key][format!("ppl_{count}")].as_f64();
             let theirs = theirs.context("a perplexity")?;
             let apart = (ours.perplexity / theirs - 1.0).abs();
-            assert!(
-                apart < PERPLEXITY,
-                "{key} {count}: {} {theirs}",
-                ours.perplexity
-            );
+            assert!(apart < PERPLEXITY, "{key} {count}: {} {theirs}", ours.perplexity);
         }
     }
     Ok(())

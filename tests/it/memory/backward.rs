@@ -31,9 +31,7 @@ fn child() -> anyhow::Result<()> {
     let Ok(arguments) = std::env::var(ARGUMENTS) else {
         return Ok(());
     };
-    rayon::ThreadPoolBuilder::new()
-        .num_threads(THREADS)
-        .build_global()?;
+    rayon::ThreadPoolBuilder::new().num_threads(THREADS).build_global()?;
     let config = ModelConfig::load("m".as_ref())?;
     let checkpoint = Checkpoint::open("m".as_ref())?;
     let context = LayerContext::new(&config, LONG);
@@ -59,10 +57,7 @@ fn child() -> anyhow::Result<()> {
     };
     let mut cut = Cut::of(&MemorySettings::default(), &config);
     if arguments.ends_with("small") {
-        cut = cut
-            .smaller()
-            .and_then(|cut| cut.smaller())
-            .expect("smaller");
+        cut = cut.smaller().and_then(|cut| cut.smaller()).expect("smaller");
     }
     let widths = [512, 512, 512, 1376];
     let planned = match grams.0 {

@@ -81,10 +81,7 @@ fn score(layer: &mut DecoderLayer, method: &str, projection: Projection) -> Resu
     let at_rest = linear.weight_mut().hold()?;
     let statistics = ColumnSquares::from_mean(vec![1.0; linear.in_features()]);
     let statistics = Statistics::Merged(Box::new(statistics));
-    let target = Target {
-        ratio: 0.5,
-        pattern: Pattern::Unstructured,
-    };
+    let target = Target { ratio: 0.5, pattern: Pattern::Unstructured };
     let request = Request::new("w", Some(&statistics), target);
     let method = pruning::method(method).context("it is in the table")?;
     let weight = linear.weight_mut().held_mut().context("it is held")?;
@@ -167,9 +164,8 @@ fn phase(
         }
         "head" => {
             let vocabulary = config.vocab_size;
-            let tokens: Vec<u32> = (0..WINDOWS * SEQLEN)
-                .map(|i| (i * 31 % vocabulary) as u32)
-                .collect();
+            let tokens: Vec<u32> =
+                (0..WINDOWS * SEQLEN).map(|i| (i * 31 % vocabulary) as u32).collect();
             let width = config.hidden_size;
             let mut hidden = HiddenStates::new(None, "t", WINDOWS, SEQLEN, width, DType::F32)?;
             for window in 0..WINDOWS {
@@ -205,9 +201,7 @@ fn child() -> Result<()> {
         return Ok(());
     };
     let (name, settings) = case.split_once(' ').context("phase and settings")?;
-    rayon::ThreadPoolBuilder::new()
-        .num_threads(THREADS)
-        .build_global()?;
+    rayon::ThreadPoolBuilder::new().num_threads(THREADS).build_global()?;
     let config = ModelConfig::load("m".as_ref())?;
     let dtype = match &*std::fs::read_to_string("dtype")? {
         "f32" => StoredDtype::F32,
@@ -215,10 +209,7 @@ fn child() -> Result<()> {
     };
     let (predicted, counted) = phase(name, &config, dtype, &serde_json::from_str(settings)?)?;
     let dtype = dtype.name();
-    eprintln!(
-        "{dtype} {name} {settings}: predicted {}, counted {counted}",
-        predicted.0
-    );
+    eprintln!("{dtype} {name} {settings}: predicted {}, counted {counted}", predicted.0);
     assert!(
         predicted.0.abs_diff(counted) <= TOLERANCE.max(counted / 10),
         "predicted {predicted}, counted {counted}"
@@ -228,10 +219,7 @@ fn child() -> Result<()> {
 
 #[test]
 fn every_phase_allocates_what_its_footprint_says() {
-    let module = module_path!()
-        .split_once("::")
-        .expect("a module of a test binary")
-        .1;
+    let module = module_path!().split_once("::").expect("a module of a test binary").1;
     let settings = [
         "{}",
         r#"{"weights": "matrix", "mlp_tokens": 128, "attention_heads": 1, "logits_bytes": 2000000, "head_rows": 500}"#,
@@ -245,12 +233,7 @@ fn every_phase_allocates_what_its_footprint_says() {
         for settings in settings {
             for phase in ["layer", "forward", "capture", "score", "head"] {
                 let output = Command::new(std::env::current_exe().expect("it runs"))
-                    .args([
-                        "--exact",
-                        &format!("{module}::child"),
-                        "--ignored",
-                        "--nocapture",
-                    ])
+                    .args(["--exact", &format!("{module}::child"), "--ignored", "--nocapture"])
                     .current_dir(place.path("."))
                     .env(CASE, format!("{phase} {settings}"))
                     .output()

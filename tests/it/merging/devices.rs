@@ -81,12 +81,7 @@ fn a_linear_that_is_refused_is_merged_on_the_cpu_whichever_it_is() {
         assert!(fall.unit.starts_with("model.layers."), "{fall:?}");
         let line = format!("GPU out of memory on {}, using CPU", fall.unit);
         assert!(stderr.contains(&line), "{line}\n{stderr}");
-        assert!(
-            manifest
-                .warnings
-                .iter()
-                .any(|warning| warning.starts_with(&line))
-        );
+        assert!(manifest.warnings.iter().any(|warning| warning.starts_with(&line)));
     }
 }
 
@@ -105,21 +100,14 @@ fn the_ladder_of_a_linear_has_its_rungs_in_order() {
         assert!(weights == cpu, "{refuse}");
         let outcomes: Vec<_> = manifest.fallbacks.iter().map(|fall| fall.outcome).collect();
         assert_eq!(outcomes, [outcome], "{refuse}");
-        let halved = manifest
-            .warnings
-            .iter()
-            .any(|line| line.contains("in a row"));
+        let halved = manifest.warnings.iter().any(|line| line.contains("in a row"));
         assert!(!halved, "{:?}", manifest.warnings);
     }
     let (weights, manifest, _) = merged(&place, &simulation(r#","refuse":"2,3,4""#));
     assert!(weights == cpu);
     assert_eq!(manifest.fallbacks.len(), 3);
     let halved = "cuda:0: 3 linears in a row were out of memory: the next ones are computed 32768 elements at a time";
-    assert!(
-        manifest.warnings.iter().any(|line| line == halved),
-        "{:?}",
-        manifest.warnings
-    );
+    assert!(manifest.warnings.iter().any(|line| line == halved), "{:?}", manifest.warnings);
     let (weights, manifest, _) = merged(&place, &simulation(r#","refuse":"all""#));
     assert!(weights == cpu);
     assert_eq!(manifest.fallbacks.len() as u64, LINEARS);
@@ -135,9 +123,7 @@ fn a_gpu_with_less_memory_than_it_said_gets_smaller_pieces() {
     let outcomes = manifest.fallbacks.iter().map(|fall| fall.outcome);
     assert!(
         !manifest.fallbacks.is_empty()
-            && outcomes
-                .clone()
-                .all(|outcome| outcome == FallbackOutcome::Smaller),
+            && outcomes.clone().all(|outcome| outcome == FallbackOutcome::Smaller),
         "{:?}",
         manifest.fallbacks
     );

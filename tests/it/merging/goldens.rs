@@ -56,10 +56,8 @@ const EXACT: [&str; 28] = [
 const AT_AN_EDGE: f64 = 1e-4;
 
 /// Tensors with equal magnitudes at an edge of a trim: 18 and 30 entries of 32,768.
-const EQUAL_AT_AN_EDGE: [(&str, &str); 2] = [
-    ("breadcrumbs", "lm_head.weight"),
-    ("ties-slices", "lm_head.weight"),
-];
+const EQUAL_AT_AN_EDGE: [(&str, &str); 2] =
+    [("breadcrumbs", "lm_head.weight"), ("ties-slices", "lm_head.weight")];
 
 /// Methods of mergekit that are refused by name.
 const REFUSED: [&str; 4] = ["karcher", "multislerp", "nuslerp", "sce"];
@@ -117,15 +115,12 @@ fn at_an_edge(shared: &Path) -> BTreeMap<String, Vec<bool>> {
     for expert in ["expert-wiki", "expert-stories"] {
         for (name, (_, expert)) in model(&format!("stories260k-experts/{expert}")) {
             let pairs = expert.iter().zip(&base[&name].1);
-            let sizes: Vec<f64> = pairs
-                .map(|(expert, base)| round(round(*expert) - round(*base)).abs())
-                .collect();
+            let sizes: Vec<f64> =
+                pairs.map(|(expert, base)| round(round(*expert) - round(*base)).abs()).collect();
             let mut sorted = sizes.clone();
             sorted.sort_by(|a, b| b.total_cmp(a));
             let edge = sorted[(DENSITY * sizes.len() as f64) as usize - 1];
-            let flags = edges
-                .entry(name)
-                .or_insert_with(|| vec![false; sizes.len()]);
+            let flags = edges.entry(name).or_insert_with(|| vec![false; sizes.len()]);
             for (flag, size) in flags.iter_mut().zip(&sizes) {
                 // A difference of zero changes nothing, kept or not.
                 *flag |= *size == edge && edge > 0.0;
@@ -145,9 +140,7 @@ fn compare(
 ) {
     let (shape, elements) = ours;
     assert_eq!(serde_json::json!(shape), golden["shape"], "{case}, {name}");
-    let largest = elements
-        .iter()
-        .fold(0.0f64, |most, value| most.max(value.abs()));
+    let largest = elements.iter().fold(0.0f64, |most, value| most.max(value.abs()));
     let samples = golden["samples"].as_array().expect("samples");
     let (element, sum) = match case {
         // Every expert has many equal magnitudes in bf16.
@@ -170,10 +163,7 @@ fn compare(
         );
         compared += 1;
     }
-    assert!(
-        3 * compared > samples.len(),
-        "{case}, {name}: {compared} samples are compared"
-    );
+    assert!(3 * compared > samples.len(), "{case}, {name}: {compared} samples are compared");
     let l1: f64 = elements.iter().map(|value| value.abs()).sum();
     let theirs = golden["l1"].as_f64().expect("a number");
     assert!(
@@ -190,10 +180,7 @@ fn hashes(file: &Path) -> BTreeMap<String, String> {
     tensors
         .map(|(name, view)| {
             let hash = Sha256::digest(view.data());
-            (
-                name,
-                hash.iter().map(|byte| format!("{byte:02x}")).collect(),
-            )
+            (name, hash.iter().map(|byte| format!("{byte:02x}")).collect())
         })
         .collect()
 }
@@ -210,11 +197,7 @@ fn every_tensor_is_that_of_the_reference() {
         let file = merged(&place, &shared, case, "").join("model.safetensors");
         let (ours, hashes) = (tensors(&file), hashes(&file));
         let theirs = golden["tensors"].as_object().expect("tensors");
-        assert_eq!(
-            ours.keys().collect::<Vec<_>>(),
-            theirs.keys().collect::<Vec<_>>(),
-            "{case}"
-        );
+        assert_eq!(ours.keys().collect::<Vec<_>>(), theirs.keys().collect::<Vec<_>>(), "{case}");
         let mut equal = 0;
         for (name, golden) in theirs {
             if golden["sha256"] == hashes[name].as_str() {
@@ -223,10 +206,7 @@ fn every_tensor_is_that_of_the_reference() {
             let is_open = |at| case == "ties-bf16" && edges[name][at];
             compare(case, name, &ours[name], golden, is_open);
         }
-        eprintln!(
-            "{case}: {equal} of {} tensors are equal to the bit",
-            theirs.len()
-        );
+        eprintln!("{case}: {equal} of {} tensors are equal to the bit", theirs.len());
         if let Some(full) = golden["tensors_file"].as_str() {
             let full = tensors(&shared.join("goldens/merge").join(full));
             compare_all(case, &ours, &full);
@@ -242,9 +222,7 @@ fn compare_all(
     golden: &BTreeMap<String, (Vec<usize>, Vec<f64>)>,
 ) {
     for (name, (_, golden)) in golden {
-        let largest = golden
-            .iter()
-            .fold(0.0f64, |most, value| most.max(value.abs()));
+        let largest = golden.iter().fold(0.0f64, |most, value| most.max(value.abs()));
         let pairs = ours[name].1.iter().zip(golden);
         let worst = pairs.fold(0.0f64, |worst, (a, b)| worst.max((a - b).abs()));
         assert!(
@@ -335,12 +313,7 @@ fn methods_that_are_not_built_are_refused_by_name() {
     let place = Place::empty();
     for case in REFUSED {
         let line = format!("merge goldens/merge/configs/{case}.yml --save");
-        let ran = support::ran(
-            place
-                .command(&line)
-                .arg(place.path(case))
-                .current_dir(&shared),
-        );
+        let ran = support::ran(place.command(&line).arg(place.path(case)).current_dir(&shared));
         assert_eq!(ran.code, 1, "{}", ran.stderr);
         assert!(ran.stderr.contains(&format!("`{case}`")), "{}", ran.stderr);
         assert!(!place.path(case).exists(), "nothing is written");

@@ -69,11 +69,7 @@ fn at_every_operation(what: &str) -> usize {
                 second.stderr
             );
         }
-        assert_same(
-            &outcome(&place.path("out")),
-            &expected,
-            &format!("after {fault}"),
-        );
+        assert_same(&outcome(&place.path("out")), &expected, &format!("after {fault}"));
         if without == WITHOUT_CONSEQUENCE {
             return times;
         }
@@ -120,9 +116,7 @@ fn slow() -> Place {
 
 /// Linears that a merge with `--progress json --verbose` finished, and tensors that it found finished.
 fn work(stderr: &str) -> (usize, Option<usize>) {
-    let merged = stderr
-        .lines()
-        .filter(|line| line.contains(r#""event":"matrix_merged""#));
+    let merged = stderr.lines().filter(|line| line.contains(r#""event":"matrix_merged""#));
     let note = stderr.split("continuing an unfinished merge: ").nth(1);
     let found = note.and_then(|rest| rest.split(' ').next()?.parse().ok());
     (merged.count(), found)
@@ -157,11 +151,7 @@ fn ended_at_any_time_a_merge_goes_on_to_the_same_end() {
         // A moment in the moment-th part of the run.
         random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
         let part = f64::from(moment) + f64::from(random >> 8) / f64::from(1u32 << 24);
-        std::thread::sleep(
-            whole
-                .mul_f64(part / f64::from(moments))
-                .min(Duration::from_secs(60)),
-        );
+        std::thread::sleep(whole.mul_f64(part / f64::from(moments)).min(Duration::from_secs(60)));
         signal(&child, if moment % 2 == 0 { "KILL" } else { "TERM" });
         let status = child.wait().expect("a child");
         ended += u32::from(status.code() != Some(0));
@@ -187,11 +177,7 @@ fn ended_at_any_time_a_merge_goes_on_to_the_same_end() {
                 let _ = fs::remove_file(place.path(lock));
             }
         }
-        assert_same(
-            &outcome(&place.path("out")),
-            &expected,
-            &format!("after moment {moment}"),
-        );
+        assert_same(&outcome(&place.path("out")), &expected, &format!("after moment {moment}"));
     }
     println!(
         "{ended} of {moments} ended, {continued} continued, {published} of them in publishing"
@@ -210,10 +196,7 @@ fn killed_while_it_publishes_a_merge_starts_over_without_computing() {
     let mut killed = 0;
     for at in (1..2000).step_by(3) {
         fs::remove_dir_all(place.path("out")).expect("removed");
-        let first = place
-            .command(&line)
-            .env("PRUNE_FAULT", format!("kill:{at}"))
-            .output();
+        let first = place.command(&line).env("PRUNE_FAULT", format!("kill:{at}")).output();
         let first = first.expect("the binary");
         if first.status.code() == Some(0) {
             break;
@@ -225,11 +208,7 @@ fn killed_while_it_publishes_a_merge_starts_over_without_computing() {
             killed += 1;
             assert_eq!(again, 0, "operation {at}");
         }
-        assert_same(
-            &outcome(&place.path("out")),
-            &expected,
-            &format!("after operation {at}"),
-        );
+        assert_same(&outcome(&place.path("out")), &expected, &format!("after operation {at}"));
     }
     assert!(killed >= 5, "{killed} kills after the last tensor");
 }

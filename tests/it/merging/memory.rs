@@ -37,17 +37,9 @@ fn peak(place: &Place, flags: &str) -> ByteSize {
     let plan = manifest.plan.expect("planned");
     let planned = plan.phases.iter().find(|phase| phase.phase == Phase::Merge);
     let planned = planned.expect("planned").bytes;
-    let measured = manifest
-        .phases
-        .iter()
-        .find(|phase| phase.phase == Phase::Merge);
-    let measured = measured
-        .and_then(|phase| phase.peak_anonymous)
-        .expect("measured");
-    assert!(
-        measured <= planned,
-        "{measured} measured, {planned} planned"
-    );
+    let measured = manifest.phases.iter().find(|phase| phase.phase == Phase::Merge);
+    let measured = measured.and_then(|phase| phase.peak_anonymous).expect("measured");
+    assert!(measured <= planned, "{measured} measured, {planned} planned");
     measured
 }
 
@@ -72,10 +64,7 @@ fn a_merge_that_cannot_fit_is_refused_with_the_limit_that_is_enough() {
     let line = "merge --base m --model e1 --method ties --density 0.5 --save out --max-memory";
     let ran = place.run(&format!("{line} cpu=1MiB"));
     assert_eq!(ran.code, 1, "{}", ran.stderr);
-    let hint = ran
-        .stderr
-        .lines()
-        .find_map(|line| line.strip_prefix("hint: use --max-memory "));
+    let hint = ran.stderr.lines().find_map(|line| line.strip_prefix("hint: use --max-memory "));
     let enough = hint.unwrap_or_else(|| panic!("{}", ran.stderr));
     assert!(!place.path("out").exists(), "nothing is written");
     let ran = place.run(&format!("{line} {enough}"));
@@ -91,10 +80,7 @@ fn no_phase_of_a_merge_takes_more_than_its_limit() {
         "merge --base m --model e1 --model e2 --method ties --density 0.5 --force --save out";
     let ran = place.run(&format!("{line} --max-memory cpu=2MiB"));
     assert_eq!(ran.code, 1, "{}", ran.stderr);
-    let hint = ran
-        .stderr
-        .lines()
-        .find_map(|line| line.strip_prefix("hint: use "));
+    let hint = ran.stderr.lines().find_map(|line| line.strip_prefix("hint: use "));
     let least = hint.unwrap_or_else(|| panic!("{}", ran.stderr)).to_string();
     assert!(ran.stderr.contains("does not fit into"), "{}", ran.stderr);
     for limit in [&least[..], "--max-memory cpu=1GiB"] {
@@ -106,11 +92,7 @@ fn no_phase_of_a_merge_takes_more_than_its_limit() {
             let (device, peak) = (&plan.devices[0], manifest.peak_anonymous.expect("measured"));
             let budget = device.budget.expect("given");
             assert!(peak <= budget, "{limit} {more}: {peak} of {budget}");
-            assert!(
-                device.peak <= budget,
-                "{limit} {more}: {} planned",
-                device.peak
-            );
+            assert!(device.peak <= budget, "{limit} {more}: {} planned", device.peak);
             let difference = device.peak.mib() - peak.mib();
             assert!(
                 (-1.0..8.0).contains(&difference),

@@ -48,10 +48,7 @@ fn an_adapter_on_a_pruned_base_keeps_its_zeros_where_asked() {
         "--base p/model --model p/model+a --method linear --semantics peft",
     ] {
         let (filled, warned) = dense(line);
-        assert!(
-            warned.contains("--keep-zeros keeps them"),
-            "{line}\n{warned}"
-        );
+        assert!(warned.contains("--keep-zeros keeps them"), "{line}\n{warned}");
         let ran = place.run(&format!("merge {line} --keep-zeros --force --save out"));
         assert_eq!(ran.code, 0, "{}", ran.stderr);
         assert!(!ran.stderr.contains("fills its zeros"), "{}", ran.stderr);
@@ -91,10 +88,7 @@ fn only_zeros_of_all_models_are_kept() {
     let (kept, dense) = (weights(&place.path("out/model")), weights(&place.path("m")));
     let zeros = kept.iter().filter(|(name, (_, values))| {
         let dense = &dense[*name].1;
-        values
-            .iter()
-            .zip(dense)
-            .any(|(kept, dense)| *kept == 0.0 && *dense != 0.0)
+        values.iter().zip(dense).any(|(kept, dense)| *kept == 0.0 && *dense != 0.0)
     });
     assert_eq!(zeros.count(), 0, "the dense model has weights there");
 }
@@ -102,19 +96,12 @@ fn only_zeros_of_all_models_are_kept() {
 #[test]
 fn a_dense_base_gives_no_warning_and_a_saved_module_no_mask() {
     let place = Place::new();
-    let mut embedding = weights(&place.path("m"))
-        .remove("model.embed_tokens.weight")
-        .expect("there");
+    let mut embedding =
+        weights(&place.path("m")).remove("model.embed_tokens.weight").expect("there");
     embedding.1.iter_mut().for_each(|value| *value += 1.0);
-    let tensor = adapters::tensor(
-        &embedding.0,
-        embedding.1.iter().map(|of| *of as f32).collect(),
-    );
+    let tensor = adapters::tensor(&embedding.0, embedding.1.iter().map(|of| *of as f32).collect());
     let mut all = adapters::pair("model.layers.0.self_attn.q_proj", 2, 64, 64);
-    all.push((
-        "base_model.model.model.embed_tokens.weight".to_string(),
-        tensor,
-    ));
+    all.push(("base_model.model.model.embed_tokens.weight".to_string(), tensor));
     let config = json!({"peft_type": "LORA", "r": 2, "lora_alpha": 4});
     adapters::write_adapter(&place, "a", &config, &all);
     let ran = place.run("merge --model m+a --method linear --keep-zeros --save out");
@@ -122,10 +109,5 @@ fn a_dense_base_gives_no_warning_and_a_saved_module_no_mask() {
     assert!(!ran.stderr.contains("pruned"), "{}", ran.stderr);
     let found = weights(&place.path("out/model"));
     let found = &found["model.embed_tokens.weight"].1;
-    assert!(
-        found
-            .iter()
-            .zip(&embedding.1)
-            .all(|(a, b)| (a - b).abs() < 1e-6)
-    );
+    assert!(found.iter().zip(&embedding.1).all(|(a, b)| (a - b).abs() < 1e-6));
 }

@@ -29,9 +29,7 @@ fn a_random_trim_keeps_the_density() {
         let out = place.path(case);
         let ran = support::ran(
             place
-                .command(&format!(
-                    "merge goldens/merge/configs/{case}.yml --seed 42 --save"
-                ))
+                .command(&format!("merge goldens/merge/configs/{case}.yml --seed 42 --save"))
                 .arg(&out)
                 .current_dir(&shared),
         );
@@ -63,10 +61,7 @@ fn a_random_trim_keeps_the_density() {
         let pairs = ours["lm_head.weight"].1.iter();
         let pairs = pairs.zip(&base["lm_head.weight"].1);
         let l1: f64 = pairs.map(|(a, b)| (a - b).abs()).sum();
-        assert!(
-            (l1 / theirs - 1.0).abs() < 0.03,
-            "{case}: {l1}, mergekit has {theirs}"
-        );
+        assert!((l1 / theirs - 1.0).abs() < 0.03, "{case}: {l1}, mergekit has {theirs}");
     }
 }
 

@@ -52,34 +52,10 @@ fn moved_layers_keep_their_windows_and_positions() {
     for (family, key, is_listed, ranges, expected) in [
         ("gemma2", "layer_types", true, [[0, 2], [1, 4]], "sffsf"),
         ("gemma2", "layer_types", false, [[0, 2], [1, 4]], "sffsf"),
-        (
-            "qwen2-window",
-            "layer_types",
-            true,
-            [[0, 4], [1, 5]],
-            "ffssfsss",
-        ),
-        (
-            "qwen2-window",
-            "layer_types",
-            false,
-            [[0, 4], [1, 5]],
-            "ffssfsss",
-        ),
-        (
-            "smollm3",
-            "no_rope_layers",
-            true,
-            [[0, 3], [2, 5]],
-            "110011",
-        ),
-        (
-            "smollm3",
-            "no_rope_layers",
-            false,
-            [[0, 3], [2, 5]],
-            "110011",
-        ),
+        ("qwen2-window", "layer_types", true, [[0, 4], [1, 5]], "ffssfsss"),
+        ("qwen2-window", "layer_types", false, [[0, 4], [1, 5]], "ffssfsss"),
+        ("smollm3", "no_rope_layers", true, [[0, 3], [2, 5]], "110011"),
+        ("smollm3", "no_rope_layers", false, [[0, 3], [2, 5]], "110011"),
     ] {
         let ran = stack(family, &ranges, |config| {
             if !is_listed {

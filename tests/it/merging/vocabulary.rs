@@ -18,11 +18,9 @@ const EMBEDDING: &str = "model.embed_tokens.weight";
 /// A base `m` and experts `e1`, with `<|user|>` and `<|end|>` after the base's tokens, and `e2`, with `<|end|>` alone.
 fn place() -> Place {
     let place = Place::empty();
-    for (name, seed, added) in [
-        ("m", 0, &[][..]),
-        ("e1", 1, &["<|user|>", "<|end|>"]),
-        ("e2", 2, &["<|end|>"]),
-    ] {
+    for (name, seed, added) in
+        [("m", 0, &[][..]), ("e1", 1, &["<|user|>", "<|end|>"]), ("e2", 2, &["<|end|>"])]
+    {
         place.checkpoint(
             name,
             &RandomCheckpoint {
@@ -114,11 +112,7 @@ fn different_vocabularies_are_refused_with_what_to_type() {
     let ran = place.run(line);
     assert_eq!(ran.code, 1);
     assert!(ran.stderr.contains("`e1`: 262 tokens"), "{}", ran.stderr);
-    assert!(
-        ran.stderr.contains("hint: use --vocab base"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("hint: use --vocab base"), "{}", ran.stderr);
     assert!(!place.path("out").exists(), "nothing is written");
     assert_eq!(place.run(&format!("{line} --vocab base")).code, 0);
     assert_eq!(rows(&place, "out/model").len(), TOKENS);
@@ -128,10 +122,7 @@ fn different_vocabularies_are_refused_with_what_to_type() {
 fn a_union_has_the_tokens_of_all_models() {
     let place = place();
     by_recipe(&place, "tokenizer_source: union", "");
-    assert_eq!(
-        added(&place),
-        [("<|user|>".to_string(), 260), ("<|end|>".to_string(), 261)].into()
-    );
+    assert_eq!(added(&place), [("<|user|>".to_string(), 260), ("<|end|>".to_string(), 261)].into());
     let [base, one, two, merged] = ["m", "e1", "e2", "out/model"].map(|of| rows(&place, of));
     assert_eq!(merged.len(), 262);
     close(&merged[7], &mean([&base[7], &one[7], &two[7]]));
@@ -142,10 +133,7 @@ fn a_union_has_the_tokens_of_all_models() {
     close(&merged[261], &mean([&of_base, &one[261], &two[260]]));
     assert_eq!(json_of(&place, "out/model/config.json")["vocab_size"], 262);
     let report = place.manifest("out").merge.expect("a merge").vocabulary;
-    assert_eq!(
-        report.expect("decided").added_tokens,
-        ["<|user|>", "<|end|>"]
-    );
+    assert_eq!(report.expect("decided").added_tokens, ["<|user|>", "<|end|>"]);
     loads(&place);
     // The bits depend on nothing else.
     let expected = fs::read(place.path("out/model/model.safetensors")).expect("a model");
@@ -218,10 +206,7 @@ fn a_cut_by_number_cuts_the_tokenizer_too() {
         assert_eq!(config.get("pad_token_id"), None, "{file}");
         assert_eq!(config["eos_token_id"], json!([257]), "{file}");
     }
-    assert_eq!(
-        json_of(&place, "out/model/special_tokens_map.json"),
-        json!({"eos_token": "</s>"})
-    );
+    assert_eq!(json_of(&place, "out/model/special_tokens_map.json"), json!({"eos_token": "</s>"}));
     let merged = rows(&place, "out/model");
     assert_eq!(merged.len(), TOKENS);
     close(&merged[11], &rows(&place, "m")[11]);
@@ -259,10 +244,8 @@ fn tokens_without_a_row_are_listed_and_leave_the_tokenizer() {
     edit_json(&place.path("m/tokenizer.json"), |tokenizer| {
         let tokens = tokenizer["added_tokens"].as_array_mut().expect("a list");
         for (text, id) in [("<|end|>", 260), ("<extra>", 261)] {
-            tokens.push(
-                json!({"id": id, "content": text, "special": true, "single_word": false,
-                "lstrip": false, "rstrip": false, "normalized": false}),
-            );
+            tokens.push(json!({"id": id, "content": text, "special": true, "single_word": false,
+                "lstrip": false, "rstrip": false, "normalized": false}));
         }
     });
     let special = r#"{"pad_token": "<|end|>", "cls_token": "<extra>"}"#;
@@ -288,11 +271,7 @@ fn a_damaged_tokenizer_stops_only_merges_that_need_it() {
     merge(&place, line);
     let ran = place.run(&format!("merge {line} --vocab base --force"));
     assert_eq!(ran.code, 1, "{}", ran.stderr);
-    assert!(
-        ran.stderr.contains("cannot read the tokens of `m`"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("cannot read the tokens of `m`"), "{}", ran.stderr);
 }
 
 #[test]
@@ -301,10 +280,7 @@ fn an_id_that_no_model_has_makes_no_huge_output() {
     edit_json(&place.path("m/tokenizer.json"), |tokenizer| {
         tokenizer["added_tokens"][3]["id"] = (u64::MAX - 1).into();
     });
-    merge(
-        &place,
-        "--base m --model e1 --model e2 --method linear --vocab base --save out",
-    );
+    merge(&place, "--base m --model e1 --model e2 --method linear --vocab base --save out");
     let report = place.manifest("out").merge.expect("a merge").vocabulary;
     let report = report.expect("decided");
     assert!(report.rows <= TOKENS, "{report:?}");
@@ -336,20 +312,15 @@ fn a_chat_template_goes_into_the_tokenizer() {
     assert!(template.contains("<|im_start|>"), "{template}");
     assert!(!place.path("out/model/chat_template.jinja").exists());
     fs::remove_file(place.path("m/chat_template.jinja")).expect("removed");
-    fs::write(
-        place.path("e2/chat_template.jinja"),
-        "{{ messages[0].content }}",
-    )
-    .expect("a new file");
+    fs::write(place.path("e2/chat_template.jinja"), "{{ messages[0].content }}")
+        .expect("a new file");
     by_recipe(&place, "tokenizer_source: base\nchat_template: auto", "");
     let written = json_of(&place, "out/model/tokenizer_config.json");
     assert_eq!(written["chat_template"], "{{ messages[0].content }}");
     // The rest of the file stays.
     let before: Value = serde_json::from_slice(&fs::read(config).expect("a file")).expect("JSON");
     let mut rest = written.clone();
-    rest.as_object_mut()
-        .expect("an object")
-        .remove("chat_template");
+    rest.as_object_mut().expect("an object").remove("chat_template");
     assert_eq!(rest, before);
 }
 
@@ -370,32 +341,19 @@ fn rows_and_templates_that_are_not_there_are_refused() {
             "the model `m` has no token 260: its embedding has 260 rows",
         ),
         ("tokenizer_source: nowhere", "`nowhere`"),
-        (
-            "tokenizer_source: base\nchat_template: chatlm",
-            "no known format",
-        ),
-        (
-            "tokenizer_source: base\nchat_template: '{% for x in %}'",
-            "chat_template",
-        ),
+        ("tokenizer_source: base\nchat_template: chatlm", "no known format"),
+        ("tokenizer_source: base\nchat_template: '{% for x in %}'", "chat_template"),
     ] {
         write_recipe(&place, lines);
         let ran = place.run("merge r.yml --save out");
         assert_eq!(ran.code, 1, "{lines}\n{}", ran.stderr);
         assert!(ran.stderr.contains(what), "{lines}\n{}", ran.stderr);
-        let errors = ran
-            .stderr
-            .lines()
-            .filter(|line| line.starts_with("error: "));
+        let errors = ran.stderr.lines().filter(|line| line.starts_with("error: "));
         assert_eq!(errors.count(), 1, "{}", ran.stderr);
         assert!(!place.path("out").exists(), "nothing is written");
     }
     fs::remove_file(place.path("e2/tokenizer.json")).expect("removed");
     write_recipe(&place, "tokenizer_source: union");
     let ran = place.run("merge r.yml --save out");
-    assert!(
-        ran.stderr.contains("cannot read the tokens of `e2`"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("cannot read the tokens of `e2`"), "{}", ran.stderr);
 }

@@ -76,11 +76,7 @@ impl StatisticsKind for GramKind {
 
     fn begin(&self, width: usize, _products: Products) -> Statistics {
         BEGUN.fetch_add(usize::from(width == HIDDEN), Ordering::Relaxed);
-        Statistics::InPlace(Box::new(Gram {
-            width,
-            sums: vec![0.0; width * width],
-            samples: 0,
-        }))
+        Statistics::InPlace(Box::new(Gram { width, sums: vec![0.0; width * width], samples: 0 }))
     }
 }
 
@@ -114,7 +110,7 @@ impl PruningMethod for GramBlocks {
         let diagonal: Vec<f32> = gram.sums.iter().step_by(gram.width + 1).copied().collect();
         if !diagonal.iter().all(|value| value.is_finite()) {
             return Err(
-                Failure::new(format!("the input of `{}` is not finite", request.name)).into(),
+                Failure::new(format!("the input of `{}` is not finite", request.name)).into()
             );
         }
         let score = |row: &mut [f32]| {
@@ -167,10 +163,7 @@ struct Seen {
 
 impl MaskObserver for Seen {
     fn matrix(&mut self, matrix: &PrunedMatrix<'_>) -> Result<()> {
-        let gram: &Gram = matrix
-            .statistics
-            .and_then(Statistics::downcast)
-            .expect("its own");
+        let gram: &Gram = matrix.statistics.and_then(Statistics::downcast).expect("its own");
         let bits = gram.sums.iter().map(|sum| sum.to_bits()).collect();
         self.grams.push((bits, gram.samples));
         self.masks.push(matrix.mask.clone());
@@ -187,35 +180,16 @@ fn run(place: &Place, devices: &Devices, settings: &str) -> Result<Seen> {
     let settings: MemorySettings = serde_json::from_str(settings)?;
     let config = Arc::new(ModelConfig::load(&place.path("m"))?);
     let source: Arc<dyn WeightSource> = Arc::new(Checkpoint::open(&place.path("m"))?);
-    let tokens: Vec<u32> = (0..SAMPLES * SEQLEN)
-        .map(|at| (at * at * 31 % 307) as u32)
-        .collect();
-    let mut hidden = HiddenStates::new(
-        None,
-        "test",
-        SAMPLES,
-        SEQLEN,
-        config.hidden_size,
-        DType::F32,
-    )?;
-    embed(
-        &mut hidden,
-        &Embedding::open(&*source, &config)?,
-        &tokens,
-        SEQLEN,
-    )?;
-    let selection = Selection {
-        sparsity_ratio: Some(0.5),
-        ..Selection::default()
-    };
+    let tokens: Vec<u32> = (0..SAMPLES * SEQLEN).map(|at| (at * at * 31 % 307) as u32).collect();
+    let mut hidden =
+        HiddenStates::new(None, "test", SAMPLES, SEQLEN, config.hidden_size, DType::F32)?;
+    embed(&mut hidden, &Embedding::open(&*source, &config)?, &tokens, SEQLEN)?;
+    let selection = Selection { sparsity_ratio: Some(0.5), ..Selection::default() };
     let technique = Technique::of(&GramBlocks);
     let targets = TargetPlan::resolve(&selection, &GramBlocks, &config)?;
     let (clock, mut seen) = (Clock::new(), Seen::default());
     let calibrator = Calibrator::new(&technique, Some(hidden), &config, &clock, &Silent);
-    let output = Output {
-        observers: vec![&mut seen],
-        ..Output::default()
-    };
+    let output = Output { observers: vec![&mut seen], ..Output::default() };
     let mut pruner = Pruner::new(&technique, &targets, calibrator, output, Vec::new());
     let sweep = Sweep {
         source,
@@ -240,10 +214,7 @@ fn large_statistics_accumulate_in_place_and_in_the_order_of_the_samples() -> Res
     assert_eq!(cpu.grams.len(), 14);
     assert!(cpu.grams.iter().all(|(_, samples)| *samples == SAMPLES));
     let (q, k) = (&cpu.grams[0], &cpu.grams[1]);
-    assert!(
-        q == k && q != &cpu.grams[3],
-        "q and k share their input, o has another"
-    );
+    assert!(q == k && q != &cpu.grams[3], "q and k share their input, o has another");
     // The method is not in the table, so a plan for two GPUs comes from a run of another one.
     let ran = place.prune(
         r#"--model m --eval none --sparsity-ratio 0.5 --save out --device cuda --simulate {"gpus":["2GiB","2GiB"]}"#,
@@ -261,11 +232,7 @@ fn large_statistics_accumulate_in_place_and_in_the_order_of_the_samples() -> Res
         assert!(!devices.is_empty());
         assert!(run(&place, &devices, "{}")? == cpu, "refused: {refuse}");
     }
-    let matrix = run(
-        &place,
-        &Devices::default(),
-        r#"{"weights": "matrix", "mlp_tokens": 7}"#,
-    )?;
+    let matrix = run(&place, &Devices::default(), r#"{"weights": "matrix", "mlp_tokens": 7}"#)?;
     assert!(matrix == cpu, "changed weights do not return to disk");
     // Six runs of two layers with three such inputs: none per sample.
     assert_eq!(BEGUN.load(Ordering::Relaxed), 6 * 2 * 3);
@@ -282,8 +249,5 @@ fn a_full_verification_is_refused_for_a_method_that_changes_weights() {
     assert!(check_verification(&Technique::of(&GramBlocks), VerifyLevel::Quick).is_ok());
     let error = check_verification(&Technique::of(&GramBlocks), VerifyLevel::Full).unwrap_err();
     let failure = error.downcast_ref::<Failure>().expect("a refusal");
-    assert!(
-        failure.is_usage && failure.message.contains("gram-blocks"),
-        "{failure}"
-    );
+    assert!(failure.is_usage && failure.message.contains("gram-blocks"), "{failure}");
 }

@@ -91,29 +91,17 @@ fn candles_gradients_are_ours() -> Result<()> {
             engine.take_up(&layer, projection)?;
         }
         let whole = Cut::of(&MemorySettings::default(), &config);
-        let small = Cut {
-            key_value_heads: 1,
-            queries: 7,
-            mlp_tokens: 19,
-            logits_bytes: ByteSize(1 << 20),
-        };
+        let small =
+            Cut { key_value_heads: 1, queries: 7, mlp_tokens: 19, logits_bytes: ByteSize(1 << 20) };
         let sample = |pace: f32| {
             Tensor::from_vec(wave(SEQLEN * HIDDEN, pace), (SEQLEN, HIDDEN), &Device::Cpu)
         };
-        let samples = [
-            (sample(0.77)?, sample(0.31)?),
-            (sample(0.53)?, sample(1.9)?),
-        ];
+        let samples = [(sample(0.77)?, sample(0.31)?), (sample(0.53)?, sample(1.9)?)];
         for trained in [Trained::Weights, Trained::WeightsAndNorms, Trained::Factors] {
             let mut expected = zeros(trained, &layer);
             let mut outputs = Vec::new();
             for (x, dy) in &samples {
-                outputs.push(values(&layer.backward(
-                    x,
-                    dy,
-                    &mut expected,
-                    &mut context,
-                )?)?);
+                outputs.push(values(&layer.backward(x, dy, &mut expected, &mut context)?)?);
             }
             for cut in [whole, small] {
                 let when = format!("{trained:?}, {arithmetic:?}, {cut:?}");
@@ -136,10 +124,9 @@ fn candles_gradients_are_ours() -> Result<()> {
 
 #[test]
 fn the_head_of_a_device_gives_our_loss_and_gradient() -> Result<()> {
-    for (stored, arithmetic, tolerance) in [
-        (StoredDtype::F32, DType::F32, 5e-6),
-        (StoredDtype::Bf16, DType::BF16, 3e-2),
-    ] {
+    for (stored, arithmetic, tolerance) in
+        [(StoredDtype::F32, DType::F32, 5e-6), (StoredDtype::Bf16, DType::BF16, 3e-2)]
+    {
         let folder = tempfile::tempdir()?;
         model(folder.path(), stored)?;
         let config = ModelConfig::load(folder.path())?;
@@ -156,28 +143,17 @@ fn the_head_of_a_device_gives_our_loss_and_gradient() -> Result<()> {
         let mut targets: Vec<Option<u32>> = (0..SEQLEN).map(target).collect();
         let (loss, gradient) = head.loss_gradient(&state, &targets, 0.01, &mut context)?;
         let whole = Cut::of(&MemorySettings::default(), &config);
-        let small = Cut {
-            logits_bytes: ByteSize(7 * 4 * 307),
-            ..whole
-        };
+        let small = Cut { logits_bytes: ByteSize(7 * 4 * 307), ..whole };
         for cut in [whole, small] {
             let (found, of_state) = engine.head_gradient(&chunk, &state, &targets, 0.01, &cut)?;
             let when = format!("{arithmetic:?}, {cut:?}");
-            assert!(
-                (found / loss - 1.0).abs() < tolerance,
-                "{when}: {found}, {loss}"
-            );
+            assert!((found / loss - 1.0).abs() < tolerance, "{when}: {found}, {loss}");
             let apart = apart(&values(&of_state)?, &values(&gradient)?);
             assert!(apart < tolerance, "{when}: {apart}");
         }
         targets[1] = Some(307);
         let refused = engine.head_gradient(&chunk, &state, &targets, 0.01, &whole);
-        assert!(
-            refused
-                .unwrap_err()
-                .to_string()
-                .contains("vocabulary of 307")
-        );
+        assert!(refused.unwrap_err().to_string().contains("vocabulary of 307"));
     }
     Ok(())
 }

@@ -34,10 +34,8 @@ struct Seen {
 
 impl MaskObserver for Seen {
     fn matrix(&mut self, matrix: &PrunedMatrix<'_>) -> Result<()> {
-        let input: &InputGram = matrix
-            .statistics
-            .and_then(Statistics::downcast)
-            .expect("SparseGPT asks for it");
+        let input: &InputGram =
+            matrix.statistics.and_then(Statistics::downcast).expect("SparseGPT asks for it");
         assert_eq!(input.samples(), SAMPLES);
         self.inputs.push([
             input.gram().square(),
@@ -59,11 +57,7 @@ fn run(
 ) -> Result<(Seen, ByteSize, Vec<FallbackOutcome>)> {
     let config = Arc::new(ModelConfig::load(folder)?);
     let source: Arc<dyn WeightSource> = Arc::new(Checkpoint::open(folder)?);
-    let settings = MemorySettings {
-        grams,
-        mlp_tokens: 32,
-        ..MemorySettings::default()
-    };
+    let settings = MemorySettings { grams, mlp_tokens: 32, ..MemorySettings::default() };
     let context = || LayerContext::with_settings(&config, SEQLEN, settings.clone());
     let mut workers = Vec::new();
     for number in 0..devices {
@@ -79,42 +73,22 @@ fn run(
             &Silent,
         ));
     }
-    let names: Vec<String> = workers
-        .iter()
-        .enumerate()
-        .map(|(at, _)| format!("cuda:{at}"))
-        .collect();
-    let mut compute = Compute::new(
-        context(),
-        workers,
-        vec![names; config.num_hidden_layers],
-        &Silent,
-    );
+    let names: Vec<String> =
+        workers.iter().enumerate().map(|(at, _)| format!("cuda:{at}")).collect();
+    let mut compute =
+        Compute::new(context(), workers, vec![names; config.num_hidden_layers], &Silent);
 
-    let tokens: Vec<u32> = (0..SAMPLES * SEQLEN)
-        .map(|at| (at * at * 31 % 307) as u32)
-        .collect();
+    let tokens: Vec<u32> = (0..SAMPLES * SEQLEN).map(|at| (at * at * 31 % 307) as u32).collect();
     let width = config.hidden_size;
     let mut hidden = HiddenStates::new(None, "test", SAMPLES, SEQLEN, width, DType::F32)?;
-    embed(
-        &mut hidden,
-        &Embedding::open(&*source, &config)?,
-        &tokens,
-        SEQLEN,
-    )?;
+    embed(&mut hidden, &Embedding::open(&*source, &config)?, &tokens, SEQLEN)?;
     let sparsegpt = method("sparsegpt").expect("in the table");
     let technique = Technique::of(sparsegpt);
-    let selection = Selection {
-        sparsity_ratio: Some(0.5),
-        ..Selection::default()
-    };
+    let selection = Selection { sparsity_ratio: Some(0.5), ..Selection::default() };
     let targets = TargetPlan::resolve(&selection, sparsegpt, &config)?;
     let (clock, mut seen) = (Clock::new(), Seen::default());
     let calibrator = Calibrator::new(&technique, Some(hidden), &config, &clock, &Silent);
-    let output = Output {
-        observers: vec![&mut seen],
-        ..Output::default()
-    };
+    let output = Output { observers: vec![&mut seen], ..Output::default() };
     let mut pruner = Pruner::new(&technique, &targets, calibrator, output, Vec::new());
     let layer = DecoderLayer::load(&*source, &config, 0)?;
     pruner.edit(layer, &mut compute)?;

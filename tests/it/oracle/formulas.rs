@@ -49,17 +49,11 @@ fn both(folder: &Path, plain: &PlainLayer, tokens: usize) -> Result<(f64, Vec<(P
     let hidden = Embedding::open(&checkpoint, &config)?.rows(&prompt(tokens, config.vocab_size))?;
     let wide: Vec<f64> = hidden.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?;
     let passed = plain.forward(&wide)?;
-    let out: Vec<f32> = layer
-        .forward(&hidden, &mut context)?
-        .flatten_all()?
-        .to_vec1()?;
+    let out: Vec<f32> = layer.forward(&hidden, &mut context)?.flatten_all()?.to_vec1()?;
     let mut seen = Seen::default();
     layer.capture(&hidden, &mut context, &mut seen)?;
     let inputs = passed.inputs.iter().map(|(projection, input)| {
-        (
-            *projection,
-            relative(&seen.0[&projection.observed_at()], input),
-        )
+        (*projection, relative(&seen.0[&projection.observed_at()], input))
     });
     Ok((relative(&out, &passed.hidden), inputs.collect()))
 }
@@ -76,14 +70,7 @@ fn a_layer_with_biases_and_any_head_dim_and_scaling_computes_the_formulas() {
     let dynamic = json!({"rope_type": "dynamic", "factor": 2.0});
     let shapes = [
         ("biases", biased(), 70),
-        (
-            "wide heads",
-            RandomCheckpoint {
-                head_dim: Some(24),
-                ..biased()
-            },
-            70,
-        ),
+        ("wide heads", RandomCheckpoint { head_dim: Some(24), ..biased() }, 70),
         (
             "narrow heads, no bias",
             RandomCheckpoint {
@@ -94,14 +81,7 @@ fn a_layer_with_biases_and_any_head_dim_and_scaling_computes_the_formulas() {
             },
             70,
         ),
-        (
-            "linear",
-            RandomCheckpoint {
-                rope_scaling: Some(linear),
-                ..biased()
-            },
-            70,
-        ),
+        ("linear", RandomCheckpoint { rope_scaling: Some(linear), ..biased() }, 70),
         (
             "dynamic, beyond its context",
             RandomCheckpoint {
@@ -111,22 +91,8 @@ fn a_layer_with_biases_and_any_head_dim_and_scaling_computes_the_formulas() {
             },
             70,
         ),
-        (
-            "llama3",
-            RandomCheckpoint {
-                rope_scaling: Some(llama3()),
-                ..biased()
-            },
-            300,
-        ),
-        (
-            "bf16",
-            RandomCheckpoint {
-                dtype: StoredDtype::Bf16,
-                ..biased()
-            },
-            70,
-        ),
+        ("llama3", RandomCheckpoint { rope_scaling: Some(llama3()), ..biased() }, 300),
+        ("bf16", RandomCheckpoint { dtype: StoredDtype::Bf16, ..biased() }, 70),
         // More tokens than the MLP takes at once (1024), so that its rows come in two parts.
         (
             "long",
@@ -145,18 +111,11 @@ fn a_layer_with_biases_and_any_head_dim_and_scaling_computes_the_formulas() {
         let (out, inputs) = both(folder.path(), &plain, tokens).unwrap();
         assert!(out <= PLAIN, "{what}: {out:e}");
         assert_eq!(
-            inputs
-                .iter()
-                .map(|(projection, _)| *projection)
-                .collect::<Vec<_>>(),
+            inputs.iter().map(|(projection, _)| *projection).collect::<Vec<_>>(),
             plain.config.projections().collect::<Vec<_>>()
         );
         for (projection, input) in inputs {
-            assert!(
-                input <= PLAIN,
-                "{what}, input of {}: {input:e}",
-                projection.name()
-            );
+            assert!(input <= PLAIN, "{what}, input of {}: {input:e}", projection.name());
         }
     }
 }
@@ -173,15 +132,9 @@ fn the_plain_layer_notices_a_missing_bias_and_a_missing_scaling() {
     let folder = sharp(&shape).unwrap();
     type Break = fn(&mut ModelConfig);
     let breaks: [(&str, Break); 3] = [
-        ("attention_bias", |config| {
-            config.biases.retain(|one| !one.is_attention())
-        }),
-        ("mlp_bias", |config| {
-            config.biases.retain(|one| one.is_attention())
-        }),
-        ("rope_scaling", |config| {
-            config.rope_scaling = RopeScaling::Default
-        }),
+        ("attention_bias", |config| config.biases.retain(|one| !one.is_attention())),
+        ("mlp_bias", |config| config.biases.retain(|one| one.is_attention())),
+        ("rope_scaling", |config| config.rope_scaling = RopeScaling::Default),
     ];
     for (what, break_it) in breaks {
         let mut plain = PlainLayer::load(folder.path(), 0).unwrap();

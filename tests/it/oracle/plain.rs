@@ -28,17 +28,11 @@ impl PlainLayer {
         let mut tensors = HashMap::new();
         for (name, tensor) in safetensors::load(folder.join("model.safetensors"), &Device::Cpu)? {
             if let Some(name) = name.strip_prefix(&prefix) {
-                let values = tensor
-                    .to_dtype(DType::F64)?
-                    .flatten_all()?
-                    .to_vec1::<f64>()?;
+                let values = tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
                 tensors.insert(name.to_owned(), values);
             }
         }
-        Ok(Self {
-            config: ModelConfig::load(folder)?,
-            tensors,
-        })
+        Ok(Self { config: ModelConfig::load(folder)?, tensors })
     }
 
     fn tensor(&self, name: &str) -> Result<&[f64]> {
@@ -69,16 +63,9 @@ impl PlainLayer {
         let gate = linear(Projection::Gate, &normed)?;
         let up = linear(Projection::Up, &normed)?;
         let silu = |x: f64| x / (1.0 + (-x).exp());
-        let product: Vec<f64> = gate
-            .iter()
-            .zip(&up)
-            .map(|(&gate, up)| silu(gate) * up)
-            .collect();
+        let product: Vec<f64> = gate.iter().zip(&up).map(|(&gate, up)| silu(gate) * up).collect();
         let down = linear(Projection::Down, &product)?;
-        Ok(Passed {
-            hidden: sum(&middle, &down),
-            inputs,
-        })
+        Ok(Passed { hidden: sum(&middle, &down), inputs })
     }
 
     /// x / √(mean(x²) + ε) ∘ w
@@ -87,11 +74,7 @@ impl PlainLayer {
         let mut out = Vec::with_capacity(x.len());
         for row in x.chunks(weight.len()) {
             let mean = row.iter().map(|x| x * x).sum::<f64>() / row.len() as f64;
-            out.extend(
-                row.iter()
-                    .zip(weight)
-                    .map(|(x, w)| x / (mean + eps).sqrt() * w),
-            );
+            out.extend(row.iter().zip(weight).map(|(x, w)| x / (mean + eps).sqrt() * w));
         }
         Ok(out)
     }
@@ -163,10 +146,7 @@ impl PlainLayer {
 }
 
 fn sum(one: &[f64], other: &[f64]) -> Vec<f64> {
-    one.iter()
-        .zip(other)
-        .map(|(one, other)| one + other)
-        .collect()
+    one.iter().zip(other).map(|(one, other)| one + other).collect()
 }
 
 /// θ_i = base^(−2i / head_dim), stretched.
@@ -195,7 +175,5 @@ fn frequencies(config: &ModelConfig, tokens: usize) -> Vec<f64> {
             kept * frequency + (1.0 - kept) * frequency / factor
         }
     };
-    (0..config.head_dim / 2)
-        .map(|i| stretched(base.powf(-2.0 * i as f64 / dim)))
-        .collect()
+    (0..config.head_dim / 2).map(|i| stretched(base.powf(-2.0 * i as f64 / dim))).collect()
 }

@@ -64,11 +64,7 @@ fn at_every_operation(what: &str, format: &str) -> (usize, usize) {
                 assert!(second.stderr.contains(&note), "{fault}\n{}", second.stderr);
             }
         }
-        assert_same(
-            &outcome(&place.path("out")),
-            &expected,
-            &format!("after {fault}"),
-        );
+        assert_same(&outcome(&place.path("out")), &expected, &format!("after {fault}"));
         // A fault may have no consequence.
         if without == 4 {
             return (times, kept);
@@ -81,20 +77,14 @@ fn at_every_operation(what: &str, format: &str) -> (usize, usize) {
 fn killed_at_every_file_operation_a_quantisation_continues_with_the_next_matrix() {
     for format in ["nf4", "nf4-double"] {
         let (times, kept) = at_every_operation("kill", format);
-        assert!(
-            times >= 60 && kept >= 40,
-            "{format}: {times} kills, {kept} kept work"
-        );
+        assert!(times >= 60 && kept >= 40, "{format}: {times} kills, {kept} kept work");
     }
 }
 
 #[test]
 fn every_operation_that_fails_once_is_one_error_and_the_quantisation_continues() {
     let (times, kept) = at_every_operation("fail", "nf4-double");
-    assert!(
-        times >= 50 && kept >= 30,
-        "{times} failures, {kept} kept work"
-    );
+    assert!(times >= 50 && kept >= 30, "{times} failures, {kept} kept work");
 }
 
 #[test]
@@ -141,11 +131,7 @@ fn a_damaged_part_is_written_again_and_other_settings_are_refused() {
     };
     let other = place.run("quantize --to nf4 m --save out");
     assert_eq!(other.code, 1, "{}", other.stderr);
-    assert!(
-        other.stderr.contains("to: nf4-double there, nf4 now"),
-        "{}",
-        other.stderr
-    );
+    assert!(other.stderr.contains("to: nf4-double there, nf4 now"), "{}", other.stderr);
     let path = place.path("out").join(partial);
     let mut bytes = fs::read(&path).expect("a file");
     let last = bytes.len() - 1;
@@ -162,15 +148,9 @@ fn a_disk_without_room_and_too_little_memory_are_refused_before_anything_is_writ
     let place = place();
     let ran = place.run("quantize --to nf4 m --save out --max-memory 4MiB");
     assert_eq!(ran.code, 1, "{}", ran.stderr);
-    assert!(
-        ran.stderr.contains("does not fit into 4.00 MiB"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("does not fit into 4.00 MiB"), "{}", ran.stderr);
     let hint = ran.stderr.lines().find(|line| line.starts_with("hint: "));
-    let flag = hint
-        .and_then(|hint| hint.split("use ").nth(1))
-        .expect("a flag to type");
+    let flag = hint.and_then(|hint| hint.split("use ").nth(1)).expect("a flag to type");
     assert!(!place.path("out").exists());
     let ran = place.run(&format!("quantize --to nf4 m --save out {flag}"));
     assert_eq!(ran.code, 0, "{flag}\n{}", ran.stderr);
@@ -188,17 +168,9 @@ fn a_folder_that_was_being_published_by_an_older_version_is_written_again() {
         fs::remove_file(place.path("out").join(gone)).expect("removed");
     }
     let refused = place.run(&line);
-    assert_eq!(
-        refused.code, 1,
-        "weights without a sign of ours stay\n{}",
-        refused.stderr
-    );
+    assert_eq!(refused.code, 1, "weights without a sign of ours stay\n{}", refused.stderr);
     fs::write(place.path("out/.SHA256SUMS.30826.tmp"), b"").expect("written");
     let again = place.run(&line);
     assert_eq!(again.code, 0, "{}", again.stderr);
-    assert_same(
-        &outcome(&place.path("out")),
-        &expected,
-        "after the older version",
-    );
+    assert_same(&outcome(&place.path("out")), &expected, "after the older version");
 }

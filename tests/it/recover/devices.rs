@@ -18,11 +18,8 @@ const WAYS: [&str; 4] = [
 #[test]
 fn a_training_on_a_device_has_the_bits_of_the_cpu() {
     let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
-    std::fs::write(
-        place.path("map.json"),
-        r#"{"": 0, "model.layers.1": "cpu"}"#,
-    )
-    .expect("a writable folder");
+    std::fs::write(place.path("map.json"), r#"{"": 0, "model.layers.1": "cpu"}"#)
+        .expect("a writable folder");
     for way in WAYS {
         let run = |flags: &str| {
             let ran = place.run(&format!("{COMMON} {way} --save out --force {flags}"));
@@ -58,9 +55,7 @@ fn a_refused_unit_of_a_training_is_done_on_the_cpu() {
     let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
     for way in ["--how lora --lr 3e-3 --rank 4 --held-out 0", WAYS[2]] {
         let run = |flags: &str| {
-            let ran = place.run(&format!(
-                "{COMMON} {way} --eval none --save out --force {flags}"
-            ));
+            let ran = place.run(&format!("{COMMON} {way} --eval none --save out --force {flags}"));
             assert_eq!(ran.code, 0, "{way} {flags}: {}", ran.stderr);
             (matrices(&place.path("out/model")), place.manifest("out"))
         };

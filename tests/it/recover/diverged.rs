@@ -43,15 +43,9 @@ fn the_best_state_is_the_model_and_another_rate_continues_from_it() {
         assert_eq!(recovery.steps.len() as u64, best);
         let message = format!("error: the training diverged: {}", divergence.what);
         assert!(ran.stderr.contains(&message), "{}", ran.stderr);
+        assert!(ran.stderr.contains(&format!(" in step {}", divergence.step)), "{}", ran.stderr);
         assert!(
-            ran.stderr
-                .contains(&format!(" in step {}", divergence.step)),
-            "{}",
-            ran.stderr
-        );
-        assert!(
-            ran.stderr
-                .contains("hint: repeat the command with another rate"),
+            ran.stderr.contains("hint: repeat the command with another rate"),
             "{}",
             ran.stderr
         );
@@ -63,19 +57,12 @@ fn the_best_state_is_the_model_and_another_rate_continues_from_it() {
         let again = place.run(&line(&rate, more));
         assert_eq!(again.code, 1, "{}", again.stderr);
         assert!(again.stderr.contains(&message), "{}", again.stderr);
-        assert_eq!(
-            fs::read(model.join("model.safetensors")).expect("a model"),
-            found
-        );
+        assert_eq!(fs::read(model.join("model.safetensors")).expect("a model"), found);
 
         // Another setting is another run.
         let other = place.run(&line(&rate, &format!("{more} --seed 7")));
         assert_eq!(other.code, 1, "{}", other.stderr);
-        assert!(
-            other.stderr.contains("seed: 0 there, 7 now"),
-            "{}",
-            other.stderr
-        );
+        assert!(other.stderr.contains("seed: 0 there, 7 now"), "{}", other.stderr);
 
         let smaller = place.run(&line("1e-12", &format!("{more} --progress json")));
         assert_eq!(smaller.code, 0, "{}", smaller.stderr);

@@ -105,15 +105,10 @@ fn a_training_that_gets_signals_at_any_time_repeats_at_most_the_steps_since_it_w
             let name = ["KILL", "TERM", "INT", "KILL", "USR1"][random as usize % 5];
             let log = fs::File::create(place.path("first.log")).expect("a new file");
             let mut first = place.command(&command);
-            let mut child = first
-                .stdout(std::process::Stdio::null())
-                .stderr(log)
-                .spawn()
-                .expect("the binary");
+            let mut child =
+                first.stdout(std::process::Stdio::null()).stderr(log).spawn().expect("the binary");
             std::thread::sleep(
-                whole
-                    .mul_f64(part / f64::from(signals))
-                    .min(Duration::from_secs(60)),
+                whole.mul_f64(part / f64::from(signals)).min(Duration::from_secs(60)),
             );
             if child.try_wait().expect("a child").is_none() {
                 signal(&child, name);
@@ -149,9 +144,7 @@ fn a_full_disk_ends_with_an_error_and_the_same_command_continues() {
     let mut failed = 0;
     for at in [8, 14, 20, 26, 40] {
         fs::remove_dir_all(place.path("out")).expect("removed");
-        let ran = place
-            .with_fault(&command, &format!("full:{at}"))
-            .expect("no signal");
+        let ran = place.with_fault(&command, &format!("full:{at}")).expect("no signal");
         if ran.code == 0 {
             continue;
         }
@@ -171,18 +164,10 @@ fn a_training_with_other_settings_is_not_continued() {
     assert!(place.with_fault(&command, "kill:24").is_none());
     let other = place.run(&command.replace("--lr 3e-3", "--lr 4e-3"));
     assert_eq!(other.code, 1, "{}", other.stderr);
-    assert!(
-        other.stderr.contains("lr: 0.003 there, 0.004 now"),
-        "{}",
-        other.stderr
-    );
+    assert!(other.stderr.contains("lr: 0.003 there, 0.004 now"), "{}", other.stderr);
     let other = place.run(&command.replace("--how full", "--how lora"));
     assert_eq!(other.code, 1, "{}", other.stderr);
     let other = place.run(&command.replace("--dataset train.txt", "--dataset test.txt"));
     assert_eq!(other.code, 1, "{}", other.stderr);
-    assert!(
-        other.stderr.contains("training tokens: "),
-        "{}",
-        other.stderr
-    );
+    assert!(other.stderr.contains("training tokens: "), "{}", other.stderr);
 }

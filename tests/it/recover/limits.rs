@@ -116,9 +116,7 @@ fn no_peak_of_a_training_is_above_its_limit() {
 #[test]
 fn a_peak_above_the_limit_is_a_warning_of_any_size() {
     let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
-    let ran = place.run(&format!(
-        "{COMMON} --how lora --rank 4 --eval none --save out"
-    ));
+    let ran = place.run(&format!("{COMMON} --how lora --rank 4 --eval none --save out"));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     let mut manifest = place.manifest("out");
     assert_eq!(manifest.exceeded_plan(), Vec::<String>::new());
@@ -128,8 +126,5 @@ fn a_peak_above_the_limit_is_a_warning_of_any_size() {
     cpu.budget = Some(prune::bytes::ByteSize(peak.0 - 1));
     cpu.peak = peak;
     let warnings = manifest.exceeded_plan();
-    assert!(
-        matches!(&warnings[..], [one] if one.contains("are allowed")),
-        "{warnings:?}"
-    );
+    assert!(matches!(&warnings[..], [one] if one.contains("are allowed")), "{warnings:?}");
 }

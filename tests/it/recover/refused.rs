@@ -12,11 +12,7 @@ fn refused(place: &Place, line: &str, code: i32, says: &[&str]) {
     let ran = place.run(line);
     assert_eq!(ran.code, code, "{line}: {}", ran.stderr);
     for text in says {
-        assert!(
-            ran.stderr.contains(text),
-            "{line}\n{}\nhas no `{text}`",
-            ran.stderr
-        );
+        assert!(ran.stderr.contains(text), "{line}\n{}\nhas no `{text}`", ran.stderr);
     }
     assert!(!ran.stderr.contains("panicked"), "{}", ran.stderr);
 }
@@ -26,16 +22,10 @@ fn contradictions_and_impossible_settings_name_a_flag_that_helps() {
     let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
     place.checkpoint(
         "other",
-        &RandomCheckpoint {
-            num_hidden_layers: 3,
-            ..RandomCheckpoint::default()
-        },
+        &RandomCheckpoint { num_hidden_layers: 3, ..RandomCheckpoint::default() },
     );
     let cases: [(&str, &[&str]); 15] = [
-        (
-            "--how blocks",
-            &["needs the dense model", "--teacher DENSE"],
-        ),
+        ("--how blocks", &["needs the dense model", "--teacher DENSE"]),
         (
             "--how lora --distill-weight 0.5",
             &["--distill-weight of --how lora", "add --teacher DENSE"],
@@ -44,49 +34,25 @@ fn contradictions_and_impossible_settings_name_a_flag_that_helps() {
             "--how full --base-quant nf4",
             &["--base-quant needs a base that stays frozen", "--how lora"],
         ),
-        (
-            "--how lora --rank 65",
-            &["--rank 65 is above the rank of", "use --rank"],
-        ),
-        (
-            "--how lora --target-modules q_proj,qkv",
-            &["no `qkv`", "q_proj,k_proj"],
-        ),
+        ("--how lora --rank 65", &["--rank 65 is above the rank of", "use --rank"]),
+        ("--how lora --target-modules q_proj,qkv", &["no `qkv`", "q_proj,k_proj"]),
         (
             "--how lora --lora-dropout 0.1",
-            &[
-                "--lora-dropout 0.1 is not possible",
-                "leave --lora-dropout out",
-            ],
+            &["--lora-dropout 0.1 is not possible", "leave --lora-dropout out"],
         ),
         ("--how full --dtype f16", &["f16", "--dtype bf16"]),
-        (
-            "--how full --optim adam",
-            &["no optimizer `adam`", "paged-adamw8bit"],
-        ),
+        ("--how full --optim adam", &["no optimizer `adam`", "paged-adamw8bit"]),
         (
             "--how full --optim galore_adamw",
-            &[
-                "`galore_adamw` of transformers' Trainer",
-                "--optim adamw8bit",
-            ],
+            &["`galore_adamw` of transformers' Trainer", "--optim adamw8bit"],
         ),
         (
             "--how lora --optim paged_lion_32bit",
             &["`paged_lion_32bit`", "--optim paged-adamw32bit"],
         ),
-        (
-            "--how full --patience 3 --held-out 0",
-            &["--patience needs held-out examples"],
-        ),
-        (
-            "--how full --train factors",
-            &["--train is a choice of --how blocks"],
-        ),
-        (
-            "--how full --save-adapter",
-            &["--save-adapter needs trained factors"],
-        ),
+        ("--how full --patience 3 --held-out 0", &["--patience needs held-out examples"]),
+        ("--how full --train factors", &["--train is a choice of --how blocks"]),
+        ("--how full --save-adapter", &["--save-adapter needs trained factors"]),
         ("--how lora --alpha 0", &["--alpha 0 is not above 0"]),
         (
             "--how full --device cuda --keep-activations 1",
@@ -102,12 +68,7 @@ fn contradictions_and_impossible_settings_name_a_flag_that_helps() {
         1,
         &["another shape", "num_hidden_layers is 3 there, 2 here"],
     );
-    refused(
-        &place,
-        &format!("{COMMON} --how blocks --teacher m --save m"),
-        1,
-        &["error: "],
-    );
+    refused(&place, &format!("{COMMON} --how blocks --teacher m --save m"), 1, &["error: "]);
     assert!(!place.path("out").exists());
 }
 
@@ -116,22 +77,13 @@ fn texts_that_are_too_short_and_trainings_that_explode_say_so() {
     let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
     std::fs::write(place.path("short.txt"), "a b c d").expect("a new file");
     let short = COMMON.replace("train.txt", "short.txt");
-    refused(
-        &place,
-        &format!("{short} --how full --save out"),
-        1,
-        &["error: ", "hint: "],
-    );
+    refused(&place, &format!("{short} --how full --save out"), 1, &["error: ", "hint: "]);
     let wild = format!("{COMMON} --lr 1e30");
     refused(
         &place,
         &format!("{wild} --how full --max-grad-norm 0 --save out"),
         1,
-        &[
-            "the held-out loss is NaN",
-            "in step 1",
-            "use a smaller rate",
-        ],
+        &["the held-out loss is NaN", "in step 1", "use a smaller rate"],
     );
     let blocks = "--how blocks --teacher m --nsamples 16 --save blocks";
     refused(
@@ -171,12 +123,7 @@ fn a_teacher_with_the_weights_of_the_model_is_refused() {
     assert!(!ran.stderr.contains("has the zeros"), "{}", ran.stderr);
     let ran = place.run(&format!("{blocks} --teacher recovered/model --save out"));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
-    assert!(
-        ran.stderr
-            .contains("`recovered/model` has the zeros of the model"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("`recovered/model` has the zeros of the model"), "{}", ran.stderr);
 }
 
 #[test]
@@ -185,17 +132,10 @@ fn names_of_the_trainers_optimizers_are_the_same_run() {
     let line = |optim: &str| {
         format!("{COMMON} --how lora --rank 4 --eval none --optim {optim} --save out")
     };
-    assert!(
-        place
-            .with_fault(&line("paged_adamw_8bit"), "kill:24")
-            .is_none()
-    );
+    assert!(place.with_fault(&line("paged_adamw_8bit"), "kill:24").is_none());
     let ran = place.run(&line("paged-adamw8bit"));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
-    assert_eq!(
-        place.manifest("out").recovery.expect("a training").optim,
-        "paged-adamw8bit"
-    );
+    assert_eq!(place.manifest("out").recovery.expect("a training").optim, "paged-adamw8bit");
 }
 
 #[test]

@@ -129,10 +129,7 @@ fn damaged_files_of_a_narrower_model_change_no_bit() {
     let place = of_layers(2);
     let flags = "--model m --sparsity-ratio 0.5 --drop-width 0.3 --eval none --save out";
     let refused = damaged_everywhere(&place, &command(flags), 100);
-    assert!(
-        refused.contains(&"unfinished.json".to_string()),
-        "{refused:?}"
-    );
+    assert!(refused.contains(&"unfinished.json".to_string()), "{refused:?}");
 }
 
 #[test]
@@ -161,11 +158,8 @@ fn damaged_files_of_a_training_change_no_bit() {
 fn damaged_files_of_a_merge_with_statistics_change_no_bit() {
     let place = Place::empty();
     for (name, seed) in [("m", 0), ("e", 1)] {
-        let shape = RandomCheckpoint {
-            seed,
-            dtype: StoredDtype::Bf16,
-            ..RandomCheckpoint::default()
-        };
+        let shape =
+            RandomCheckpoint { seed, dtype: StoredDtype::Bf16, ..RandomCheckpoint::default() };
         place.checkpoint(name, &shape);
     }
     let line = "merge --base m --model e --method ties --density 0.5 --saliency base --dataset train.txt \
@@ -181,17 +175,10 @@ fn a_state_of_an_older_version_is_refused_with_a_way_out() {
     assert!(place.with_fault(&line, "kill:40").is_none());
     let path = place.path("out/training.state");
     let bytes = fs::read(&path).expect("a saved training");
-    let end = bytes
-        .iter()
-        .position(|byte| *byte == b'\n')
-        .expect("a seal");
+    let end = bytes.iter().position(|byte| *byte == b'\n').expect("a seal");
     // Older versions began with the settings.
     fs::write(&path, &bytes[end + 1..]).expect("written");
     let ran = place.run(&line);
     assert_eq!(ran.code, 1, "{}", ran.stderr);
-    assert!(
-        ran.stderr.contains("or an older version wrote it"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("or an older version wrote it"), "{}", ran.stderr);
 }

@@ -28,16 +28,9 @@ fn at_every_operation(what: &str, flags: &str) -> usize {
             Some(ran) if ran.code == 0 => without += 1,
             Some(ran) => {
                 assert_eq!(ran.code, 1, "{fault}\n{}", ran.stderr);
-                let errors = ran
-                    .stderr
-                    .lines()
-                    .filter(|line| line.starts_with("error: "));
+                let errors = ran.stderr.lines().filter(|line| line.starts_with("error: "));
                 assert_eq!(errors.count(), 1, "{fault}\n{}", ran.stderr);
-                assert!(
-                    !ran.stderr.contains("bug in prune"),
-                    "{fault}\n{}",
-                    ran.stderr
-                );
+                assert!(!ran.stderr.contains("bug in prune"), "{fault}\n{}", ran.stderr);
                 (times, without) = (times + 1, 0);
             }
             None => {
@@ -52,11 +45,7 @@ fn at_every_operation(what: &str, flags: &str) -> usize {
             assert_eq!(second.code, 0, "after {fault}\n{}", second.stderr);
             Work::of(&second.stderr).assert_layers_after(saved, LAYERS, &fault);
         }
-        assert_same(
-            &outcome(&place.path("out")),
-            &expected,
-            &format!("after {fault}"),
-        );
+        assert_same(&outcome(&place.path("out")), &expected, &format!("after {fault}"));
         if without == WITHOUT_CONSEQUENCE {
             break;
         }
@@ -101,21 +90,13 @@ fn a_disk_that_fills_midway_stops_the_run_and_it_goes_on_when_there_is_room() {
             break;
         }
         assert_eq!(ran.code, 1, "{fault}\n{}", ran.stderr);
-        assert!(
-            ran.stderr.contains("hint: free some space"),
-            "{fault}\n{}",
-            ran.stderr
-        );
+        assert!(ran.stderr.contains("hint: free some space"), "{fault}\n{}", ran.stderr);
         full += 1;
         let saved = saved_layers(&place, 2);
         let second = place.run(&command(WITHOUT_PERPLEXITY));
         assert_eq!(second.code, 0, "after {fault}\n{}", second.stderr);
         Work::of(&second.stderr).assert_layers_after(saved, 2, &fault);
-        assert_same(
-            &outcome(&place.path("out")),
-            &expected,
-            &format!("after {fault}"),
-        );
+        assert_same(&outcome(&place.path("out")), &expected, &format!("after {fault}"));
         fs::remove_dir_all(place.path("out")).expect("removed");
     }
     assert!(full >= 10, "{full} full disks");

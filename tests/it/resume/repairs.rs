@@ -48,10 +48,7 @@ fn methods_that_repair_leave_the_same_bytes_whatever_happens() {
             r#"--memory-settings {"statistics":"input","mlp_tokens":7}"#,
             r#"--memory-settings {"weights":"matrix"} --hidden-states disk"#,
         ] {
-            assert!(
-                finish(&format!("{more} --force")) == undisturbed,
-                "{run} {more}"
-            );
+            assert!(finish(&format!("{more} --force")) == undisturbed, "{run} {more}");
         }
         let mut killed = 0;
         for at in [60, 90, 120] {

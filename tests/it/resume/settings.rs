@@ -20,22 +20,12 @@ fn a_model_folder_of_another_run_is_left_alone() {
     let before = outcome(&place.path("shared"));
     let ran = place.run(&run("b", "0.6"));
     assert_eq!(ran.code, 1, "{}", ran.stderr);
-    assert!(
-        ran.stderr
-            .contains("the model folder `shared` is not empty"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("the model folder `shared` is not empty"), "{}", ran.stderr);
     let mut after = outcome(&place.path("shared"));
     for files in [&mut after, &mut before.clone()] {
         files.remove("prune.lock");
     }
-    assert!(
-        before
-            .iter()
-            .filter(|(name, _)| *name != "prune.lock")
-            .eq(&after)
-    );
+    assert!(before.iter().filter(|(name, _)| *name != "prune.lock").eq(&after));
 
     // By force it is the other run's, and the first one does not take it back.
     let forced = format!("{} --force", run("b", "0.6"));
@@ -43,12 +33,7 @@ fn a_model_folder_of_another_run_is_left_alone() {
     let finished = outcome(&place.path("shared"));
     let ran = place.run(&run("a", "0.5"));
     assert_eq!(ran.code, 1, "{}", ran.stderr);
-    assert!(
-        ran.stderr
-            .contains("the model folder `shared` is not empty"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("the model folder `shared` is not empty"), "{}", ran.stderr);
     assert_eq!(outcome(&place.path("shared")), finished);
 }
 
@@ -56,15 +41,9 @@ fn a_model_folder_of_another_run_is_left_alone() {
 fn without_a_model_an_unfinished_run_is_not_replaced() {
     let place = place();
     interrupted(&place, &command(WANDA));
-    let ran = place.run(&command(
-        "--model m --sparsity-ratio 0.5 --no-save-model --save out",
-    ));
+    let ran = place.run(&command("--model m --sparsity-ratio 0.5 --no-save-model --save out"));
     assert_eq!(ran.code, 1, "{}", ran.stderr);
-    assert!(
-        ran.stderr.contains("`out` holds an unfinished run"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("`out` holds an unfinished run"), "{}", ran.stderr);
     assert_eq!(place.run(&command(WANDA)).code, 0);
 }
 
@@ -74,9 +53,7 @@ fn other_settings_are_refused_with_the_difference() {
     interrupted(&place, &command(WANDA));
     let other = |from: &str, to: &str| -> String {
         let line = command(WANDA);
-        let words = line
-            .split(' ')
-            .map(|word| if word == from { to } else { word });
+        let words = line.split(' ').map(|word| if word == from { to } else { word });
         words.collect::<Vec<_>>().join(" ")
     };
     for (from, to, difference) in [
@@ -84,25 +61,16 @@ fn other_settings_are_refused_with_the_difference() {
         ("both", "pruned", "eval: both there, pruned now"),
         ("4", "3", "nsamples: 4 there, 3 now"),
         ("5", "4", "evaluation tokens: "),
-        (
-            "--save-masks",
-            "--profile",
-            "save-masks: true there, false now",
-        ),
+        ("--save-masks", "--profile", "save-masks: true there, false now"),
     ] {
         let ran = place.run(&other(from, to));
         assert_eq!(ran.code, 1, "{}", ran.stderr);
         assert!(
-            ran.stderr
-                .contains("holds an unfinished run with other settings"),
+            ran.stderr.contains("holds an unfinished run with other settings"),
             "{}",
             ran.stderr
         );
-        assert!(
-            ran.stderr.contains(difference),
-            "{difference}\n{}",
-            ran.stderr
-        );
+        assert!(ran.stderr.contains(difference), "{difference}\n{}", ran.stderr);
         assert!(
             ran.stderr.contains("hint: continue with `") && ran.stderr.contains("--force"),
             "{}",
@@ -125,11 +93,7 @@ fn other_settings_are_refused_with_the_difference() {
     // The unfinished run still continues from its finished layers.
     let ran = place.run(&command(WANDA));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
-    assert!(
-        ran.stderr.contains("2 of 3 layers are finished"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("2 of 3 layers are finished"), "{}", ran.stderr);
 }
 
 #[test]
@@ -143,27 +107,15 @@ fn another_arithmetic_is_refused_with_the_flag_that_is_common() {
         return;
     }
     assert_eq!(ran.code, 1, "{}", ran.stderr);
-    assert!(
-        ran.stderr.contains("was begun with another arithmetic"),
-        "{}",
-        ran.stderr
-    );
-    assert!(
-        ran.stderr.contains("hint: add --dtype f32"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("was begun with another arithmetic"), "{}", ran.stderr);
+    assert!(ran.stderr.contains("hint: add --dtype f32"), "{}", ran.stderr);
     let ran = place.run(&command(&in_f32));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
 
     fs::remove_dir_all(place.path("out")).expect("removed");
     interrupted(&place, &command(WANDA));
     let ran = place.run(&command(&in_f32));
-    assert!(
-        ran.stderr.contains("hint: add --dtype bf16 --use-cpu"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("hint: add --dtype bf16 --use-cpu"), "{}", ran.stderr);
     // Another CPU's, as far as this one can tell.
     let state = place.path("out/unfinished.json");
     let text = fs::read_to_string(&state).expect("a state");
@@ -187,11 +139,7 @@ fn force_starts_over_only_with_other_settings() {
     let forced = format!("{WANDA} --force");
     let ran = place.run(&command(&forced));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
-    assert!(
-        ran.stderr.contains("2 of 3 layers are finished"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("2 of 3 layers are finished"), "{}", ran.stderr);
 
     fs::remove_dir_all(place.path("out")).expect("removed");
     interrupted(&place, &command(WANDA));
@@ -211,12 +159,7 @@ fn resume_needs_something_to_go_on_with() {
     let resume = format!("{WANDA} --resume");
     let ran = place.run(&command(&resume));
     assert_eq!(ran.code, 1);
-    assert!(
-        ran.stderr
-            .contains("--resume: there is no unfinished run in `out`"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("--resume: there is no unfinished run in `out`"), "{}", ran.stderr);
     assert!(!place.path("out").exists(), "nothing was made");
     interrupted(&place, &command(WANDA));
     let ran = place.run(&command(&resume));
@@ -225,11 +168,7 @@ fn resume_needs_something_to_go_on_with() {
     let ran =
         place.run("--model m --sparsity-ratio 0.5 --eval none --resume --prune-method magnitude");
     assert_eq!(ran.code, 2, "{}", ran.stderr);
-    assert!(
-        ran.stderr.contains("hint: add --save DIR"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("hint: add --save DIR"), "{}", ran.stderr);
 }
 
 #[test]
@@ -238,9 +177,5 @@ fn evaluating_into_an_unfinished_run_is_refused() {
     interrupted(&place, &command(WANDA));
     let ran = place.run("eval --model m --eval-dataset test.txt --seqlen 64 --save out");
     assert_eq!(ran.code, 1, "{}", ran.stderr);
-    assert!(
-        ran.stderr.contains("`out` holds an unfinished run"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("`out` holds an unfinished run"), "{}", ran.stderr);
 }

@@ -54,10 +54,7 @@ fn a_signal_stops_a_run_with_exit_code_3_and_the_command_that_goes_on() {
         let output = child.wait_with_output().expect("a child");
         let stderr = String::from_utf8(output.stderr).expect("UTF-8");
         assert_eq!(output.status.code(), Some(3), "{name}\n{stderr}");
-        assert!(
-            stderr.contains(&format!("interrupted (SIG{name})")),
-            "{stderr}"
-        );
+        assert!(stderr.contains(&format!("interrupted (SIG{name})")), "{stderr}");
         let last = stderr.lines().last().unwrap_or_default().trim();
         assert!(last.ends_with(&flags), "{last}");
         assert!(!place.path("out/prune.lock").exists() && !place.path("out/run.json").exists());
@@ -65,10 +62,8 @@ fn a_signal_stops_a_run_with_exit_code_3_and_the_command_that_goes_on() {
         let mut again = place.command("");
         let binary = env!("CARGO_BIN_EXE_prune");
         let shell = last.replacen(last.split(' ').next().unwrap_or_default(), binary, 1);
-        let environment: Vec<_> = again
-            .get_envs()
-            .map(|(k, v)| (k.to_owned(), v.map(ToOwned::to_owned)))
-            .collect();
+        let environment: Vec<_> =
+            again.get_envs().map(|(k, v)| (k.to_owned(), v.map(ToOwned::to_owned))).collect();
         let mut sh = std::process::Command::new("sh");
         sh.args(["-c", &shell]).current_dir(place.path("."));
         for (key, value) in environment {
@@ -81,11 +76,7 @@ fn a_signal_stops_a_run_with_exit_code_3_and_the_command_that_goes_on() {
         let second = ran(&mut sh);
         assert_eq!(second.code, 0, "{}", second.stderr);
         Work::of(&second.stderr).assert_layers_after(saved, 4, name);
-        assert!(
-            second.stderr.contains("continuing an unfinished run"),
-            "{}",
-            second.stderr
-        );
+        assert!(second.stderr.contains("continuing an unfinished run"), "{}", second.stderr);
         let mut found = outcome(&place.path("out"));
         // `--quiet` is part of the command line only.
         let (mut one, mut other) = (Value::Null, Value::Null);
@@ -127,16 +118,8 @@ fn two_runs_do_not_share_a_folder() {
     let mut child = waiting(&place, SLOW);
     let ran = place.run(SLOW);
     assert_eq!(ran.code, 1, "{}", ran.stderr);
-    assert!(
-        ran.stderr.contains("error: another prune works in `out`"),
-        "{}",
-        ran.stderr
-    );
-    assert!(
-        ran.stderr.contains(&format!("process {}", child.id())),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("error: another prune works in `out`"), "{}", ran.stderr);
+    assert!(ran.stderr.contains(&format!("process {}", child.id())), "{}", ran.stderr);
     assert_eq!(child.wait().expect("a child").code(), Some(0));
     assert!(!place.path("out/prune.lock").exists());
 }

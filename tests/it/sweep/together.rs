@@ -21,10 +21,7 @@ fn weights(cell: &Path) -> BTreeMap<String, Vec<u8>> {
             let path = entry.expect("an entry").path();
             if path.extension().is_some_and(|kind| kind == "safetensors") {
                 let bytes = fs::read(&path).expect("a file");
-                found.insert(
-                    path.file_name().expect("a name").to_string_lossy().into(),
-                    bytes,
-                );
+                found.insert(path.file_name().expect("a name").to_string_lossy().into(), bytes);
             }
         }
     }
@@ -35,9 +32,7 @@ fn weights(cell: &Path) -> BTreeMap<String, Vec<u8>> {
 /// The weights of all cells of the sweep, by name of the cell.
 fn all_weights(place: &Place) -> BTreeMap<String, BTreeMap<String, Vec<u8>>> {
     let cells = table(place)["cells"].as_array().expect("a list").clone();
-    let names = cells
-        .iter()
-        .map(|cell| cell["name"].as_str().expect("a name").to_string());
+    let names = cells.iter().map(|cell| cell["name"].as_str().expect("a name").to_string());
     names
         .map(|name| {
             let of_cell = weights(&place.path("out").join(&name));
@@ -48,10 +43,7 @@ fn all_weights(place: &Place) -> BTreeMap<String, BTreeMap<String, Vec<u8>>> {
 
 #[test]
 fn cells_that_share_statistics_have_the_bytes_of_single_runs() {
-    for (more, budget) in [
-        ("", ""),
-        ("--hidden-states disk --max-memory cpu=", "64MiB"),
-    ] {
+    for (more, budget) in [("", ""), ("--hidden-states disk --max-memory cpu=", "64MiB")] {
         let place = Place::new();
         let ran = place.run(&format!("{GRID} {TEXTS} {more}{budget}"));
         assert_eq!(ran.code, 0, "{}", ran.stderr);
@@ -64,9 +56,7 @@ fn cells_that_share_statistics_have_the_bytes_of_single_runs() {
         for (cell, of_sweep) in all_weights(&place) {
             let mut parts = cell.rsplitn(3, '-');
             let (seed, ratio, method) = (parts.next(), parts.next(), parts.next());
-            let seed = seed
-                .and_then(|seed| seed.strip_prefix("seed"))
-                .expect("a seed");
+            let seed = seed.and_then(|seed| seed.strip_prefix("seed")).expect("a seed");
             let (method, ratio) = (method.expect("a method"), ratio.expect("a ratio"));
             let method = method.replace('+', " --refine ");
             place.prune(&format!(
@@ -75,29 +65,20 @@ fn cells_that_share_statistics_have_the_bytes_of_single_runs() {
             ));
             let single = format!("single/{cell}");
             assert!(weights(&place.path(&single)) == of_sweep, "{cell}");
-            let (alone, shared) = (
-                place.manifest(&single),
-                place.manifest(&format!("out/{cell}")),
-            );
+            let (alone, shared) = (place.manifest(&single), place.manifest(&format!("out/{cell}")));
             assert_eq!(masks(&alone), masks(&shared), "{cell}");
             assert_eq!(alone.perplexity, shared.perplexity, "{cell}");
             assert_eq!(alone.calibration, shared.calibration, "{cell}");
             let errors = |manifest: &prune::run::Manifest| -> Vec<Option<f64>> {
                 let matrices = manifest.layers.iter().flat_map(|layer| &layer.matrices);
-                matrices
-                    .map(|matrix| matrix.relative_output_error)
-                    .collect()
+                matrices.map(|matrix| matrix.relative_output_error).collect()
             };
             assert_eq!(errors(&alone), errors(&shared), "{cell}");
             let expected = match (method.as_str(), seed) {
                 ("magnitude", _) => None,
                 _ => Some(8),
             };
-            assert_eq!(
-                (alone.cells_at_once, shared.cells_at_once),
-                (None, expected),
-                "{cell}"
-            );
+            assert_eq!((alone.cells_at_once, shared.cells_at_once), (None, expected), "{cell}");
             assert_eq!(alone.warnings, shared.warnings, "{cell}");
         }
     }
@@ -107,10 +88,7 @@ fn cells_that_share_statistics_have_the_bytes_of_single_runs() {
 /// without the fault. The cells must end with the bytes of a sweep without faults. Calls `faulty` with the outcome of every faulty run.
 fn ends_with_the_same_bytes(fault: &str, step: usize, faulty: &mut dyn FnMut(&Place, Option<i32>)) {
     let place = Place::new();
-    let grid = GRID.replace(
-        "wanda,sparsegpt,ladder,wanda+dsnot,magnitude",
-        "wanda,sparsegpt",
-    );
+    let grid = GRID.replace("wanda,sparsegpt,ladder,wanda+dsnot,magnitude", "wanda,sparsegpt");
     let line = format!("{} {TEXTS}", grid.replace("0.4,0.6 --seeds 0,1", "0.5"));
     assert_eq!(place.run(&line).code, 0);
     let (expected, bytes) = (table(&place), all_weights(&place));
@@ -131,13 +109,7 @@ fn ends_with_the_same_bytes(fault: &str, step: usize, faulty: &mut dyn FnMut(&Pl
         assert_eq!(table(&place), expected, "{fault}:{at}");
         assert!(all_weights(&place) == bytes, "{fault}:{at}");
         for cell in bytes.keys() {
-            assert!(
-                !place
-                    .path("out")
-                    .join(cell)
-                    .join("unfinished.json")
-                    .exists()
-            );
+            assert!(!place.path("out").join(cell).join("unfinished.json").exists());
         }
     }
 }
@@ -164,12 +136,7 @@ fn a_cell_that_fails_leaves_the_others_alone() {
         assert_eq!(code, Some(1));
         if place.path("out/sweep.json").exists() {
             let cells = table(place)["cells"].as_array().expect("a list").clone();
-            failed.insert(
-                cells
-                    .iter()
-                    .filter(|cell| cell["state"] == "failed")
-                    .count(),
-            );
+            failed.insert(cells.iter().filter(|cell| cell["state"] == "failed").count());
         }
     });
     assert!(failed.contains(&1), "{failed:?}");
@@ -178,10 +145,7 @@ fn a_cell_that_fails_leaves_the_others_alone() {
 #[test]
 fn cells_continue_at_their_own_layers() {
     let place = Place::new();
-    let grid = GRID.replace(
-        "wanda,sparsegpt,ladder,wanda+dsnot,magnitude",
-        "wanda,sparsegpt",
-    );
+    let grid = GRID.replace("wanda,sparsegpt,ladder,wanda+dsnot,magnitude", "wanda,sparsegpt");
     let line = format!("{grid} {TEXTS}");
     assert_eq!(place.run(&line).code, 0);
     let (expected, bytes) = (table(&place), all_weights(&place));
@@ -232,11 +196,7 @@ fn cells_follow_one_another_where_the_budget_is_too_small_for_all() {
     let note =
         "  these cells follow one another: together they cannot begin (this run does not fit into ";
     assert!(ran.stderr.contains(note), "{}", ran.stderr);
-    assert!(
-        ran.stderr.contains("cell 40 of 40: wanda-0.59-seed0"),
-        "{}",
-        ran.stderr
-    );
+    assert!(ran.stderr.contains("cell 40 of 40: wanda-0.59-seed0"), "{}", ran.stderr);
     assert_eq!(place.manifest("out/wanda-0.59-seed0").cells_at_once, None);
 }
 
@@ -247,10 +207,6 @@ fn a_shard_has_the_cells_of_as_few_seeds_as_possible() {
         let grid = GRID.replace(",magnitude", "");
         let ran = place.run(&format!("{grid} {TEXTS} --dry-run --shard {shard}"));
         assert_eq!(ran.stdout.lines().count(), 8);
-        assert!(
-            ran.stdout.lines().all(|line| line.ends_with(seed)),
-            "{}",
-            ran.stdout
-        );
+        assert!(ran.stdout.lines().all(|line| line.ends_with(seed)), "{}", ran.stdout);
     }
 }

@@ -56,9 +56,7 @@ fn samples(shared: &Path, golden: &Value, model: &Path) -> Result<Vec<Vec<u32>>>
     let mut bytes = Vec::new();
     for start in starts {
         let start = start.as_u64().context("a number")? as usize;
-        let sample = tokens
-            .get(start..start + 512)
-            .context("the text is long enough")?;
+        let sample = tokens.get(start..start + 512).context("the text is long enough")?;
         bytes.extend(sample.iter().flat_map(|token| token.to_le_bytes()));
         samples.push(sample.to_vec());
     }
@@ -100,16 +98,11 @@ fn scores_of_channels_are_flaps() -> Result<()> {
             inputs.of_down.end_sample();
             *state = layer.forward(state, &mut context)?;
         }
-        for (projection, gram) in [
-            (Projection::O, &inputs.of_o),
-            (Projection::Down, &inputs.of_down),
-        ] {
+        for (projection, gram) in
+            [(Projection::O, &inputs.of_o), (Projection::Down, &inputs.of_down)]
+        {
             let name = projection.full_name(index);
-            let weight = layer
-                .linear(projection)
-                .weight()
-                .held()
-                .context("it is loaded")?;
+            let weight = layer.linear(projection).weight().held().context("it is loaded")?;
             let ours = channel_scores(weight, &gram.columns().variance_of_all(), &name)?;
             // The reference's fluctuation is a multiple of the variance, nearly; its score has that factor.
             let [score, variance, fluctuation] = ["wifv", "variance", "fluctuation"]

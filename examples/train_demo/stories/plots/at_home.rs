@@ -7,9 +7,7 @@ use super::story::Story;
 
 pub(super) fn cooking(story: &mut Story<'_>) {
     let (child, friend) = story.pick_two(CHILDREN);
-    let Child {
-        name, she, hers, ..
-    } = child;
+    let Child { name, she, hers, .. } = child;
     let dish = story.pick(DISHES);
     let relative = story.pick(RELATIVES);
     let what = dish.name;
@@ -26,11 +24,7 @@ pub(super) fn cooking(story: &mut Story<'_>) {
         format!("For {what} {she} needed {one}, {two} and {lacks}. But {she} had no {lacks}."),
     ]);
     story.detail(child);
-    let Child {
-        name: other,
-        she: other_she,
-        ..
-    } = friend;
+    let Child { name: other, she: other_she, .. } = friend;
     story.say_one_of(&[
         format!("So {name} went to {other} and asked for {lacks}."),
         format!("So {name} asked {other}, \"Do you have some {lacks}?\""),
@@ -61,12 +55,7 @@ pub(super) fn cooking(story: &mut Story<'_>) {
 
 pub(super) fn counting(story: &mut Story<'_>) {
     let (child, friend) = story.pick_two(CHILDREN);
-    let Child {
-        name,
-        she,
-        her,
-        hers,
-    } = child;
+    let Child { name, she, her, hers } = child;
     let (one, many) = story.pick(COUNTED);
     let noun = |count: usize| if count == 1 { one } else { many };
     let had = 3 + story.random.below(7);
@@ -78,46 +67,24 @@ pub(super) fn counting(story: &mut Story<'_>) {
     let other = friend.name;
     story.say_one_of(&[
         format!("{she} gave {} {} to {other}.", NUMBERS[gave], noun(gave)),
-        format!(
-            "{other} asked for {} {}, and {name} said yes.",
-            NUMBERS[gave],
-            noun(gave)
-        ),
+        format!("{other} asked for {} {}, and {name} said yes.", NUMBERS[gave], noun(gave)),
     ]);
     story.detail(child);
     let left = had - gave;
     story.say(&format!("Now {name} had {} {}.", NUMBERS[left], noun(left)));
-    let Animal {
-        a,
-        kind,
-        glad,
-        moves,
-        ..
-    } = story.pick(ANIMALS);
+    let Animal { a, kind, glad, moves, .. } = story.pick(ANIMALS);
     story.say_one_of(&[
         format!("Then {a} {moves} by and took one."),
         format!("On the way home, {she} met {a} and gave it one."),
     ]);
     story.detail(child);
     let left = left - 1;
-    story.say(&format!(
-        "The {kind} {glad}, and {name} had {} {}.",
-        NUMBERS[left],
-        noun(left)
-    ));
+    story.say(&format!("The {kind} {glad}, and {name} had {} {}.", NUMBERS[left], noun(left)));
     let relative = story.pick(RELATIVES);
     if left > 0 && story.random.chance(2, 3) {
         story.say_one_of(&[
-            format!(
-                "At home, {she} put the {} {} on the table.",
-                NUMBERS[left],
-                noun(left)
-            ),
-            format!(
-                "{she} showed the {} {} to {hers} {relative}.",
-                NUMBERS[left],
-                noun(left)
-            ),
+            format!("At home, {she} put the {} {} on the table.", NUMBERS[left], noun(left)),
+            format!("{she} showed the {} {} to {hers} {relative}.", NUMBERS[left], noun(left)),
         ]);
         story.say(&format!("\"It is good to share,\" said {hers} {relative}."));
     } else {
@@ -131,12 +98,7 @@ pub(super) fn counting(story: &mut Story<'_>) {
 
 pub(super) fn job_visit(story: &mut Story<'_>) {
     let child = story.pick(CHILDREN);
-    let Child {
-        name,
-        she,
-        her,
-        hers,
-    } = child;
+    let Child { name, she, her, hers } = child;
     let relative = story.pick(RELATIVES);
     let (job, at, tool, does) = story.pick(JOBS);
     story.say_one_of(&[
@@ -161,23 +123,15 @@ pub(super) fn job_visit(story: &mut Story<'_>) {
     ]);
     let (color, toy) = (story.pick(COLORS), story.pick(TOYS));
     if story.random.chance(1, 2) {
-        story.say(&format!(
-            "In the evening, the {job} gave {her} a {color} {toy}."
-        ));
+        story.say(&format!("In the evening, the {job} gave {her} a {color} {toy}."));
         story.say(&format!("{name} was proud of the {color} {toy}."));
     } else {
         let dream = story.pick(JOBS).0;
-        story.say(&format!(
-            "\"When I am big, I will be a {dream},\" said {name}."
-        ));
+        story.say(&format!("\"When I am big, I will be a {dream},\" said {name}."));
         if dream == job {
-            story.say(&format!(
-                "{hers} {relative} smiled, because {she} would be a good {job}."
-            ));
+            story.say(&format!("{hers} {relative} smiled, because {she} would be a good {job}."));
         } else {
-            story.say(&format!(
-                "{hers} {relative} laughed, because a {dream} is not a {job}."
-            ));
+            story.say(&format!("{hers} {relative} laughed, because a {dream} is not a {job}."));
         }
     }
     story.ending();
@@ -185,12 +139,7 @@ pub(super) fn job_visit(story: &mut Story<'_>) {
 
 pub(super) fn night_noise(story: &mut Story<'_>) {
     let child = story.pick(CHILDREN);
-    let Child {
-        name,
-        she,
-        her,
-        hers,
-    } = child;
+    let Child { name, she, her, hers } = child;
     let relative = story.pick(RELATIVES);
     let spot = story.pick(&[
         "under the bed",
@@ -209,21 +158,9 @@ pub(super) fn night_noise(story: &mut Story<'_>) {
     ]);
     story.detail(child);
     let lamp = story.pick(&["a lamp", "a candle"]);
-    story.say(&format!(
-        "{hers} {relative} came with {lamp}, and they looked {spot}."
-    ));
-    let Animal {
-        a,
-        kind,
-        eats,
-        lives,
-        glad,
-        moves,
-    } = story.pick(ANIMALS);
-    story.say_one_of(&[
-        format!("It was only {a}!"),
-        format!("There sat {a} and looked at {her}."),
-    ]);
+    story.say(&format!("{hers} {relative} came with {lamp}, and they looked {spot}."));
+    let Animal { a, kind, eats, lives, glad, moves } = story.pick(ANIMALS);
+    story.say_one_of(&[format!("It was only {a}!"), format!("There sat {a} and looked at {her}.")]);
     story.detail(child);
     story.say_one_of(&[
         format!("The {kind} wanted {eats}."),

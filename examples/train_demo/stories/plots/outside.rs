@@ -25,12 +25,7 @@ fn set_out(story: &mut Story<'_>, child: Child) -> Place {
 
 pub(super) fn lost_toy(story: &mut Story<'_>) {
     let child = story.pick(CHILDREN);
-    let Child {
-        name,
-        she,
-        her,
-        hers,
-    } = child;
+    let Child { name, she, her, hers } = child;
     let (color, toy) = (story.pick(COLORS), story.pick(TOYS));
     let relative = story.pick(RELATIVES);
     story.say_one_of(&[
@@ -63,18 +58,8 @@ pub(super) fn lost_toy(story: &mut Story<'_>) {
         ),
     ]);
     let pet = story.pick(ANIMALS);
-    let Animal {
-        a,
-        kind,
-        eats,
-        glad,
-        moves,
-        ..
-    } = pet;
-    story.say_one_of(&[
-        format!("Then {a} {moves} up to {her}."),
-        format!("Then {she} met {a}."),
-    ]);
+    let Animal { a, kind, eats, glad, moves, .. } = pet;
+    story.say_one_of(&[format!("Then {a} {moves} up to {her}."), format!("Then {she} met {a}.")]);
     story.detail(child);
     story.say_one_of(&[
         format!("The {kind} saw the {color} {toy} {found}."),
@@ -87,9 +72,7 @@ pub(super) fn lost_toy(story: &mut Story<'_>) {
     ]);
     story.say(&format!("The {kind} {glad}."));
     if story.random.chance(1, 2) {
-        story.say(&format!(
-            "{name} took the {toy} home and showed it to {hers} {relative}."
-        ));
+        story.say(&format!("{name} took the {toy} home and showed it to {hers} {relative}."));
     } else {
         story.ending();
     }
@@ -97,22 +80,10 @@ pub(super) fn lost_toy(story: &mut Story<'_>) {
 
 pub(super) fn hungry_animal(story: &mut Story<'_>) {
     let child = story.pick(CHILDREN);
-    let Child {
-        name,
-        she,
-        her,
-        hers,
-    } = child;
+    let Child { name, she, her, hers } = child;
     let place = set_out(story, child);
     let (size, color) = (story.pick(SIZES), story.pick(COLORS));
-    let Animal {
-        kind,
-        eats,
-        lives,
-        glad,
-        moves,
-        ..
-    } = story.pick(ANIMALS);
+    let Animal { kind, eats, lives, glad, moves, .. } = story.pick(ANIMALS);
     let spot = place.spots[story.random.below(3)];
     story.say_one_of(&[
         format!("There {she} saw a {size} {color} {kind} {spot}."),
@@ -126,16 +97,10 @@ pub(super) fn hungry_animal(story: &mut Story<'_>) {
     ]);
     story.detail(child);
     match feeling {
-        "hungry" => story.say(&format!(
-            "So {name} gave it {eats}, and the {kind} ate it all."
-        )),
-        "tired" => story.say(&format!(
-            "So {name} let it sleep in {hers} arms until it woke up."
-        )),
+        "hungry" => story.say(&format!("So {name} gave it {eats}, and the {kind} ate it all.")),
+        "tired" => story.say(&format!("So {name} let it sleep in {hers} arms until it woke up.")),
         "lost" => story.say(&format!("So {name} took it back to its home {lives}.")),
-        _ => story.say(&format!(
-            "So {name} put {hers} coat around it to keep it warm."
-        )),
+        _ => story.say(&format!("So {name} put {hers} coat around it to keep it warm.")),
     }
     story.say(&format!("The {kind} {glad}."));
     let pet = story.pick(PET_NAMES);
@@ -143,10 +108,7 @@ pub(super) fn hungry_animal(story: &mut Story<'_>) {
         story.say(&format!("{name} called it {pet}."));
         story.say_one_of(&[
             format!("Every day, {pet} {moves} {} to see {her}.", place.to),
-            format!(
-                "When {name} came back {}, {pet} was {} again.",
-                place.to, spot
-            ),
+            format!("When {name} came back {}, {pet} was {} again.", place.to, spot),
             format!("Now {pet} is not {feeling} any more."),
         ]);
     } else {
@@ -157,9 +119,7 @@ pub(super) fn hungry_animal(story: &mut Story<'_>) {
 
 pub(super) fn weather_day(story: &mut Story<'_>) {
     let (child, friend) = story.pick_two(CHILDREN);
-    let Child {
-        name, she, hers, ..
-    } = child;
+    let Child { name, she, hers, .. } = child;
     let other = friend.name;
     let weather = story.pick(WEATHERS);
     let day = weather.day;
@@ -170,24 +130,15 @@ pub(super) fn weather_day(story: &mut Story<'_>) {
     story.say(weather.sky);
     let relative = story.pick(RELATIVES);
     story.say_one_of(&[
-        format!(
-            "\"Do not go out without {},\" said {name}'s {relative}.",
-            weather.needs
-        ),
-        format!(
-            "{hers} {relative} gave {name} {}, because it was {day}.",
-            weather.needs
-        ),
+        format!("\"Do not go out without {},\" said {name}'s {relative}.", weather.needs),
+        format!("{hers} {relative} gave {name} {}, because it was {day}.", weather.needs),
     ]);
     story.detail(child);
     let place = story.pick(PLACES);
     let play = weather.play;
     story.say_one_of(&[
         format!("{name} and {other} went {} to {play}.", place.to),
-        format!(
-            "{name} met {other} near {}, and they began to {play}.",
-            place.the
-        ),
+        format!("{name} met {other} near {}, and they began to {play}.", place.the),
     ]);
     story.detail(child);
     if story.random.chance(1, 2) {
@@ -199,16 +150,8 @@ pub(super) fn weather_day(story: &mut Story<'_>) {
             format!("They gave the {color} {toy} to {hers} {relative}."),
         ]);
     } else {
-        let Animal {
-            a,
-            kind,
-            moves,
-            lives,
-            ..
-        } = story.pick(ANIMALS);
-        story.say(&format!(
-            "They saw {a} that {moves} home, because it was so {day}."
-        ));
+        let Animal { a, kind, moves, lives, .. } = story.pick(ANIMALS);
+        story.say(&format!("They saw {a} that {moves} home, because it was so {day}."));
         story.say(&format!("The {kind} lived {lives}."));
     }
     story.say_one_of(&[
@@ -224,18 +167,8 @@ pub(super) fn weather_day(story: &mut Story<'_>) {
 
 pub(super) fn sharing(story: &mut Story<'_>) {
     let (child, friend) = story.pick_two(CHILDREN);
-    let Child {
-        name,
-        she,
-        her,
-        hers,
-    } = child;
-    let Child {
-        name: other,
-        she: other_she,
-        her: other_her,
-        ..
-    } = friend;
+    let Child { name, she, her, hers } = child;
+    let Child { name: other, she: other_she, her: other_her, .. } = friend;
     let (color, second) = story.pick_two(COLORS);
     let (toy, wish) = story.pick_two(TOYS);
     story.say_one_of(&[
@@ -250,10 +183,7 @@ pub(super) fn sharing(story: &mut Story<'_>) {
     let place = story.pick(PLACES);
     story.say_one_of(&[
         format!("{name} was angry and went {} alone.", place.to),
-        format!(
-            "So {name} went {} with {hers} {toy} and played alone.",
-            place.to
-        ),
+        format!("So {name} went {} with {hers} {toy} and played alone.", place.to),
     ]);
     story.detail(child);
     let spot = place.spots[story.random.below(3)];
@@ -263,10 +193,7 @@ pub(super) fn sharing(story: &mut Story<'_>) {
         format!(
             "Then {hers} {relative} said to {her}, \"Give {other} your {color} {toy} for a while.\""
         ),
-        format!(
-            "After a while, {other} came to {} and said, \"I am sorry.\"",
-            place.the
-        ),
+        format!("After a while, {other} came to {} and said, \"I am sorry.\"", place.the),
     ]);
     story.say_one_of(&[
         format!(

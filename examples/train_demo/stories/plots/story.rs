@@ -18,8 +18,7 @@ impl Story<'_> {
             self.text.push(' ');
         }
         let mut characters = sentence.chars();
-        self.text
-            .extend(characters.next().map(|first| first.to_ascii_uppercase()));
+        self.text.extend(characters.next().map(|first| first.to_ascii_uppercase()));
         self.text.push_str(characters.as_str());
     }
 
@@ -45,21 +44,13 @@ impl Story<'_> {
         if !self.random.chance(1, 2) {
             return;
         }
-        let Child {
-            name,
-            she,
-            her,
-            hers,
-        } = child;
+        let Child { name, she, her, hers } = child;
         let animal = self.pick(ANIMALS);
         let (a, kind) = (animal.a, animal.kind);
         let (color, other_color) = self.pick_two(COLORS);
         let (toy, thing) = self.pick_two(TOYS);
-        let (adverb, feeling, material) = (
-            self.pick(ADVERBS),
-            self.pick(FEELINGS),
-            self.pick(MATERIALS),
-        );
+        let (adverb, feeling, material) =
+            (self.pick(ADVERBS), self.pick(FEELINGS), self.pick(MATERIALS));
         let (size, time, relative) = (self.pick(SIZES), self.pick(TIMES), self.pick(RELATIVES));
         let (count, many) = (NUMBERS[2 + self.random.below(8)], self.pick(COUNTED).1);
         let place = self.pick(PLACES);
@@ -70,10 +61,7 @@ impl Story<'_> {
             format!("{hers} {relative} was {feeling}, as always {time}."),
             format!("{she} saw {count} {many} beside a {size} {toy}."),
             format!("The {kind} near {the} {}.", animal.glad),
-            format!(
-                "Everyone knows that {a} lives {} and eats {}.",
-                animal.lives, animal.eats
-            ),
+            format!("Everyone knows that {a} lives {} and eats {}.", animal.lives, animal.eats),
             format!(
                 "{name} thought of the {toy} of {material} that {hers} {relative} had made {time}."
             ),

@@ -59,9 +59,7 @@ impl PackedLengths {
 
 fn slabs(kernel: Kernel, inner: usize) -> impl Iterator<Item = Range<usize>> {
     let slab = kernel.slab();
-    (0..inner)
-        .step_by(slab)
-        .map(move |first| first..inner.min(first + slab))
+    (0..inner).step_by(slab).map(move |first| first..inner.min(first + slab))
 }
 
 /// The scratch of a thread.
@@ -109,18 +107,12 @@ impl GradientScratch {
 
     /// Packs the keys and values of a query head.
     pub(super) fn pack_keys(&mut self, source: &BackwardInputs<'_>, head: usize) {
-        let Heads {
-            num_heads,
-            num_key_value_heads,
-            head_dim,
-        } = source.heads;
+        let Heads { num_heads, num_key_value_heads, head_dim } = source.heads;
         let (kernel, width) = (source.kernel, num_key_value_heads * head_dim);
         let column = head / (num_heads / num_key_value_heads) * head_dim;
         for (block, keys) in source.key_blocks(source.seqlen).enumerate() {
-            for (values, lines) in [
-                (source.inputs.k, &mut self.k),
-                (source.inputs.v, &mut self.v),
-            ] {
+            for (values, lines) in [(source.inputs.k, &mut self.k), (source.inputs.v, &mut self.v)]
+            {
                 let factor = Strided::rows(Values::F32(values), width).at(keys.start, column);
                 let mut lines = &mut lines[block * self.lengths.key_columns..];
                 for slab in slabs(kernel, head_dim) {
@@ -142,11 +134,7 @@ impl GradientScratch {
         let (kernel, head_dim) = (source.kernel, source.heads.head_dim);
         for (values, lines, turned) in [
             (source.inputs.q, &mut self.q, &mut self.q_turned),
-            (
-                source.inputs.context_gradient,
-                &mut self.dc,
-                &mut self.dc_turned,
-            ),
+            (source.inputs.context_gradient, &mut self.dc, &mut self.dc_turned),
         ] {
             let factor = source.of_query(values, head, rows.start);
             let mut lines = &mut lines[..];
@@ -225,24 +213,13 @@ impl GradientScratch {
     fn soften(&mut self, source: &BackwardInputs<'_>, rows: &Range<usize>, scale: f32) -> usize {
         let (kernel, head_dim) = (source.kernel, source.heads.head_dim);
         let queries = rows.len();
-        let seen = source
-            .key_blocks(rows.end)
-            .last()
-            .map_or(0, |keys| keys.end);
+        let seen = source.key_blocks(rows.end).last().map_or(0, |keys| keys.end);
         let probabilities = &mut self.probabilities[..queries * seen];
         for (block, keys) in source.key_blocks(rows.end).enumerate() {
             let some = keys.len().min(rows.end - keys.start);
             let k = &self.k[block * self.lengths.key_columns..];
             let out = &mut probabilities[keys.start..];
-            along_head(
-                kernel,
-                &self.q,
-                k,
-                (queries, keys.len(), some),
-                head_dim,
-                out,
-                seen,
-            );
+            along_head(kernel, &self.q, k, (queries, keys.len(), some), head_dim, out, seen);
         }
         Arch::new().dispatch(ScoreSoftmax {
             scores: probabilities,
@@ -255,11 +232,7 @@ impl GradientScratch {
 
     /// dc_i·c_i of a block of queries.
     fn add_contexts(&mut self, source: &BackwardInputs<'_>, head: usize, rows: &Range<usize>) {
-        let Heads {
-            num_heads,
-            head_dim,
-            ..
-        } = source.heads;
+        let Heads { num_heads, head_dim, .. } = source.heads;
         let width = num_heads * head_dim;
         for (shared, row) in self.shared.iter_mut().zip(rows.clone()) {
             let of = |values: &'_ [f32], at: usize| {
@@ -278,13 +251,7 @@ fn factors<'a>(
     (rows, columns): (usize, usize),
     inner: usize,
 ) -> Factors<'a> {
-    Factors {
-        x,
-        w,
-        rows,
-        columns,
-        inner,
-    }
+    Factors { x, w, rows, columns, inner }
 }
 
 /// Writes x·wᵀ of factors packed slab by slab along `head_dim`, `[queries, some]`, rows `stride` apart. `w` was packed with `keys` columns.
@@ -353,9 +320,7 @@ impl WithSimd for ScoreGradients<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
         let rows = self.gradients.chunks_exact_mut(self.keys);
-        let rows = rows
-            .zip(self.probabilities.chunks(self.seen))
-            .zip(self.shared);
+        let rows = rows.zip(self.probabilities.chunks(self.seen)).zip(self.shared);
         for ((gradients, probabilities), shared) in rows {
             let (visible, future) = gradients.split_at_mut(self.some);
             for (gradient, probability) in visible.iter_mut().zip(probabilities) {

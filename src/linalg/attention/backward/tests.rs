@@ -5,11 +5,7 @@ use super::*;
 
 /// dq, dk and dv straight from the formulas.
 fn plain(heads: Heads, [q, k, v, dc]: [&[f32]; 4]) -> [Vec<f64>; 3] {
-    let Heads {
-        num_heads,
-        num_key_value_heads,
-        head_dim,
-    } = heads;
+    let Heads { num_heads, num_key_value_heads, head_dim } = heads;
     let (qw, kw) = (num_heads * head_dim, num_key_value_heads * head_dim);
     let [mut dq, mut dk, mut dv] = [q, k, v].map(|values| vec![0.0; values.len()]);
     let scale = 1.0 / (head_dim as f64).sqrt();
@@ -19,9 +15,7 @@ fn plain(heads: Heads, [q, k, v, dc]: [&[f32]; 4]) -> [Vec<f64>; 3] {
             let at_q = i * qw + h * head_dim;
             let at_k = |j: usize| j * kw + kh * head_dim;
             let dot = |x: &[f32], at: usize, y: &[f32], other: usize| -> f64 {
-                (0..head_dim)
-                    .map(|d| f64::from(x[at + d]) * f64::from(y[other + d]))
-                    .sum()
+                (0..head_dim).map(|d| f64::from(x[at + d]) * f64::from(y[other + d])).sum()
             };
             let scores: Vec<f64> = (0..=i).map(|j| dot(q, at_q, k, at_k(j)) * scale).collect();
             let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -44,17 +38,10 @@ fn plain(heads: Heads, [q, k, v, dc]: [&[f32]; 4]) -> [Vec<f64>; 3] {
 
 fn waves(heads: Heads, seqlen: usize) -> [Vec<f32>; 4] {
     let wave = |heads_of: usize, pace: f32| -> Vec<f32> {
-        (0..seqlen * heads_of * heads.head_dim)
-            .map(|i| 2.0 * (i as f32 * pace).sin())
-            .collect()
+        (0..seqlen * heads_of * heads.head_dim).map(|i| 2.0 * (i as f32 * pace).sin()).collect()
     };
     let (queries, keys) = (heads.num_heads, heads.num_key_value_heads);
-    [
-        wave(queries, 0.71),
-        wave(keys, 0.37),
-        wave(keys, 0.53),
-        wave(queries, 0.29),
-    ]
+    [wave(queries, 0.71), wave(keys, 0.37), wave(keys, 0.53), wave(queries, 0.29)]
 }
 
 fn run(kernel: Kernel, heads: Heads, [q, k, v, dc]: [&[f32]; 4]) -> [Vec<f32>; 3] {
@@ -63,18 +50,8 @@ fn run(kernel: Kernel, heads: Heads, [q, k, v, dc]: [&[f32]; 4]) -> [Vec<f32>; 3
     let [mut dq, mut dk, mut dv] = [q, k, v].map(|values| vec![f32::NAN; values.len()]);
     let seqlen = q.len() / (heads.num_heads * heads.head_dim);
     let mut partial = vec![f32::NAN; partial_elements(heads, seqlen)];
-    let inputs = AttentionInputs {
-        q,
-        k,
-        v,
-        context: &context,
-        context_gradient: dc,
-    };
-    let out = AttentionGradients {
-        q: &mut dq,
-        k: &mut dk,
-        v: &mut dv,
-    };
+    let inputs = AttentionInputs { q, k, v, context: &context, context_gradient: dc };
+    let out = AttentionGradients { q: &mut dq, k: &mut dk, v: &mut dv };
     causal_backward(kernel, heads, inputs, out, &mut partial);
     [dq, dk, dv]
 }
@@ -98,11 +75,7 @@ fn gradients_are_those_of_the_formulas_for_any_length_and_grouping() {
         (KEYS + QUERIES + 60, 2, 1, 48),
         (9, 1, 1, 1100),
     ] {
-        let heads = Heads {
-            num_heads,
-            num_key_value_heads,
-            head_dim,
-        };
+        let heads = Heads { num_heads, num_key_value_heads, head_dim };
         let waves = waves(heads, seqlen);
         let inputs = waves.each_ref().map(Vec::as_slice);
         let exact = plain(heads, inputs);
@@ -124,11 +97,7 @@ fn gradients_are_those_of_the_formulas_for_any_length_and_grouping() {
 
 #[test]
 fn threads_do_not_change_a_bit() {
-    let heads = Heads {
-        num_heads: 6,
-        num_key_value_heads: 3,
-        head_dim: 24,
-    };
+    let heads = Heads { num_heads: 6, num_key_value_heads: 3, head_dim: 24 };
     let waves = waves(heads, 300);
     for kernel in Kernel::all() {
         let on = |threads: usize| {
@@ -144,23 +113,13 @@ fn threads_do_not_change_a_bit() {
 fn scratch_is_as_large_as_its_formula() {
     for (seqlen, head_dim) in [(100, 16), (700, 64), (1500, 128)] {
         for kernel in Kernel::all() {
-            let heads = Heads {
-                num_heads: 1,
-                num_key_value_heads: 1,
-                head_dim,
-            };
+            let heads = Heads { num_heads: 1, num_key_value_heads: 1, head_dim };
             let [q, k, v, dc] = waves(heads, seqlen);
             let source = BackwardInputs {
                 kernel,
                 heads,
                 seqlen,
-                inputs: AttentionInputs {
-                    q: &q,
-                    k: &k,
-                    v: &v,
-                    context: &q,
-                    context_gradient: &dc,
-                },
+                inputs: AttentionInputs { q: &q, k: &k, v: &v, context: &q, context_gradient: &dc },
             };
             let scratch = GradientScratch::new(&source);
             let lines = [
@@ -174,12 +133,7 @@ fn scratch_is_as_large_as_its_formula() {
                 &scratch.scores,
             ];
             let lines: usize = lines.iter().map(|lines| lines.len()).sum();
-            let floats = [
-                &scratch.probabilities,
-                &scratch.gradients,
-                &scratch.dq,
-                &scratch.shared,
-            ];
+            let floats = [&scratch.probabilities, &scratch.gradients, &scratch.dq, &scratch.shared];
             let floats: usize = floats.iter().map(|floats| floats.len()).sum();
             assert_eq!(
                 backward_scratch_bytes(kernel, head_dim, seqlen, 3),

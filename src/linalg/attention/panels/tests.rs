@@ -26,28 +26,14 @@ fn blocks_of_any_shape_give_the_same_bits() {
     let Some(simd) = pulp::x86::V3::try_new() else {
         return;
     };
-    let heads = Heads {
-        num_heads: 1,
-        num_key_value_heads: 1,
-        head_dim: 20,
-    };
+    let heads = Heads { num_heads: 1, num_key_value_heads: 1, head_dim: 20 };
     let seqlen = KEYS_AT_ONCE + 100;
     let wave = |pace: f32| -> Vec<f32> {
-        (0..seqlen * 20)
-            .map(|i| 2.0 * (i as f32 * pace).sin())
-            .collect()
+        (0..seqlen * 20).map(|i| 2.0 * (i as f32 * pace).sin()).collect()
     };
     let (q, k, v) = (wave(0.71), wave(0.37), wave(0.53));
-    let source = Inputs {
-        kernel: Kernel::Fused,
-        heads,
-        past: 0,
-        seqlen,
-        keys: seqlen,
-        q: &q,
-        k: &k,
-        v: &v,
-    };
+    let source =
+        Inputs { kernel: Kernel::Fused, heads, past: 0, seqlen, keys: seqlen, q: &q, k: &k, v: &v };
     let by = |block: (usize, usize)| {
         let mut out = vec![f32::NAN; seqlen * 20];
         let rows: Vec<_> = (0..seqlen)
@@ -74,11 +60,7 @@ fn blocks_of_any_shape_give_the_same_bits() {
 /// The same in plain loops: the bits every CPU computes that multiplies and adds in one step.
 #[test]
 fn panels_have_the_bits_of_plain_loops() {
-    let heads = Heads {
-        num_heads: 2,
-        num_key_value_heads: 1,
-        head_dim: 20,
-    };
+    let heads = Heads { num_heads: 2, num_key_value_heads: 1, head_dim: 20 };
     let (past, seqlen) = (37, KEYS_AT_ONCE + 2 * QUERIES_AT_ONCE + 5);
     let (keys, head_dim, width) = (past + seqlen, 20, 40);
     let wave = |count: usize, pace: f32| -> Vec<f32> {
@@ -91,11 +73,7 @@ fn panels_have_the_bits_of_plain_loops() {
 
     let is_one_step = Kernel::Fused.name().ends_with("in one step");
     let plus = |sum: f32, x: f32, w: f32| {
-        if is_one_step {
-            x.mul_add(w, sum)
-        } else {
-            x * w + sum
-        }
+        if is_one_step { x.mul_add(w, sum) } else { x * w + sum }
     };
     let scale = 1.0 / (head_dim as f32).sqrt();
     for query in [0, 1, 15, 16, 143, 144, 442, 443, 500, seqlen - 1] {
@@ -123,9 +101,10 @@ fn panels_have_the_bits_of_plain_loops() {
                 }
                 for (dim, context) in context.iter_mut().enumerate() {
                     let before = if block > 0 { *context * shrink } else { 0.0 };
-                    *context = seen.iter().zip(&p).fold(before, |sum, (key, p)| {
-                        plus(sum, v[key * head_dim + dim], *p)
-                    });
+                    *context = seen
+                        .iter()
+                        .zip(&p)
+                        .fold(before, |sum, (key, p)| plus(sum, v[key * head_dim + dim], *p));
                 }
             }
             let scale = (1.0 / sum) as f32;

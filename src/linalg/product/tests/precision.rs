@@ -20,9 +20,8 @@ fn error_of(
     for (x, out) in x.chunks_exact(inner).zip(out.chunks_exact(columns)) {
         for (w, found) in wide.chunks_exact(inner).zip(out) {
             let products = x.iter().zip(w).map(|(x, w)| f64::from(*x) * f64::from(*w));
-            let (sum, size) = products.fold((0.0, 0.0), |(sum, size), product| {
-                (sum + product, size + product.abs())
-            });
+            let (sum, size) = products
+                .fold((0.0, 0.0), |(sum, size), product| (sum + product, size + product.abs()));
             let error = (f64::from(*found) - sum) / size;
             squares += error * error;
             most = most.max(error.abs());
@@ -41,10 +40,7 @@ fn products_by_parts_are_as_exact_as_those_of_f32() {
         .map(|(at, value)| value * 10.0f32.powi((at * 31 % 7) as i32 - 3))
         .collect();
     let values = numbers(columns * inner, 22);
-    let halves: Vec<f16> = values
-        .iter()
-        .map(|&value| f16::from_f32(value * 0.03))
-        .collect();
+    let halves: Vec<f16> = values.iter().map(|&value| f16::from_f32(value * 0.03)).collect();
     let brains = stored(&values);
     let widened: Vec<f32> = halves.iter().map(|value| value.to_f32()).collect();
     let widest: Vec<f32> = brains.iter().map(|value| value.to_f32()).collect();
@@ -59,17 +55,11 @@ fn products_by_parts_are_as_exact_as_those_of_f32() {
         let by_parts = error_of(Kernel::split(dtype), weight, wide, &x, inner);
         let fused = error_of(Kernel::Fused, weight, wide, &x, inner);
         assert!(by_parts.0 <= fused.0, "{dtype:?}: {by_parts:?} {fused:?}");
-        assert!(
-            by_parts.1 <= 1.5 * fused.1,
-            "{dtype:?}: {by_parts:?} {fused:?}"
-        );
+        assert!(by_parts.1 <= 1.5 * fused.1, "{dtype:?}: {by_parts:?} {fused:?}");
         // One part fewer is not enough.
         if let Kernel::Split(parts @ 2..) = Kernel::split(dtype) {
             let fewer = error_of(Kernel::Split(parts - 1), weight, wide, &x, inner);
-            assert!(
-                fewer.0 > 3.0 * by_parts.0,
-                "{dtype:?}: {fewer:?} {by_parts:?}"
-            );
+            assert!(fewer.0 > 3.0 * by_parts.0, "{dtype:?}: {fewer:?} {by_parts:?}");
         }
     }
 }
@@ -91,10 +81,7 @@ fn the_parts_of_a_number_are_the_number() {
     for value in odd.into_iter().chain(numbers(1000, 23)) {
         let mut rest = value;
         let parts: [u16; 3] = std::array::from_fn(|_| take_part::<3>(&mut rest));
-        let sum: f64 = parts
-            .iter()
-            .map(|&part| bf16::from_bits(part).to_f64())
-            .sum();
+        let sum: f64 = parts.iter().map(|&part| bf16::from_bits(part).to_f64()).sum();
         assert_eq!((sum, rest), (f64::from(value), 0.0), "{value:e}");
     }
     for value in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
@@ -123,11 +110,7 @@ fn rounding_is_that_of_the_half_crate() {
     for value in odd.into_iter().chain(numbers(1000, 6)) {
         assert_eq!(rounded(value), bf16::from_f32(value).to_bits(), "{value}");
     }
-    for nan in [
-        f32::NAN,
-        f32::from_bits(0x7f80_0001),
-        f32::from_bits(0xffff_ffff),
-    ] {
+    for nan in [f32::NAN, f32::from_bits(0x7f80_0001), f32::from_bits(0xffff_ffff)] {
         assert!(bf16::from_bits(rounded(nan)).is_nan());
     }
 }
@@ -164,11 +147,7 @@ fn parts_are_taken_one_by_one<const PARTS: usize>() {
     for row in 0..32 {
         for at in 0..steps * 32 {
             let is_there = row < rows && at < inner;
-            let value = if is_there {
-                values[row * inner + at]
-            } else {
-                0.0
-            };
+            let value = if is_there { values[row * inner + at] } else { 0.0 };
             let mut rest = value;
             for part in 0..PARTS {
                 let wanted = bf16::from_bits(take_part::<PARTS>(&mut rest));

@@ -6,9 +6,7 @@ use super::*;
 /// `[rows, columns]` as `[columns, rows]`.
 fn turned<T: Copy>(values: &[T], columns: usize) -> Vec<T> {
     let rows = values.len() / columns;
-    (0..values.len())
-        .map(|at| values[at % rows * columns + at / rows])
-        .collect()
+    (0..values.len()).map(|at| values[at % rows * columns + at / rows]).collect()
 }
 
 #[test]
@@ -26,13 +24,7 @@ fn factors_read_by_columns_give_the_bits_of_those_read_by_rows() {
                 let stride = columns + 3;
                 let run = |x: Strided<'_>, weight: Factor<'_>, adds: bool| {
                     let mut out = vec![0.5; tokens * stride];
-                    let mut jobs = [ProductJob {
-                        weight,
-                        columns,
-                        out: &mut out,
-                        stride,
-                        adds,
-                    }];
+                    let mut jobs = [ProductJob { weight, columns, out: &mut out, stride, adds }];
                     let mut packed = Packed::default();
                     products_of(kernel, x, (tokens, inner), &mut jobs, &mut packed);
                     out
@@ -50,10 +42,7 @@ fn factors_read_by_columns_give_the_bits_of_those_read_by_rows() {
                     let is_gap = at % stride >= columns;
                     let expected = if is_gap { 0.5 } else { 0.5 + plain };
                     // Up to 1100 products below 1 in another order.
-                    assert!(
-                        (sum - expected).abs() < 1e-4,
-                        "{kernel:?}: {sum} {expected}"
-                    );
+                    assert!((sum - expected).abs() < 1e-4, "{kernel:?}: {sum} {expected}");
                 }
             }
         }
@@ -65,10 +54,8 @@ fn a_part_of_the_columns_of_a_factor_is_a_factor() {
     let (tokens, columns, inner, wide) = (40, 70, 60, 100);
     let (x, w) = (numbers(tokens * wide, 3), numbers(columns * inner, 4));
     let first = 25;
-    let part: Vec<f32> = x
-        .chunks(wide)
-        .flat_map(|row| row[first..first + inner].to_vec())
-        .collect();
+    let part: Vec<f32> =
+        x.chunks(wide).flat_map(|row| row[first..first + inner].to_vec()).collect();
     let kernel = Kernel::Fused;
     let run = |x: Strided<'_>| {
         let mut out = vec![0.0; tokens * columns];
@@ -79,13 +66,7 @@ fn a_part_of_the_columns_of_a_factor_is_a_factor() {
             stride: columns,
             adds: false,
         }];
-        products_of(
-            kernel,
-            x,
-            (tokens, inner),
-            &mut jobs,
-            &mut Packed::default(),
-        );
+        products_of(kernel, x, (tokens, inner), &mut jobs, &mut Packed::default());
         out
     };
     let of_whole = run(Strided::rows(Values::F32(&x), wide).at(0, first));
@@ -106,10 +87,6 @@ fn a_factor_beyond_its_slice_is_refused() {
     }];
     let rows = Strided::rows(Values::F32(&x), 3);
     let kernel = Kernel::split(StoredDtype::F32);
-    let kernel = if Kernel::has_split() {
-        kernel
-    } else {
-        Kernel::Fused
-    };
+    let kernel = if Kernel::has_split() { kernel } else { Kernel::Fused };
     products_of(kernel, rows, (2, 3), &mut jobs, &mut Packed::default());
 }
