@@ -185,10 +185,6 @@ struct SaliencyArgs {
     /// File of the statistics; measured and written if it does not exist [default: SAVE/saliency.safetensors]
     #[arg(long, value_name = "FILE")]
     saliency_file: Option<PathBuf>,
-
-    /// Keep the merged difference small where the base is active: AIM with this ω, from 0 to 1 (no effect)
-    #[arg(long, value_name = "OMEGA")]
-    aim: Option<f64>,
 }
 
 /// Samples of the statistics unless a flag says otherwise, as in the tool that this command covers.
@@ -309,7 +305,6 @@ impl MergeArgs {
             truncates_embeddings: self.recipe.unsafe_truncate_embeddings,
             saliency: self.saliency.saliency,
             saliency_file: self.saliency.saliency_file.clone(),
-            aim: self.saliency.aim,
             datasets: self.saliency.dataset.clone(),
             calibration: CalibrationSettings {
                 dataset: first.unwrap_or_else(|| CalibrationSettings::default().dataset),

@@ -12,7 +12,10 @@ use super::{command, foreign};
 use crate::run::command_line::quoted;
 
 /// Flags that people look for, each with the advice for it.
-const FLAGS: [(&str, &str); 5] = [
+const FLAGS: [(&str, &str); 8] = [
+    ("--aim", "version 0.2 removed it; --saliency base weighs by the activations of the base"),
+    ("--block-target", "version 0.2 removed it: the target is always `dense`"),
+    ("--dsnot-published", "version 0.2 removed it: rows stop where no weight of the sign is left"),
     ("--sparsity", RATIO_OR_PATTERN),
     ("--ratio", RATIO_OR_PATTERN),
     ("--use-gpu", GPU),

@@ -13,7 +13,6 @@ use crate::data::DatasetSpec;
 use crate::failure::Failure;
 use crate::job;
 use crate::quantized::FourBitFormat;
-use crate::recovery::TeacherTarget;
 use crate::report;
 use crate::settings::{
     ALL_LINEAR, CalibrationSettings, DATASET, EvalSides, NSAMPLES, RecoverySettings, RecoveryWay,
@@ -74,10 +73,6 @@ struct TrainingArgs {
     /// passes its examples through the teacher.
     #[arg(long, value_name = "W", value_parser = share)]
     distill_weight: Option<f64>,
-
-    /// Target of a layer in `blocks`
-    #[arg(long, value_name = "TARGET", default_value = "dense")]
-    block_target: TeacherTarget,
 
     /// Trained parameters of `blocks` [default: weights]
     #[arg(long, value_name = "KIND")]
@@ -292,7 +287,6 @@ impl RecoverArgs {
         Ok(RecoverySettings {
             teacher: training.teacher.clone(),
             distill_weight: training.distill_weight,
-            block_target: training.block_target,
             trains: training.train.unwrap_or(own.trains),
             rank: training.rank as usize,
             alpha: training.alpha,

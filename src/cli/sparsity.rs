@@ -49,12 +49,6 @@ pub(super) struct SparsityArgs {
     #[arg(long)]
     dsnot_mlp: bool,
 
-    /// `--refine dsnot` repeats the published code where no removed weight of a row has the needed sign
-    ///
-    /// By default such a row stops. The published code continues with kept weights, and the sparsity drifts.
-    #[arg(long)]
-    dsnot_published: bool,
-
     /// Permute the intermediate channels of each MLP, so that N:M groups of down_proj keep more importance
     ///
     /// The rows of gate_proj and up_proj and the columns of down_proj are written in another order, which does not change the function
@@ -145,7 +139,6 @@ impl SparsityArgs {
                 blocksize: self.blocksize,
                 dsnot_cycles: self.dsnot_cycles,
                 dsnot_mlp: self.dsnot_mlp,
-                dsnot_published: self.dsnot_published,
             },
             refine: self.refine.clone(),
             permute_channels: self.permute_channels,

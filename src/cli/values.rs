@@ -3,7 +3,6 @@
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
 
-use crate::recovery::TeacherTarget;
 use crate::run::verification::VerifyLevel;
 use crate::settings::{
     ComputeDtype, EvalSides, MajorityOf, MergeEval, MergeSemantics, RecoveryWay, SaliencySource,
@@ -95,20 +94,6 @@ impl ValueEnum for TrainedKind {
         let help = match self {
             Self::Weights => "All kept weights",
             Self::Factors => "Low-rank factors under the mask",
-        };
-        Some(PossibleValue::new(self.name()).help(help))
-    }
-}
-
-impl ValueEnum for TeacherTarget {
-    fn value_variants<'a>() -> &'a [Self] {
-        &[Self::Dense, Self::Ebft]
-    }
-
-    fn to_possible_value(&self) -> Option<PossibleValue> {
-        let help = match self {
-            Self::Dense => "The hidden state of the dense model",
-            Self::Ebft => "The output of the dense layer for the recovered input",
         };
         Some(PossibleValue::new(self.name()).help(help))
     }

@@ -44,8 +44,6 @@ pub struct MergeTensor {
     pub squares: Vec<Option<Arc<[f32]>>>,
     /// Per source: means of x² per input column, for the output errors; `None` without statistics.
     pub observed: Vec<Option<Arc<[f32]>>>,
-    /// Factors per column of the merged difference from the base; `None` for 1.
-    pub damping: Option<Arc<[f32]>>,
 }
 
 impl MergeTensor {

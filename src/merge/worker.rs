@@ -187,7 +187,6 @@ impl<'p> Worker<'p> {
                 None => &mut OnCpu,
             };
             merge.merge(&block, mixer, &mut self.merged)?;
-            damp(tensor, &block, columns, &mut self.merged);
             if self.pass.keep_zeros {
                 let rows = first..first + self.merged.len() / columns;
                 let mut scratch = (&mut self.before_factors, &mut self.stored);
@@ -231,22 +230,6 @@ pub(super) fn task_of<'a>(
         base: tensor.recipe.base,
         shared: &tensor.recipe.shared,
         settings,
-    }
-}
-
-/// Multiplies the difference from the base by the tensor's factors.
-fn damp(tensor: &MergeTensor, rows: &RowBlock<'_>, columns: usize, merged: &mut [f32]) {
-    let (Some(factors), Some(base)) = (&tensor.damping, tensor.recipe.base) else {
-        return;
-    };
-    let base = rows.sources[base].chunks(columns);
-    for (merged, base) in merged.chunks_mut(columns).zip(base) {
-        for ((merged, base), &factor) in merged.iter_mut().zip(base).zip(factors.iter()) {
-            // A factor of 1 leaves the bits as they are.
-            if factor != 1.0 {
-                *merged = base + (*merged - base) * factor;
-            }
-        }
     }
 }
 

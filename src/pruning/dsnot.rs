@@ -13,9 +13,8 @@
 //! Zhang et al. 2023, "Dynamic Sparse No Training", arXiv:2310.08915; reference: `prune_DSnoT` in zyxxmu/DSnoT.
 //!
 //! Differences: a row stops where no removed weight of the sign is left. The published code then takes kept weights in the order of
-//! their columns for removed ones, so the sparsity drifts; `--dsnot-published` does the same, with the same masks. It also reads beyond
-//! its lists on narrow matrices and writes masks of rows that have stopped, which has no flag here. As in the reference, the matrices of
-//! the MLP are left alone by default.
+//! their columns for removed ones, so the sparsity drifts. It also reads beyond its lists on narrow matrices and writes masks of rows that
+//! have stopped. As in the reference, the matrices of the MLP are left alone by default.
 
 use std::collections::VecDeque;
 
@@ -59,7 +58,7 @@ impl Refinement for Dsnot {
     }
 
     fn options(&self) -> &'static [MethodOption] {
-        &[MethodOption::DsnotCycles, MethodOption::DsnotMlp, MethodOption::DsnotPublished]
+        &[MethodOption::DsnotCycles, MethodOption::DsnotMlp]
     }
 
     fn changes_weights(&self) -> bool {
@@ -91,7 +90,6 @@ impl Refinement for Dsnot {
             variances: moments.variance(),
             pattern: request.target.pattern,
             cycles: request.options.dsnot_cycles(),
-            is_published: request.options.dsnot_published,
         };
         let (rows, width) = (pruned.dense.rows(), pruned.dense.columns());
         let mut is_kept = kept_of(&pruned.mask);
@@ -113,8 +111,6 @@ struct SwapRule {
     variances: Vec<f32>,
     pattern: Pattern,
     cycles: usize,
-    /// Kept weights may come back, too: between the removed ones of both signs, by column.
-    is_published: bool,
 }
 
 impl SwapRule {
@@ -132,8 +128,7 @@ impl SwapRule {
                 ratio => ratio,
             })
             .collect();
-        let mut returning: Vec<usize> =
-            (0..weights.len()).filter(|&at| keys[at] != 0.0 || self.is_published).collect();
+        let mut returning: Vec<usize> = (0..weights.len()).filter(|&at| keys[at] != 0.0).collect();
         // Zero and minus zero are equal.
         returning.sort_by(|&one, &other| (keys[one] + 0.0).total_cmp(&(keys[other] + 0.0)));
         let mut kept: Vec<usize> = (0..weights.len()).filter(|&at| is_kept[at]).collect();
@@ -148,7 +143,7 @@ impl SwapRule {
         let first_sign = error.signum();
         let mut is_used = vec![false; weights.len()];
         let mut returning = returning.into_iter();
-        let may_return = |at: &usize, sign: f32| self.is_published || keys[*at] * sign > 0.0;
+        let may_return = |at: &usize, sign: f32| keys[*at] * sign > 0.0;
         for _ in 0..self.cycles {
             if error.abs() <= DONE {
                 return;
@@ -198,7 +193,6 @@ mod tests {
             variances: vec![1.0; 6],
             pattern,
             cycles: 50,
-            is_published: false,
         }
     }
 
@@ -212,19 +206,11 @@ mod tests {
     }
 
     #[test]
-    fn the_published_rule_takes_kept_weights_for_removed_ones() {
-        // Removed are 1 and 2, so e = 3. Column 1 comes back, column 2 goes: e = 3 − 4 − 2 = −3. No removed weight is negative, so the
-        // first of the columns kept at the start comes back, which is column 2 again, and column 3 goes.
-        let weights = [1.0, 2.0, -4.0, 5.0, 7.0];
-        let refined = |is_published, cycles| {
-            let mut is_kept = [false, false, true, true, true];
-            let rule = SwapRule { is_published, cycles, ..columns(Pattern::Unstructured) };
-            rule.refine(&weights, &mut is_kept);
-            is_kept
-        };
-        assert_eq!(refined(false, 2), [false, true, false, true, true]);
-        assert_eq!(refined(true, 1), [false, true, false, true, true]);
-        assert_eq!(refined(true, 2), [false, true, true, false, true]);
+    fn a_row_stops_where_no_removed_weight_has_the_sign() {
+        // Removed are 1 and 2, so e = 3. Column 1 comes back, column 2 goes: e = 3 − 4 − 2 = −3. No removed weight is negative.
+        let mut is_kept = [false, false, true, true, true];
+        columns(Pattern::Unstructured).refine(&[1.0, 2.0, -4.0, 5.0, 7.0], &mut is_kept);
+        assert_eq!(is_kept, [false, true, false, true, true]);
     }
 
     #[test]

@@ -26,9 +26,6 @@ pub struct MethodOptions {
     /// `--dsnot-mlp`: the matrices of the MLP are refined, too.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub dsnot_mlp: bool,
-    /// `--dsnot-published`: rows continue where no removed weight of the sign is left, as in the published code.
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
-    pub dsnot_published: bool,
 }
 
 /// An option that a method may read.
@@ -42,8 +39,6 @@ pub enum MethodOption {
     DsnotCycles,
     /// `--dsnot-mlp`.
     DsnotMlp,
-    /// `--dsnot-published`.
-    DsnotPublished,
 }
 
 impl MethodOption {
@@ -54,7 +49,6 @@ impl MethodOption {
             Self::Blocksize => "--blocksize",
             Self::DsnotCycles => "--dsnot-cycles",
             Self::DsnotMlp => "--dsnot-mlp",
-            Self::DsnotPublished => "--dsnot-published",
         }
     }
 }
@@ -81,8 +75,7 @@ impl MethodOptions {
         let blocksize = self.blocksize.map(|_| MethodOption::Blocksize);
         let cycles = self.dsnot_cycles.map(|_| MethodOption::DsnotCycles);
         let mlp = self.dsnot_mlp.then_some(MethodOption::DsnotMlp);
-        let published = self.dsnot_published.then_some(MethodOption::DsnotPublished);
-        let all = [percdamp, blocksize, cycles, mlp, published];
+        let all = [percdamp, blocksize, cycles, mlp];
         all.into_iter().flatten().collect()
     }
 
@@ -95,7 +88,6 @@ impl MethodOptions {
             blocksize: self.blocksize.filter(|_| reads(MethodOption::Blocksize)),
             dsnot_cycles: self.dsnot_cycles.filter(|_| reads(MethodOption::DsnotCycles)),
             dsnot_mlp: self.dsnot_mlp && reads(MethodOption::DsnotMlp),
-            dsnot_published: self.dsnot_published && reads(MethodOption::DsnotPublished),
         }
     }
 

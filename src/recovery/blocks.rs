@@ -3,12 +3,11 @@
 //! ```text
 //! loss = mean over tokens and elements of (layer'(x) − y)²
 //! x    the sample behind the layers that are recovered already
-//! y    the dense model's own hidden state behind this layer        `dense`
-//!      or the dense layer's output for x                           `ebft`
+//! y    the dense model's own hidden state behind this layer
 //! ```
 //!
-//! The second target is that of EBFT (Guo et al. 2024, arXiv:2402.12419). Memory is that of one layer, its gradients and optimizer states,
-//! and two sets of hidden states, which may be on disk. Every layer has its own optimizer and schedule.
+//! The memory holds one layer with its gradients and optimizer states, and two sets of hidden states, which may be on disk. Every layer has
+//! its own optimizer and schedule.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -33,25 +32,6 @@ use crate::training::clip::{clip_factor, scale, sum_of_squares};
 use crate::training::rounding::Bf16Rounding;
 use crate::training::{Optimizer, Schedule, TrainingStep};
 
-/// The target of a layer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum TeacherTarget {
-    /// The dense model's own hidden state.
-    Dense,
-    /// The dense layer's output for the recovered input.
-    Ebft,
-}
-
-impl TeacherTarget {
-    /// The name on the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Dense => "dense",
-            Self::Ebft => "ebft",
-        }
-    }
-}
-
 /// Trains the layers one after the other.
 pub struct BlockTrainer<'a> {
     /// The dense model.
@@ -62,8 +42,6 @@ pub struct BlockTrainer<'a> {
     pub base: BaseLayers,
     /// The part of each layer that is trained.
     pub part: &'a TrainedPart,
-    /// The target.
-    pub target: TeacherTarget,
     /// The rule of updates.
     pub optimizer: Box<dyn Optimizer>,
     /// The largest norm of a layer's gradients; `None` for no limit.
@@ -104,7 +82,7 @@ impl TrainedBlock {
 }
 
 impl BlockTrainer<'_> {
-    /// Passes the dense samples through the dense layer, or makes the targets of the recovered ones.
+    /// Passes the dense samples through the dense layer.
     fn make_targets(&mut self, index: usize, compute: &mut Compute<'_>) -> Result<()> {
         let teacher = self.clock.measure(Phase::Read, || {
             DecoderLayer::load(&*self.teacher, &self.config, index).context("in the teacher")
@@ -112,10 +90,7 @@ impl BlockTrainer<'_> {
         let teacher = self.spare.as_new_version(teacher);
         for sample in 0..self.states.samples() {
             self.events.check()?;
-            let input = match self.target {
-                TeacherTarget::Dense => self.targets.get(sample)?,
-                TeacherTarget::Ebft => self.states.get(sample)?,
-            };
+            let input = self.targets.get(sample)?;
             let out = self.clock.measure(Phase::Propagate, || {
                 compute.forward_one(Phase::Propagate, &teacher, sample, &input)
             })?;
@@ -269,9 +244,7 @@ impl Editor for BlockTrainer<'_> {
     }
 
     fn pass(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
-        if self.target == TeacherTarget::Dense {
-            self.make_targets(layer.index(), compute)?;
-        }
+        self.make_targets(layer.index(), compute)?;
         self.forward_states(layer, compute)
     }
 

@@ -32,7 +32,7 @@ mod trainer;
 mod tests;
 
 pub use base::{BaseLayer, BaseLayers, MaskFile};
-pub use blocks::{BlockTrainer, TeacherTarget};
+pub use blocks::BlockTrainer;
 pub use distill::Distillation;
 pub use merger::{LayerOutput, Merger};
 pub use parameters::{LayerParameters, ParameterName, ParameterSpec, TrainedForm, TrainedPart};

@@ -36,7 +36,7 @@ pub struct MergeReport {
     pub left_out: Vec<String>,
     /// Bytes of the merge pass: read, and written.
     pub bytes: [ByteSize; 2],
-    /// `--saliency`, `--aim` and their statistics; absent without them.
+    /// `--saliency` and its statistics; absent without it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub saliency: Option<SaliencyReport>,
     /// The adapter that `--semantics peft` combined; absent without it.
@@ -164,16 +164,13 @@ pub struct CombinedAdapter {
 /// The statistics of a merge.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SaliencyReport {
-    /// `--saliency`: `base` or `experts`; absent where statistics serve `--aim` or the output errors alone.
+    /// `--saliency`: `base` or `experts`; absent where statistics serve the output errors alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub of: Option<String>,
     /// The file of the statistics.
     pub file: String,
     /// The statistics that were used, the base's first.
     pub models: Vec<MeasuredActivations>,
-    /// `--aim`; absent without it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub aim: Option<f64>,
 }
 
 /// Activations of one model.

@@ -89,9 +89,13 @@ pub struct SessionReport {
     pub first_layer: usize,
 }
 
+/// Settings of version 0.1 that exist no more, with the values that changed nothing.
+const REMOVED: [(&str, &str); 3] =
+    [("aim", "none"), ("block_target", "dense"), ("dsnot_published", "false")];
+
 impl RunState {
     /// Returns the differences between this run's settings and `settings`: name, value of this run, value in `settings`. A name that
-    /// only this run has is not a difference.
+    /// only this run has is not a difference, unless it is a removed setting that changed the result.
     pub fn differences(
         &self,
         settings: &BTreeMap<String, String>,
@@ -100,7 +104,11 @@ impl RunState {
             let then = self.settings.get(name).map_or("nothing", String::as_str);
             (then != now).then(|| (name.clone(), then.to_string(), now.clone()))
         });
-        different.collect()
+        let removed = REMOVED.iter().filter_map(|(name, usual)| {
+            let then = self.settings.get(*name).filter(|then| then != usual)?;
+            Some((name.to_string(), then.clone(), "nothing".to_string()))
+        });
+        different.chain(removed).collect()
     }
 
     /// The same run before its first layer: the processes that worked on it stay, and what they measured of time and memory.
@@ -142,12 +150,13 @@ mod tests {
             let pairs = values.iter();
             pairs.map(|(name, value)| (name.to_string(), value.to_string())).collect()
         };
+        let removed = [("aim", "0.4"), ("block_target", "dense")];
         let state = RunState {
-            settings: settings(&[("a", "1"), ("b", "2"), ("c", "3")]),
+            settings: settings(&[&[("a", "1"), ("b", "2"), ("c", "3")], &removed[..]].concat()),
             ..RunState::default()
         };
         let found = state.differences(&settings(&[("a", "1"), ("b", "3"), ("d", "4")]));
-        let expected = [("b", "2", "3"), ("d", "nothing", "4")];
+        let expected = [("b", "2", "3"), ("d", "nothing", "4"), ("aim", "0.4", "nothing")];
         assert_eq!(
             found,
             expected.map(|(name, then, now)| (name.to_string(), then.to_string(), now.to_string()))

@@ -36,8 +36,6 @@ pub struct MergeSettings {
     pub saliency: Option<SaliencySource>,
     /// `--saliency-file`; `None` for one in the run folder.
     pub saliency_file: Option<PathBuf>,
-    /// `--aim`.
-    pub aim: Option<f64>,
     /// `--dataset`, once for all models or once per measured model.
     pub datasets: Vec<DatasetSpec>,
     /// Samples of the statistics.

@@ -14,7 +14,6 @@ use std::path::PathBuf;
 use serde::{Serialize, Serializer};
 
 use crate::quantized::FourBitFormat;
-use crate::recovery::TeacherTarget;
 use crate::training::ScheduleShape;
 
 /// The value of `--target-modules` for all linear layers of the decoder.
@@ -33,9 +32,6 @@ pub struct RecoverySettings {
     /// `--distill-weight`: the share of the divergence from the teacher in the loss of the whole model; `None` for
     /// [`DISTILL_WEIGHT`].
     pub distill_weight: Option<f64>,
-    /// `--block-target`.
-    #[serde(serialize_with = "by_target")]
-    pub block_target: TeacherTarget,
     /// `--train`.
     pub trains: TrainedKind,
     /// `--rank` of the factors.
@@ -141,7 +137,6 @@ impl RecoverySettings {
             how,
             teacher: None,
             distill_weight: None,
-            block_target: TeacherTarget::Dense,
             trains: match how {
                 RecoveryWay::Lora => TrainedKind::Factors,
                 RecoveryWay::Blocks | RecoveryWay::Full => TrainedKind::Weights,
@@ -203,10 +198,6 @@ impl RecoverySettings {
         };
         self.warmup.unwrap_or(own)
     }
-}
-
-fn by_target<S: Serializer>(target: &TeacherTarget, to: S) -> Result<S::Ok, S::Error> {
-    to.serialize_str(target.name())
 }
 
 fn by_shape<S: Serializer>(shape: &ScheduleShape, to: S) -> Result<S::Ok, S::Error> {

@@ -205,7 +205,7 @@ fn the_command_of_the_record_repeats_the_run() {
         "--sparsity-ratio 0.5 --use-variant",
         "--prune-method sparsegpt --sparsity-ratio 0.5 --percdamp 0.1 --blocksize 32 --true-sequential",
         "--sparsity-ratio 0.5 --refine weights --propagate dense --allocate owl --owl-outliers 4 --ratio-band 0.1",
-        "--sparsity-ratio 0.5 --refine dsnot --dsnot-cycles 3 --dsnot-mlp --dsnot-published",
+        "--sparsity-ratio 0.5 --refine dsnot --dsnot-cycles 3 --dsnot-mlp",
         "--sparsity-type 2:4 --permute-channels --eval none",
         "--drop-layers 1 --drop-rule angle --eval none",
         "--layers-dropped 1 --drop-width 0.3 --width-of mlp --no-width-refit --eval none",

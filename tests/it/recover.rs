@@ -39,7 +39,7 @@ const WAYS: [&str; 9] = [
     "--how lora --lr 3e-3 --teacher m --keep-activations 1",
     "--how full --lr 3e-3 --teacher m --distill-weight 0.25 --keep-activations 9",
     "--how blocks --lr 3e-3 --teacher m --nsamples 16",
-    "--how blocks --lr 3e-3 --teacher m --nsamples 16 --train factors --rank 4 --block-target ebft",
+    "--how blocks --lr 3e-3 --teacher m --nsamples 16 --train factors --rank 4",
     "--how blocks --lr 1 --teacher m --nsamples 16 --train-norms --optim sgd --momentum 0.5",
 ];
 

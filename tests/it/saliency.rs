@@ -1,4 +1,4 @@
-//! Activation statistics of merges: the goldens with their statistics and with ours, AIM, a device without memory, interrupted
+//! Activation statistics of merges: the goldens with their statistics and with ours, a device without memory, interrupted
 //! measurements, and files of other statistics.
 
 use std::collections::BTreeMap;
@@ -247,37 +247,6 @@ fn the_goldens_are_repeated_with_their_statistics_and_with_ours() {
 }
 
 #[test]
-fn aim_damps_the_difference_by_the_activations_of_the_base() {
-    let Some(goldens) = Goldens::new() else {
-        return;
-    };
-    let place = &goldens.place;
-    goldens.of_base("aim", "--method ties --density 0.5 --aim 0.4");
-    goldens.of_base("one", "--method ties --density 0.5 --aim 1");
-    let plain = "--method ties --density 0.5 --use-cpu --save plain";
-    merged(place, &format!("{} {} {plain}", goldens.base, goldens.experts));
-    let (aim, plain) = (model(place, "aim"), model(place, "plain"));
-    assert!(model(place, "one") == plain, "ω = 1 changes nothing");
-    let shared = shared().expect("found above");
-    let base = tensors(&shared.join("models/stories260k/model.safetensors"));
-    let statistics = tensors(&place.path("s.safetensors"));
-    let name = "model.layers.2.mlp.down_proj.weight";
-    let active = &statistics["0.model.layers.2.down_in.magnitudes"];
-    let largest = active.iter().copied().fold(0.0, f64::max);
-    let mut damped = 0;
-    for (at, plain) in plain[name].iter().enumerate() {
-        let factor = 1.0 - active[at % active.len()] / largest * 0.6;
-        let expected = base[name][at] + (plain - base[name][at]) * factor;
-        assert!((aim[name][at] - expected).abs() < 1e-6, "{at}");
-        damped += usize::from(aim[name][at] != *plain);
-    }
-    assert!(damped > plain[name].len() / 4, "{damped}");
-    for other in ["model.embed_tokens.weight", "model.norm.weight"] {
-        assert_eq!(aim[other], plain[other]);
-    }
-}
-
-#[test]
 fn an_expert_with_an_adapter_is_measured_as_the_model_that_it_makes() {
     let Some(goldens) = Goldens::new() else {
         return;
@@ -304,9 +273,10 @@ fn an_expert_with_an_adapter_is_measured_as_the_model_that_it_makes() {
     assert!(model(place, "a") == model(place, "b"));
 }
 
-/// A base `m` and an expert `e` of random weights.
+/// A base `b` and experts `m` and `e` of random weights.
 fn place() -> Place {
     let place = Place::empty();
+    random(&place, "b", 2);
     random(&place, "m", 0);
     random(&place, "e", 1);
     place
@@ -322,8 +292,8 @@ fn random(place: &Place, name: &str, seed: u64) {
     place.checkpoint(name, &shape);
 }
 
-/// Measures base and expert: 3 samples of 100 tokens.
-const BOTH: &str = "--base m --model e --method ties --density 0.5 --saliency experts --aim 0.4 \
+/// Measures two experts: 3 samples of 100 tokens.
+const BOTH: &str = "--base b --model m --model e --method ties --density 0.5 --saliency experts \
     --dataset train.txt --nsamples 3 --seqlen 100 --save out";
 
 /// The files of the statistics and of the model.
@@ -434,7 +404,7 @@ fn files_of_other_statistics_are_refused() {
     );
     refused("--saliency-file m/model.safetensors", &["no file of activation statistics"]);
     refused("--saliency-file none", &["there are no statistics in `none`"]);
-    refused("--aim 1.5", &["--aim 1.5 is not between 0 and 1"]);
+    refused("--aim 0.4", &["version 0.2 removed it", "--saliency base"]);
     for (name, seed) in [("m", 7), ("e", 8)] {
         fs::remove_dir_all(place.path(name)).expect("removed");
         random(&place, name, seed);

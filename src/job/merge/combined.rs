@@ -132,7 +132,6 @@ pub(super) fn method(
         ("--majority-sign", settings.majority_sign.is_some() && !elects),
         ("--trim-scope", settings.trim_scope.is_some()),
         ("--saliency", settings.saliency.is_some()),
-        ("--aim", settings.aim.is_some()),
     ] {
         if is_given {
             return Err(Failure::usage(format!(

@@ -5,12 +5,12 @@ use std::path::Path;
 use anyhow::{Context, Result};
 
 use super::devices::DeviceRecords;
-use super::saliency::{Saliency, kind};
+use super::saliency::Saliency;
 use super::saliency_file::{MeasuredModel, SaliencyFile};
 use crate::job::outputs::Outputs;
 use crate::job::settle::Job;
 use crate::job::streams::Streams;
-use crate::pipeline::activations::{ActivationJournal, ActivationMeter, ColumnMeans};
+use crate::pipeline::activations::{ActivationJournal, ActivationMeter, LayerSquares};
 use crate::run::{Events, Plan};
 use crate::runtime::{Clock, Finished};
 
@@ -53,8 +53,7 @@ fn sweep(
     name: &str,
     events: &dyn Events,
 ) -> Result<crate::runtime::SweepReport> {
-    let measured = journal.model();
-    let (layers, has_magnitudes) = (measured.layers.len(), measured.measurement.has_magnitudes);
+    let layers = journal.model().layers.len();
     let model = &job.model;
     events.note(match layers {
         0 => format!("measuring the activations of {name}"),
@@ -67,14 +66,7 @@ fn sweep(
     let samples = streams.calibration.take();
     let samples = samples.context("a measurement has samples")?;
     let finished = (layers > 0).then(|| Finished { layers, written: model.source.clone() });
-    let mut meter = ActivationMeter::new(
-        kind(has_magnitudes),
-        samples,
-        journal,
-        &model.config,
-        &model.clock,
-        events,
-    );
+    let mut meter = ActivationMeter::new(samples, journal, &model.config, &model.clock, events);
     streams.sweep(job, finished, Some(&mut meter), events)
 }
 
@@ -93,7 +85,7 @@ impl FileJournal<'_> {
 }
 
 impl ActivationJournal for FileJournal<'_> {
-    fn layer_measured(&mut self, means: [ColumnMeans; 4]) -> Result<()> {
+    fn layer_measured(&mut self, means: LayerSquares) -> Result<()> {
         self.file.models[self.at].layers.push(means);
         self.file.write(self.path)
     }

@@ -137,7 +137,6 @@ fn merge_tensor(
         recipe: tensor,
         shape,
         dtype,
-        damping: None,
     })
 }
 

@@ -1,6 +1,6 @@
 //! Activation statistics of a merge: the models that are measured, their texts and plans, and the file.
 //!
-//! `--saliency base` and `--aim` need the base model's statistics, `--saliency experts` those of every other model. With
+//! `--saliency base` needs the base model's statistics, `--saliency experts` the statistics of every other model. With
 //! `--saliency-file` alone, the statistics of that file serve the output errors of the record, and nothing is measured.
 
 use std::path::{Path, PathBuf};
@@ -19,9 +19,7 @@ use crate::job::record::arithmetic;
 use crate::job::settle::{Job, Settled};
 use crate::model::{DecoderLayer, ModelConfig, stored_dtypes};
 use crate::pipeline::Observed;
-use crate::pipeline::activations::{
-    ActivationSumsKind, MEANS_OF_SQUARES, MEANS_OF_SQUARES_AND_MAGNITUDES, widths,
-};
+use crate::pipeline::activations::{SquareSumsKind, widths};
 use crate::recipe::Recipe;
 use crate::run::Events;
 use crate::run::merging::{MeasuredActivations, SaliencyReport};
@@ -46,7 +44,6 @@ pub(super) struct Saliency {
     /// The configurations of all models.
     pub(super) configs: Vec<ModelConfig>,
     pub(super) source: Option<SaliencySource>,
-    pub(super) aim: Option<f64>,
 }
 
 /// A model whose statistics the merge needs.
@@ -60,14 +57,13 @@ pub(super) struct Asked {
 struct Wish {
     /// Its index in the recipe.
     model: usize,
-    has_magnitudes: bool,
     dataset: DatasetSpec,
 }
 
 impl Saliency {
     /// Returns whether the merge asks for statistics that it may have to measure.
     pub(super) fn is_measured(settings: &MergeSettings) -> bool {
-        settings.saliency.is_some() || settings.aim.is_some()
+        settings.saliency.is_some()
     }
 
     /// Finds the statistics that the merge needs: in the file, or by measurements that can begin. `None` for a merge without any.
@@ -85,7 +81,6 @@ impl Saliency {
         if !Self::is_measured(settings) && settings.saliency_file.is_none() {
             return Ok(None);
         }
-        check_aim(settings.aim)?;
         let wishes = wishes(settings, recipe, inputs)?;
         let path = path_of(settings, folder)?;
         let configs = inputs.models.iter();
@@ -124,13 +119,12 @@ impl Saliency {
             }
             asked.push(Asked { measurement, job });
         }
-        Ok(Some(Self { path, found, asked, configs, source: settings.saliency, aim: settings.aim }))
+        Ok(Some(Self { path, found, asked, configs, source: settings.saliency }))
     }
 
     /// Everything about the statistics that decides the outcome, for a merge without any, too.
-    pub(super) fn deciding(saliency: Option<&Self>) -> [(String, String); 3] {
+    pub(super) fn deciding(saliency: Option<&Self>) -> [(String, String); 2] {
         let source = saliency.and_then(|saliency| saliency.source);
-        let aim = saliency.and_then(|saliency| saliency.aim);
         let asked = saliency.iter().flat_map(|saliency| &saliency.asked);
         let statistics: Vec<String> = asked
             .map(|asked| {
@@ -144,7 +138,6 @@ impl Saliency {
         let none = || "none".to_string();
         [
             ("saliency", source.map_or_else(none, |of| of.name().to_string())),
-            ("aim", aim.map_or_else(none, |aim| aim.to_string())),
             (
                 "statistics",
                 match statistics.is_empty() {
@@ -182,7 +175,7 @@ impl Saliency {
     /// Bytes of the statistics in memory during the merge.
     pub(super) fn bytes(&self) -> ByteSize {
         // The file as it was read, other models included, and the vectors that tensors share.
-        let all = self.configs.iter().map(|config| bytes_of(config, true));
+        let all = self.configs.iter().map(bytes_of);
         let bytes: ByteSize = all.sum();
         bytes + bytes.max(found_bytes(&self.found))
     }
@@ -202,20 +195,7 @@ impl Saliency {
                     seed: of.seed,
                 })
                 .collect(),
-            aim: self.aim,
         }
-    }
-}
-
-/// Refuses an ω outside of its range.
-fn check_aim(aim: Option<f64>) -> Result<()> {
-    match aim {
-        Some(omega) if !(0.0..=1.0).contains(&omega) => {
-            Err(Failure::usage(format!("--aim {omega} is not between 0 and 1"))
-                .hint("1 changes nothing; AIM's authors use 0.4")
-                .into())
-        }
-        _ => Ok(()),
     }
 }
 
@@ -229,29 +209,25 @@ pub(super) fn base_of(recipe: &Recipe, inputs: &InputModels) -> Option<usize> {
 fn wishes(settings: &MergeSettings, recipe: &Recipe, inputs: &InputModels) -> Result<Vec<Wish>> {
     let base = base_of(recipe, inputs);
     let mut models = Vec::new();
-    if settings.saliency == Some(SaliencySource::Base) || settings.aim.is_some() {
-        let flag = match settings.aim {
-            Some(_) => "--aim",
-            None => "--saliency base",
-        };
+    if settings.saliency == Some(SaliencySource::Base) {
         let none = || match &recipe.base_model {
-            None => Failure::usage(format!("{flag} needs a base model, and this recipe has none"))
+            None => Failure::usage("--saliency base needs a base model, and this recipe has none")
                 .hint("name it with --base, or as `base_model` in the recipe"),
             Some(base) => Failure::usage(format!(
-                "{flag} needs the base model, and {} does not read `{base}`",
+                "--saliency base needs the base model, and {} does not read `{base}`",
                 recipe.merge_method
             ))
             .hint("use a method that subtracts the base, such as task_arithmetic"),
         };
-        models.push((base.ok_or_else(none)?, true));
+        models.push(base.ok_or_else(none)?);
     }
     if settings.saliency == Some(SaliencySource::Experts) {
         let experts = (0..inputs.models.len()).filter(|model| Some(*model) != base);
-        models.extend(experts.map(|model| (model, false)));
+        models.extend(experts);
     }
     let (given, count) = (settings.datasets.len(), models.len());
     if count > 0 && given != 1 && given != count {
-        let names = models.iter().map(|(model, _)| &inputs.models[*model].spec);
+        let names = models.iter().map(|model| &inputs.models[*model].spec);
         let names: Vec<String> = names.map(ToString::to_string).collect();
         return Err(Failure::usage(format!(
             "--dataset is given {given} times, and {count} models are measured"
@@ -264,11 +240,7 @@ fn wishes(settings: &MergeSettings, recipe: &Recipe, inputs: &InputModels) -> Re
     Ok(models
         .into_iter()
         .zip(datasets)
-        .map(|((model, has_magnitudes), dataset)| Wish {
-            model,
-            has_magnitudes,
-            dataset: dataset.clone(),
-        })
+        .map(|(model, dataset)| Wish { model, dataset: dataset.clone() })
         .collect())
 }
 
@@ -305,7 +277,6 @@ fn measurement(
         seed: settings.calibration.seed,
         dtype: stored_dtypes(&*input.checkpoint, config).layers.name().to_string(),
         num_hidden_layers: config.num_hidden_layers,
-        has_magnitudes: wish.has_magnitudes,
         tokens_sha256: String::new(),
         arithmetic: String::new(),
     })
@@ -346,15 +317,14 @@ fn check(
 }
 
 /// Bytes of the statistics of a model.
-fn bytes_of(config: &ModelConfig, has_magnitudes: bool) -> ByteSize {
+fn bytes_of(config: &ModelConfig) -> ByteSize {
     let columns: usize = widths(config).iter().sum();
-    let vectors = config.num_hidden_layers * (1 + usize::from(has_magnitudes));
-    ByteSize::of(columns * vectors, size_of::<f32>())
+    ByteSize::of(columns * config.num_hidden_layers, size_of::<f32>())
 }
 
 /// Bytes of the statistics of all models, and of the file while it is written.
 fn kept_bytes(found: &SaliencyFile, wishes: &[Wish], configs: &[ModelConfig]) -> ByteSize {
-    let wishes = wishes.iter().map(|wish| bytes_of(&configs[wish.model], wish.has_magnitudes));
+    let wishes = wishes.iter().map(|wish| bytes_of(&configs[wish.model]));
     let bytes = found_bytes(found) + wishes.sum();
     bytes + bytes
 }
@@ -362,19 +332,7 @@ fn kept_bytes(found: &SaliencyFile, wishes: &[Wish], configs: &[ModelConfig]) ->
 /// Bytes of the vectors of a file.
 fn found_bytes(found: &SaliencyFile) -> ByteSize {
     let vectors = found.models.iter().flat_map(|model| model.layers.iter().flatten());
-    let bytes = vectors.map(|means| {
-        let magnitudes = means.magnitudes.as_ref().map_or(0, Vec::len);
-        ByteSize::of(means.squares.len() + magnitudes, size_of::<f32>())
-    });
-    bytes.sum()
-}
-
-/// The kind of statistics of a model.
-pub(super) fn kind(has_magnitudes: bool) -> &'static ActivationSumsKind {
-    match has_magnitudes {
-        true => &MEANS_OF_SQUARES_AND_MAGNITUDES,
-        false => &MEANS_OF_SQUARES,
-    }
+    vectors.map(|means| ByteSize::of(means.len(), size_of::<f32>())).sum()
 }
 
 /// The run that measures a model, with everything that decides its statistics.
@@ -419,7 +377,7 @@ fn measuring_job(
         kept = kept + ADAPTER_CACHE + ByteSize(adapter.largest_change_bytes());
         put_on(&mut model, (**adapter).clone())?;
     }
-    let observes = Observed { kind: Some(kind(wish.has_magnitudes)), kept };
+    let observes = Observed { kind: Some(&SquareSumsKind), kept };
     let given = Given { observes: Some(observes), ..Given::default() };
     let Settled::Job(job) = Job::settle_opened(run, model, given, events)? else {
         return Err(anyhow::anyhow!("a measurement has no record"));

@@ -1,8 +1,7 @@
 //! [`SaliencyFile`]: activations of several models in one safetensors file, which later merges read again.
 //!
 //! ```text
-//! 0.model.layers.3.attn_in              a_j² of the first model of the list, f32 [in_features]
-//! 0.model.layers.3.attn_in.magnitudes   m_j, where it was measured
+//! 0.model.layers.3.attn_in   a_j² of the first model of the list, f32 [in_features]
 //! ```
 //!
 //! The inputs are `attn_in` (q, k, v), `o_in`, `mlp_in` (gate, up) and `down_in`. The metadata entry `models` lists the models with
@@ -22,7 +21,7 @@ use crate::bytes::{ByteSize, hex};
 use crate::checkpoint::{Checkpoint, TensorEntry, WeightSource, encode_header, write_atomic};
 use crate::failure::Failure;
 use crate::model::ModelConfig;
-use crate::pipeline::activations::{ColumnMeans, widths};
+use crate::pipeline::activations::{LayerSquares, widths};
 
 /// The names of the inputs of a layer, in the order of [`crate::model::Observation::ALL`].
 const INPUTS: [&str; 4] = ["attn_in", "o_in", "mlp_in", "down_in"];
@@ -47,8 +46,6 @@ pub(super) struct Measurement {
     /// The dtype of its matrices.
     pub(super) dtype: String,
     pub(super) num_hidden_layers: usize,
-    /// m_j was measured, too.
-    pub(super) has_magnitudes: bool,
     /// SHA-256 of the token ids of the samples.
     pub(super) tokens_sha256: String,
     /// Dtype and kernel of the products.
@@ -81,7 +78,7 @@ impl Measurement {
 pub(super) struct MeasuredModel {
     pub(super) measurement: Measurement,
     /// The layers so far.
-    pub(super) layers: Vec<[ColumnMeans; 4]>,
+    pub(super) layers: Vec<LayerSquares>,
 }
 
 impl MeasuredModel {
@@ -145,10 +142,7 @@ impl SaliencyFile {
         for (at, model) in self.models.iter().enumerate() {
             for (layer, inputs) in model.layers.iter().enumerate() {
                 for (input, means) in INPUTS.iter().zip(inputs) {
-                    add(name_of(at, layer, input), &means.squares);
-                    if let Some(magnitudes) = &means.magnitudes {
-                        add(magnitudes_of(at, layer, input), magnitudes);
-                    }
+                    add(name_of(at, layer, input), means);
                 }
             }
         }
@@ -200,8 +194,7 @@ impl SaliencyFile {
             }
             return Err(failure.into());
         }
-        let has_magnitudes = found.measurement.has_magnitudes || !asked.has_magnitudes;
-        Ok(Some(found).filter(|found| found.is_complete() && has_magnitudes))
+        Ok(Some(found).filter(|found| found.is_complete()))
     }
 
     /// Begins or continues the measurement of a model, and returns its index. Layers that were measured from other tokens, or with another
@@ -238,10 +231,6 @@ impl SaliencyFile {
 
 fn name_of(model: usize, layer: usize, input: &str) -> String {
     format!("{model}.model.layers.{layer}.{input}")
-}
-
-fn magnitudes_of(model: usize, layer: usize, input: &str) -> String {
-    format!("{}.magnitudes", name_of(model, layer, input))
 }
 
 /// The metadata of a file.
@@ -305,25 +294,15 @@ impl StatisticsReader<'_> {
             let layer = layers.len();
             let means = INPUTS.iter().map_while(|input| {
                 let squares = self.file.entry(&name_of(self.at, layer, input))?;
-                let magnitudes = magnitudes_of(self.at, layer, input);
-                Some(self.means(squares, measurement.has_magnitudes.then_some(magnitudes)))
+                Some(self.vector(squares))
             });
-            let means: Result<Vec<ColumnMeans>> = means.collect();
-            match <[ColumnMeans; 4]>::try_from(means?) {
+            let means: Result<Vec<Vec<f32>>> = means.collect();
+            match LayerSquares::try_from(means?) {
                 Ok(means) => layers.push(means),
                 Err(_) => break,
             }
         }
         Ok(MeasuredModel { measurement, layers })
-    }
-
-    fn means(&self, squares: &TensorEntry, magnitudes: Option<String>) -> Result<ColumnMeans> {
-        let magnitudes = magnitudes.map(|name| {
-            let entry = self.file.entry(&name);
-            let missing = || is_other(self.path, format!("`{name}` is missing"));
-            self.vector(entry.ok_or_else(missing)?)
-        });
-        Ok(ColumnMeans { squares: self.vector(squares)?, magnitudes: magnitudes.transpose()? })
     }
 
     fn vector(&self, entry: &TensorEntry) -> Result<Vec<f32>> {
@@ -339,10 +318,7 @@ impl StatisticsReader<'_> {
         match values.iter().find(|value| !is_mean(value)) {
             None => Ok(values),
             Some(bad) => {
-                let why = format!(
-                    "`{}` holds {bad}, which is no mean of squares or magnitudes",
-                    entry.name
-                );
+                let why = format!("`{}` holds {bad}, which is no mean of squares", entry.name);
                 Err(is_other(self.path, why).into())
             }
         }
@@ -356,13 +332,7 @@ impl MeasuredModel {
     /// Fails for statistics of another shape than the model's.
     pub(super) fn check(&self, config: &ModelConfig, path: &Path) -> Result<()> {
         let widths = widths(config);
-        let fits = |inputs: &[ColumnMeans; 4]| {
-            let mut inputs = inputs.iter().zip(widths);
-            inputs.all(|(means, width)| {
-                let magnitudes = means.magnitudes.as_ref();
-                means.squares.len() == width && magnitudes.is_none_or(|of| of.len() == width)
-            })
-        };
+        let fits = |inputs: &LayerSquares| inputs.each_ref().map(Vec::len) == widths;
         if self.layers.len() <= config.num_hidden_layers && self.layers.iter().all(fits) {
             return Ok(());
         }

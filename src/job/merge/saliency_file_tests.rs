@@ -12,17 +12,13 @@ fn measurement(fingerprint: &str) -> Measurement {
         seed: 0,
         dtype: "f32".to_string(),
         num_hidden_layers: 2,
-        has_magnitudes: true,
         tokens_sha256: "t".to_string(),
         arithmetic: "f32 by fused".to_string(),
     }
 }
 
-fn layer(value: f32) -> [ColumnMeans; 4] {
-    [2, 3, 2, 4].map(|width| ColumnMeans {
-        squares: vec![value; width],
-        magnitudes: Some(vec![value / 2.0; width]),
-    })
+fn layer(value: f32) -> LayerSquares {
+    [2, 3, 2, 4].map(|width| vec![value; width])
 }
 
 fn model(fingerprint: &str, layers: usize) -> MeasuredModel {
@@ -79,7 +75,7 @@ fn damaged_files_and_files_of_another_kind_are_refused() {
         format!("{} {:?}", failure.message, failure.details)
     };
     let mut file = SaliencyFile { models: vec![model("a", 2)] };
-    file.models[0].layers[1][2].squares[0] = f32::NAN;
+    file.models[0].layers[1][2][0] = f32::NAN;
     file.write(&path).unwrap();
     let found = says(&std::fs::read(&path).unwrap());
     assert!(found.contains("0.model.layers.1.mlp_in") && found.contains("NaN"), "{found}");

@@ -1,12 +1,4 @@
-//! Tensors with the statistics of their inputs: what the method weighs with, what the output errors are computed with, and AIM's factors.
-//!
-//! ```text
-//! AIM: W' = W_0 + (W − W_0)_ij · f_j        f_j = 1 − (m_j / max_j m_j)·(1 − ω)        m_j: mean |x_j| under the base model
-//! ```
-//!
-//! The maximum is over the columns of one input, as in the authors' code. A column that is never active keeps its difference. Only the
-//! linears of layers are damped: embedding, head and norms have no statistics here. The authors damp head and norms as well.
-//! Source: A. H. Nobari et al., "Activation-informed merging of large language models" (2025, arXiv:2502.02421), equation 3.
+//! Tensors with the statistics of their inputs: what the method weighs with, and what the output errors are computed with.
 //!
 //! A tensor that comes from another layer of its source has the statistics of that layer.
 
@@ -32,31 +24,13 @@ struct Shared<'a> {
     config: &'a ModelConfig,
     /// a_j² by layer and input.
     squares: Vec<[Arc<[f32]>; 4]>,
-    /// m_j by layer and input; empty without.
-    factors: Vec<[Arc<[f32]>; 4]>,
 }
 
 impl<'a> Shared<'a> {
-    /// `omega` of AIM, for the base model.
-    fn new(model: &'a MeasuredModel, config: &'a ModelConfig, omega: Option<f64>) -> Self {
+    fn new(model: &'a MeasuredModel, config: &'a ModelConfig) -> Self {
         let layers = model.layers.iter();
-        let squares = layers
-            .clone()
-            .map(|inputs| inputs.each_ref().map(|means| means.squares.clone().into()));
-        let factors = layers.filter_map(|inputs| {
-            let omega = omega?;
-            let inputs = inputs.each_ref();
-            Some(inputs.map(|means| {
-                let magnitudes = means.magnitudes.as_deref().unwrap_or_default();
-                factors(magnitudes, omega).into()
-            }))
-        });
-        Self {
-            measurement: &model.measurement,
-            config,
-            squares: squares.collect(),
-            factors: factors.collect(),
-        }
+        let squares = layers.map(|inputs| inputs.each_ref().map(|means| means[..].into()));
+        Self { measurement: &model.measurement, config, squares: squares.collect() }
     }
 
     /// Layer and input of a linear's weight, by its name.
@@ -72,24 +46,6 @@ impl<'a> Shared<'a> {
         let (layer, input) = self.input_of(tensor)?;
         Some(Arc::clone(&self.squares.get(layer)?[input]))
     }
-
-    fn factors_of(&self, tensor: &str) -> Option<Arc<[f32]>> {
-        let (layer, input) = self.input_of(tensor)?;
-        Some(Arc::clone(&self.factors.get(layer)?[input]))
-    }
-}
-
-/// f_j of AIM.
-fn factors(magnitudes: &[f32], omega: f64) -> Vec<f32> {
-    let largest = magnitudes.iter().copied().fold(0.0f32, f32::max);
-    let factor = |&mean: &f32| {
-        let importance = match largest > 0.0 {
-            true => f64::from(mean) / f64::from(largest),
-            false => 0.0,
-        };
-        (1.0 - importance * (1.0 - omega)) as f32
-    };
-    magnitudes.iter().map(factor).collect()
 }
 
 /// The tensors of a merge with their statistics, and what measuring took.
@@ -128,7 +84,7 @@ impl Saliency {
     /// Output errors use the expert's own statistics where the file has them, else the base's.
     ///
     /// # Errors
-    /// Fails for `--aim` where a linear has no base to differ from, and for statistics of another width than a tensor.
+    /// Fails for statistics of another width than a tensor.
     pub(super) fn weigh(
         &self,
         tensors: &mut [MergeTensor],
@@ -137,10 +93,9 @@ impl Saliency {
         base: Option<usize>,
     ) -> Result<Vec<Measurement>> {
         let mut models = Vec::new();
-        for (at, (input, config)) in inputs.models.iter().zip(&self.configs).enumerate() {
+        for (input, config) in inputs.models.iter().zip(&self.configs) {
             let measured = activations.file.complete(&input.fingerprint()?);
-            let omega = self.aim.filter(|_| Some(at) == base);
-            models.push(measured.map(|model| Shared::new(model, config, omega)));
+            models.push(measured.map(|model| Shared::new(model, config)));
         }
         let of_base = base.and_then(|base| models[base].as_ref());
         for tensor in tensors {
@@ -160,11 +115,6 @@ impl Saliency {
                 };
                 tensor.observed[at] = own.or(bases);
             }
-            if let (Some(_), Some(model)) = (self.aim, of_base) {
-                let name = base_tensor.as_ref().unwrap_or(&tensor.recipe.name);
-                tensor.damping = model.factors_of(name);
-                check_base(tensor)?;
-            }
             check_widths(tensor)?;
         }
         let used = std::iter::once(of_base).chain(
@@ -178,42 +128,16 @@ impl Saliency {
     }
 }
 
-/// Refuses a factor without a base.
-fn check_base(tensor: &MergeTensor) -> Result<()> {
-    if tensor.damping.is_none() || tensor.recipe.base.is_some() {
-        return Ok(());
-    }
-    Err(Failure::usage(format!(
-        "--aim damps differences from the base model, and `{}` is merged without it",
-        tensor.recipe.name
-    ))
-    .hint("use a method that subtracts the base, such as task_arithmetic")
-    .into())
-}
-
 /// Refuses vectors of another length than the rows of the tensor.
 fn check_widths(tensor: &MergeTensor) -> Result<()> {
     let columns = tensor.matrix().1;
-    let all = tensor.observed.iter().chain(&tensor.squares).flatten();
-    match all.chain(&tensor.damping).find(|of| of.len() != columns) {
+    let mut all = tensor.observed.iter().chain(&tensor.squares).flatten();
+    match all.find(|of| of.len() != columns) {
         None => Ok(()),
         Some(other) => {
             Err(Failure::new(format!("the statistics of `{}` do not fit", tensor.recipe.name))
                 .detail(format!("they have {} columns, the tensor has {columns}", other.len()))
                 .into())
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn aim_damps_a_column_by_its_share_of_the_most_active_one() {
-        // 1 - (m / 4)·(1 - 0.4).
-        assert_eq!(factors(&[4.0, 2.0, 0.0], 0.4), [0.4, 0.7, 1.0]);
-        assert_eq!(factors(&[4.0, 2.0, 0.0], 1.0), [1.0; 3]);
-        assert_eq!(factors(&[0.0, 0.0], 0.4), [1.0; 2], "nothing is active");
     }
 }

@@ -111,7 +111,6 @@ fn block_trainer<'t>(
         config: model.config.clone(),
         base: FrozenBase::open(job, recovery, events)?.layers(job, recovery, 0),
         part: &recovery.part,
-        target: recovery.settings.block_target,
         optimizer: recovery.optimizer(),
         max_grad_norm: recovery.settings.max_grad_norm,
         schedule,

@@ -257,7 +257,7 @@ impl Recovery {
                 teacher.display(),
                 match self.is_whole() {
                     true => format!("logits, share {} of the loss", self.distill_weight()),
-                    false => format!("target {}", settings.block_target.name()),
+                    false => "hidden states of every layer".to_string(),
                 }
             ));
         }

@@ -12,7 +12,7 @@ const WAYS: [&str; 4] = [
     "--how full --lr 3e-3 --train-norms --batch-size 1 --accumulate 2",
     "--how lora --lr 3e-3 --rank 4 --teacher m",
     "--how blocks --lr 3e-3 --teacher m --nsamples 8",
-    "--how blocks --lr 3e-3 --teacher m --nsamples 8 --train factors --rank 4 --block-target ebft",
+    "--how blocks --lr 3e-3 --teacher m --nsamples 8 --train factors --rank 4",
 ];
 
 #[test]
