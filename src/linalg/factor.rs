@@ -19,19 +19,14 @@
 //! ```
 //!
 //! After the last step S = UᵀU = H⁻¹. For U itself, S_bb stays as it is, S_kb = Qb and S_kk = R⁻¹. The second line is one product of the
-//! whole triangle. f32 has the kernel of products for it, f64 the `faer` crate, which also factors and solves the blocks.
+//! whole triangle. f32 has the kernel of products for it, f64 the `gemm` crate. `triangular.rs` factors and solves the blocks.
 
-use faer::dyn_stack::{MemBuffer, MemStack};
-use faer::linalg::cholesky::llt::factor as llt;
-use faer::linalg::matmul::matmul;
-use faer::linalg::triangular_solve::{
-    solve_lower_triangular_in_place, solve_upper_triangular_in_place,
-};
-use faer::traits::RealField;
-use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
+use super::matmul::{View, add_matmul};
 use super::product::{Factors, Kernel, Line, Strided, Values, resize};
+pub use super::triangular::NotPositive;
+use super::triangular::{Element, Triangle};
 use crate::bytes::ByteSize;
 
 /// Columns of a block.
@@ -51,16 +46,8 @@ pub fn working_bytes<T: Real>(n: usize) -> ByteSize {
     ByteSize::of(n.saturating_mul(3 * BLOCK.min(n)), size_of::<T>())
 }
 
-/// A pivot that is not positive: H is not positive definite in this precision.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct NotPositive;
-
 /// A precision of these functions: f32 or f64.
-pub trait Real: RealField + Copy + std::ops::Neg<Output = Self> + Send + Sync {
-    /// 0.
-    const ZERO: Self;
-    /// 1.
-    const ONE: Self;
+pub trait Real: Element {
     /// Columns `[columns, depth]` of a factor in the form that products read.
     type Packed: Sync + Default;
 
@@ -84,8 +71,6 @@ pub trait Real: RealField + Copy + std::ops::Neg<Output = Self> + Send + Sync {
 }
 
 impl Real for f32 {
-    const ZERO: Self = 0.0;
-    const ONE: Self = 1.0;
     type Packed = Vec<Line>;
 
     fn pack_left(columns: &[Self], depth: usize, packed: &mut Self::Packed) {
@@ -142,8 +127,6 @@ fn pack(
 }
 
 impl Real for f64 {
-    const ZERO: Self = 0.0;
-    const ONE: Self = 1.0;
     type Packed = Vec<Self>;
 
     fn pack_left(columns: &[Self], _: usize, packed: &mut Self::Packed) {
@@ -164,11 +147,9 @@ impl Real for f64 {
         depth: usize,
     ) {
         let count = rows.len() / n;
-        let out = MatMut::from_row_major_slice_mut(rows, count, n).subcols_mut(first, n - first);
-        let left =
-            MatRef::from_row_major_slice(&left[row * depth..][..count * depth], count, depth);
-        let right = MatRef::from_column_major_slice(&right[first * depth..], depth, n - first);
-        matmul(out, Accum::Add, left, right, 1.0, Par::Seq);
+        let left = View::strided(&left[row * depth..], count, depth, depth);
+        let right = View::strided(&right[first * depth..], n - first, depth, depth);
+        add_matmul(&mut rows[first..], n, left, right.transposed());
     }
 }
 
@@ -195,19 +176,18 @@ pub fn inverse<T: Real>(h: &mut [T], n: usize) -> Result<(), NotPositive> {
 /// Replaces the upper triangle of H by that of U, or by that of UᵀU if U is `squared`.
 fn eliminate<T: Real>(h: &mut [T], n: usize, squared: bool) -> Result<(), NotPositive> {
     // Columns of Q, `[n, columns of the block]`.
-    let mut q = vec![T::ZERO; n * BLOCK.min(n)];
+    let mut q = vec![T::default(); n * BLOCK.min(n)];
     let (mut left, mut right) = Default::default();
     for start in (0..n).step_by(BLOCK).rev() {
         let depth = BLOCK.min(n - start);
         let end = start + depth;
-        let r = factor_of_block(h, n, start, depth)?;
-        let r = MatRef::from_column_major_slice(&r, depth, depth);
+        let r = Triangle::factor(depth, |i, j| h[(start + i) * n + start + j])?;
         let q = &mut q[..n * depth];
         read_block(h, n, start, depth, q);
-        for_columns(q, depth, |q| solve_upper_triangular_in_place(r, q, Par::Seq));
+        q.par_chunks_mut(SOLVED * depth).for_each(|q| r.solve(q));
         // The block itself takes no part in the product.
         let own = q[start * depth..end * depth].to_vec();
-        q[start * depth..end * depth].fill(T::ZERO);
+        q[start * depth..end * depth].fill(T::default());
         T::pack_right(q, depth, &mut right);
         q[..start * depth].par_iter_mut().for_each(|value| *value = -*value);
         // Without the square, only rows before the block change.
@@ -219,46 +199,10 @@ fn eliminate<T: Real>(h: &mut [T], n: usize, squared: bool) -> Result<(), NotPos
         });
         q[start * depth..end * depth].copy_from_slice(&own);
         let solved = if squared { n } else { start };
-        for_columns(&mut q[..solved * depth], depth, |q| {
-            solve_lower_triangular_in_place(r.transpose(), q, Par::Seq);
-        });
+        q[..solved * depth].par_chunks_mut(SOLVED * depth).for_each(|q| r.solve_transposed(q));
         write_block(h, n, start, depth, q);
     }
     Ok(())
-}
-
-/// Solves for all columns of Q `[columns, depth]`, on all threads.
-fn for_columns<T: Real>(q: &mut [T], depth: usize, solve: impl Fn(MatMut<'_, T>) + Sync) {
-    q.par_chunks_mut(SOLVED * depth).for_each(|q| {
-        let count = q.len() / depth;
-        solve(MatMut::from_column_major_slice_mut(q, depth, count));
-    });
-}
-
-/// The upper triangular R with R·Rᵀ = H_kk, by columns.
-fn factor_of_block<T: Real>(
-    h: &[T],
-    n: usize,
-    start: usize,
-    depth: usize,
-) -> Result<Vec<T>, NotPositive> {
-    // In reverse order of rows and columns, R is lower triangular.
-    let mut r = vec![T::ZERO; depth * depth];
-    for (column, r) in r.chunks_exact_mut(depth).enumerate() {
-        for (row, r) in r.iter_mut().enumerate().skip(column) {
-            let (row, column) = (start + depth - 1 - row, start + depth - 1 - column);
-            *r = h[row * n + column];
-        }
-    }
-    let matrix = MatMut::from_column_major_slice_mut(&mut r, depth, depth);
-    let scratch = llt::cholesky_in_place_scratch::<T>(depth, Par::Seq, Default::default());
-    let mut buffer = MemBuffer::new(scratch);
-    let stack = MemStack::new(&mut buffer);
-    let factored =
-        llt::cholesky_in_place(matrix, Default::default(), Par::Seq, stack, Default::default());
-    factored.map_err(|_| NotPositive)?;
-    r.reverse();
-    Ok(r)
 }
 
 /// Elements of a cache line of f32, neighbours that a task reads or writes together.
@@ -273,7 +217,7 @@ fn read_block<T: Real>(h: &[T], n: usize, start: usize, depth: usize, q: &mut [T
         .par_chunks_exact_mut(depth)
         .enumerate()
         .for_each(|(row, q)| q.copy_from_slice(&h[row * n + start..][..depth]));
-    own.fill(T::ZERO);
+    own.fill(T::default());
     own.iter_mut().step_by(depth + 1).for_each(|q| *q = T::ONE);
     behind.par_chunks_mut(LINE * depth).enumerate().for_each(|(task, q)| {
         let count = q.len() / depth;

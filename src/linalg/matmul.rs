@@ -1,6 +1,6 @@
-//! Dense f32 products with strides, by the `gemm` crate.
+//! Dense products with strides, by the `gemm` crate.
 //!
-//! C = alpha · A·B, A `[rows, inner]`, B `[inner, columns]`, accumulated in f32 along `inner` in an order that depends on `inner` alone, so
+//! C = alpha · A·B in f32 ([`matmul`]), or C += A·B in f64 ([`add_matmul`]), A `[rows, inner]`, B `[inner, columns]`, accumulated along `inner` in an order that depends on `inner` alone, so
 //! that neither the thread count nor, beyond small products (`parts`), the number of rows or columns changes a result.
 
 use gemm::Parallelism;
@@ -9,9 +9,9 @@ use super::rectangles::{assert_holds, extent};
 
 /// A read-only matrix in a slice: element (i, j) is `values[i * row_stride + j * column_stride]`.
 #[derive(Debug, Clone, Copy)]
-pub struct View<'a> {
+pub struct View<'a, T = f32> {
     /// The slice of all elements.
-    pub values: &'a [f32],
+    pub values: &'a [T],
     /// Rows of the matrix.
     pub rows: usize,
     /// Columns of the matrix.
@@ -22,9 +22,9 @@ pub struct View<'a> {
     pub column_stride: usize,
 }
 
-impl<'a> View<'a> {
+impl<'a, T> View<'a, T> {
     /// A row-major matrix whose rows begin `row_stride` elements apart.
-    pub fn strided(values: &'a [f32], rows: usize, columns: usize, row_stride: usize) -> Self {
+    pub fn strided(values: &'a [T], rows: usize, columns: usize, row_stride: usize) -> Self {
         Self { values, rows, columns, row_stride, column_stride: 1 }
     }
 
@@ -69,6 +69,24 @@ pub fn matmul(
     rhs: View<'_>,
     threads: Threads,
 ) {
+    product((out, out_stride), None, (alpha, lhs, rhs), threads);
+}
+
+/// Adds `lhs * rhs` to `out`, as [`matmul`] on the calling thread.
+///
+/// # Panics
+/// Panics as [`matmul`].
+pub fn add_matmul(out: &mut [f64], out_stride: usize, lhs: View<'_, f64>, rhs: View<'_, f64>) {
+    product((out, out_stride), Some(1.0), (1.0, lhs, rhs), Threads::One);
+}
+
+/// Writes `keeps * out + alpha * lhs * rhs` to `out`; without `keeps` the old content of `out` is not read.
+fn product<T: Copy + Default + 'static>(
+    (out, out_stride): (&mut [T], usize),
+    keeps: Option<T>,
+    (alpha, lhs, rhs): (T, View<'_, T>, View<'_, T>),
+    threads: Threads,
+) {
     let (rows, columns, inner) = (lhs.rows, rhs.columns, lhs.columns);
     assert_eq!(inner, rhs.rows, "inner sizes of a product must match");
     assert!(lhs.is_inside() && rhs.is_inside(), "a factor reaches beyond its slice");
@@ -84,7 +102,7 @@ pub fn matmul(
     };
     #[expect(unsafe_code, reason = "the gemm crate takes raw pointers")]
     // SAFETY: the assertions above keep every element of the three matrices inside its slice; `out` is borrowed mutably and so overlaps
-    // neither factor, and its rows do not overlap each other; `read_dst` is false, so the old content of `out` is not read.
+    // neither factor, and its rows do not overlap each other; every element of the slices is initialised.
     unsafe {
         gemm::gemm(
             rows,
@@ -93,14 +111,14 @@ pub fn matmul(
             out.as_mut_ptr(),
             1,
             out_stride as isize,
-            false,
+            keeps.is_some(),
             lhs.values.as_ptr(),
             lhs.column_stride as isize,
             lhs.row_stride as isize,
             rhs.values.as_ptr(),
             rhs.column_stride as isize,
             rhs.row_stride as isize,
-            0.0,
+            keeps.unwrap_or_default(),
             alpha,
             false,
             false,

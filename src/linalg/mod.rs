@@ -33,6 +33,7 @@ mod rectangles;
 pub mod select;
 pub mod stored;
 pub mod tensor;
+pub mod triangular;
 pub mod update;
 pub mod weight;
 pub mod workspace;
