@@ -15,14 +15,12 @@ pub mod hub;
 pub mod input;
 pub mod job;
 pub mod linalg;
-pub mod merge;
 pub mod merging;
 pub mod model;
 pub mod pipeline;
 pub mod placement;
 pub mod pruning;
 pub mod quantized;
-pub mod recipe;
 pub mod recovery;
 pub mod report;
 pub mod run;
@@ -32,8 +30,6 @@ pub mod selftest;
 pub mod settings;
 #[cfg(feature = "synthetic")]
 pub mod synthetic;
-pub mod training;
-pub mod vocabulary;
 
 #[cfg(target_endian = "big")]
 compile_error!("safetensors files are little-endian and are read without conversion");

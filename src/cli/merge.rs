@@ -14,8 +14,8 @@ use crate::bytes::ByteSize;
 use crate::data::DatasetSpec;
 use crate::failure::Failure;
 use crate::job;
-use crate::merging::METHODS;
-use crate::recipe::{FlagRecipe, MergeDtype, OTHER_METHODS, TokenizerSource};
+use crate::merging::methods::METHODS;
+use crate::merging::recipe::{FlagRecipe, MergeDtype, OTHER_METHODS, TokenizerSource};
 use crate::report;
 use crate::settings::{
     CalibrationSettings, DATASET, EvaluationSettings, MajorityOf, MergeEval, MergeSemantics,

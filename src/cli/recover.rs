@@ -13,12 +13,12 @@ use crate::data::DatasetSpec;
 use crate::failure::Failure;
 use crate::job;
 use crate::quantized::FourBitFormat;
+use crate::recovery::optimizers::{ScheduleShape, find};
 use crate::report;
 use crate::settings::{
     ALL_LINEAR, CalibrationSettings, DATASET, EvalSides, NSAMPLES, RecoverySettings, RecoveryWay,
     Settings, TrainedKind,
 };
-use crate::training::{ScheduleShape, find};
 
 /// Shown below the flags.
 pub(super) const EXAMPLES: &str = "\

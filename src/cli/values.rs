@@ -3,12 +3,12 @@
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
 
+use crate::recovery::optimizers::ScheduleShape;
 use crate::run::verification::VerifyLevel;
 use crate::settings::{
     ComputeDtype, EvalSides, MajorityOf, MergeEval, MergeSemantics, RecoveryWay, SaliencySource,
     TrainedKind, TrimScope,
 };
-use crate::training::ScheduleShape;
 
 /// Other names of f32.
 pub(super) const F32: &[&str] = &["float32", "fp32", "torch.float32"];

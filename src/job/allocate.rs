@@ -16,7 +16,7 @@ use crate::pipeline::allocate::{AllocationMeter, MeasuredLayers, followed_bytes}
 use crate::pipeline::allocation::{Allocation, OUTLIERS, error_ratios, grid, owl_ratios};
 use crate::pipeline::trial::{CANDIDATES, Trial};
 use crate::pruning::Pattern;
-use crate::pruning::column_squares::ColumnSquaresKind;
+use crate::pruning::statistics::column_squares::ColumnSquaresKind;
 use crate::run::Events;
 use crate::run::allocation::{AllocationReport, TriedRatios};
 use crate::runtime::HiddenStates;

@@ -1,69 +1,13 @@
-//! Merge methods: mathematics on rows of f32, without files, models or devices.
+//! Merging: one model from several, tensor by tensor. The command itself is in `job/merge`.
 //!
-//! W = f(W₁ … Wₙ), tensor by tensor. A method sees the rows of a tensor in order and in pieces of any size. Its result does not
-//! depend on the pieces: sums over a tensor are added row by row in f64 (`sums`), order statistics are counted in integers
-//! (`ranks`), and random numbers belong to elements (`random`).
-//!
-//! | file | content |
+//! | folder | content |
 //! | --- | --- |
-//! | `method` | [`MergeMethod`], [`TensorMerge`], what they are told |
-//! | `linear`, `slerp`, `model_stock`, `passthrough`, `regmean_diag` | one method each |
-//! | `task_arithmetic`, `ties`, `dare`, `della`, `breadcrumbs` | methods that add differences from the base |
-//! | `differences` | the steps that those share: trim, elect, average |
-//! | `mixer` | [`Formula`], the elementwise end of a merge, and its computation on the CPU |
-//! | `trim_plan` | the trim of an expert, from a method's settings |
-//! | `trim` | the choice of the entries of a difference |
-//! | `group` | tensors that are trimmed together |
-//! | `ranks` | order statistics of magnitudes, from histograms |
-//! | `random` | random numbers by tensor and element |
-//! | `sums` | sums of rows in a fixed order |
+//! | [`recipe`] | models, method and numbers of a merge, from YAML or flags |
+//! | [`methods`] | the mathematics on rows of f32 |
+//! | [`vocabulary`] | rows of embeddings and tokenizers where tokens differ |
+//! | [`pass`] | the loop that reads, merges and writes |
 
-mod breadcrumbs;
-mod dare;
-mod della;
-mod differences;
-mod group;
-mod linear;
-mod method;
-mod mixer;
-mod model_stock;
-mod passthrough;
-mod random;
-mod ranks;
-mod regmean_diag;
-mod slerp;
-mod sums;
-mod task_arithmetic;
-mod ties;
-mod trim;
-mod trim_plan;
-
-pub use group::Group;
-pub use method::{
-    MergeMethod, MethodSettings, RowBlock, Scope, Semantics, SourceTask, TensorMerge, TensorTask,
-};
-pub use mixer::{Divisor, Formula, Mixer, Mixture, OnCpu, Share, WeightedSum};
-pub use random::{Stream, uniform};
-pub use sums::{dot, weighted_square_distance};
-
-/// All methods, in the order of the help text.
-pub const METHODS: [&dyn MergeMethod; 13] = [
-    &linear::LinearAverage,
-    &slerp::Slerp,
-    &task_arithmetic::TASK_ARITHMETIC,
-    &ties::TIES,
-    &dare::DARE_LINEAR,
-    &dare::DARE_TIES,
-    &della::DELLA,
-    &della::DELLA_LINEAR,
-    &breadcrumbs::BREADCRUMBS,
-    &breadcrumbs::BREADCRUMBS_TIES,
-    &model_stock::ModelStock,
-    &passthrough::Passthrough,
-    &regmean_diag::RegmeanDiag,
-];
-
-/// The method of this name.
-pub fn method(name: &str) -> Option<&'static dyn MergeMethod> {
-    METHODS.into_iter().find(|method| method.declaration().name == name)
-}
+pub mod methods;
+pub mod pass;
+pub mod recipe;
+pub mod vocabulary;

@@ -13,7 +13,7 @@ use crate::bytes::ByteSize;
 use crate::checkpoint::MergedWriter;
 use crate::linalg::{Linear, StoredDtype, StoredMatrix, Weight};
 use crate::model::{DecoderLayer, ModelConfig, Observation, Projection};
-use crate::pruning::input_gram::InputGramKind;
+use crate::pruning::statistics::input_gram::InputGramKind;
 use crate::pruning::width::{
     channel_scores, channels_of, gather_columns, gather_rows, highest, refit_bytes, refit_columns,
     sums_of_groups,

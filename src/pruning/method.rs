@@ -4,15 +4,15 @@ use std::fmt::Debug;
 
 use anyhow::{Context, Result};
 
-use super::column_moments::ColumnMoments;
-use super::column_squares::ColumnSquares;
-use super::input_gram::InputGram;
 use super::mask::Mask;
+use super::methods::wanda;
 use super::options::{MethodOption, MethodOptions};
 use super::select::Score;
+use super::statistics::column_moments::ColumnMoments;
+use super::statistics::column_squares::ColumnSquares;
+use super::statistics::input_gram::InputGram;
 use super::statistics::{Statistics, StatisticsKind};
 use super::target::{Pattern, Target};
-use super::wanda;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::linalg::StoredMatrix;

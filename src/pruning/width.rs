@@ -17,9 +17,9 @@
 use anyhow::Result;
 use rayon::prelude::*;
 
-use super::dense::zeros_of;
-use super::input_gram::InputGram;
-use super::least_squares::{self, STEPS, ScaledGram, multiply, refit};
+use super::solvers::dense::zeros_of;
+use super::solvers::least_squares::{self, STEPS, ScaledGram, multiply, refit};
+use super::statistics::input_gram::InputGram;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::linalg::StoredMatrix;

@@ -24,13 +24,13 @@ use crate::checkpoint::WeightSource;
 use crate::linalg::derivatives::squared_error_backward;
 use crate::linalg::tensor;
 use crate::model::{DecoderLayer, ModelConfig};
+use crate::recovery::optimizers::clip::{clip_factor, scale, sum_of_squares};
+use crate::recovery::optimizers::rounding::Bf16Rounding;
+use crate::recovery::optimizers::{Optimizer, Schedule, TrainingStep};
 use crate::run::phase::in_layer;
 use crate::run::recovery::BlockLoss;
 use crate::run::{Event, Events, Phase};
 use crate::runtime::{Clock, Compute, Editor, HiddenStates, memory};
-use crate::training::clip::{clip_factor, scale, sum_of_squares};
-use crate::training::rounding::Bf16Rounding;
-use crate::training::{Optimizer, Schedule, TrainingStep};
 
 /// Trains the layers one after the other.
 pub struct BlockTrainer<'a> {

@@ -12,11 +12,11 @@ use crate::linalg::{StoredDtype, StoredMatrix};
 use crate::model::{DecoderLayer, ModelConfig};
 use crate::pipeline::Output;
 use crate::pruning::Mask;
+use crate::recovery::optimizers::rounding::Bf16Rounding;
 use crate::run::manifest::{LayerReport, MatrixReport};
 use crate::run::recovery::BlockLoss;
 use crate::run::{Event, Events};
 use crate::runtime::{Compute, Editor};
-use crate::training::rounding::Bf16Rounding;
 
 /// Writes trained layers. The base of a layer is read again, because the sweep's own layer lacks the masks.
 pub struct Merger<'a> {

@@ -12,6 +12,7 @@
 //! | `distill` | the dense model's last hidden states, whose logits a training of the whole model learns |
 //! | `blocks` | an editor that trains one layer to reproduce its dense counterpart |
 //! | `merger` | an editor that writes trained layers |
+//! | [`optimizers`] | optimizers, learning rates, clipping, rounding: the mathematics on slices |
 //!
 //! A step reads the weights of a layer twice, whatever the number of examples: all examples pass a layer before the next one is read.
 //! Memory is that of one layer, its gradients and the hidden states, which may be on disk. With parameters in a file nothing grows with
@@ -21,6 +22,7 @@ mod base;
 mod blocks;
 mod distill;
 mod merger;
+pub mod optimizers;
 mod parameters;
 mod parts;
 mod shelf;

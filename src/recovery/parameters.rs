@@ -19,8 +19,8 @@ use super::spare::SpareMemory;
 use crate::data::PythonRandom;
 use crate::linalg::{MaskedLowRank, StoredDtype, StoredMatrix, Weight, convert};
 use crate::model::{LayerGradients, ModelConfig, Projection};
-use crate::training::KeptMask;
-use crate::training::rounding::{Bf16Rounding, round_to_bf16};
+use crate::recovery::optimizers::KeptMask;
+use crate::recovery::optimizers::rounding::{Bf16Rounding, round_to_bf16};
 
 /// The form of a trained matrix.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -12,9 +12,9 @@ use super::parameters::TrainedPart;
 use super::shelf::Shelf;
 use crate::checkpoint::WeightSource;
 use crate::model::ModelConfig;
+use crate::recovery::optimizers::{Optimizer, TrainingStep};
 use crate::run::Events;
 use crate::runtime::{Clock, Compute};
-use crate::training::{Optimizer, TrainingStep};
 
 /// An example: token ids, and for each token the one that follows it if its loss counts.
 #[derive(Debug, Clone, Copy)]

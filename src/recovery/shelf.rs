@@ -14,8 +14,8 @@ use anyhow::{Context, Result};
 
 use super::parameters::{LayerParameters, ParameterSpec};
 use crate::disk::positioned;
+use crate::recovery::optimizers::{KeptMask, Optimizer};
 use crate::runtime::hidden_states::spill_file;
-use crate::training::{KeptMask, Optimizer};
 
 /// A change of a parameter: its values, its gradient, its mask, and the state of the optimizer.
 pub type ParameterChange<'c> = dyn FnMut(&mut [f32], &mut [f32], Option<&KeptMask>, &mut [u8]) + 'c;

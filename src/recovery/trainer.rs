@@ -21,11 +21,11 @@ use super::shelf::Shelf;
 use super::spare::SpareMemory;
 use super::states::LayerInputs;
 use crate::model::{DecoderLayer, Embedding, Head, KeptActivations, TeacherStates};
+use crate::recovery::optimizers::TrainingStep;
+use crate::recovery::optimizers::clip::{clip_factor, scale, sum_of_squares};
+use crate::recovery::optimizers::rounding::Bf16Rounding;
 use crate::run::Phase;
 use crate::runtime::{HiddenStates, SweepReport, memory};
-use crate::training::TrainingStep;
-use crate::training::clip::{clip_factor, scale, sum_of_squares};
-use crate::training::rounding::Bf16Rounding;
 
 /// A layer whose weights and activations stay in memory from the forward sweep to the reverse sweep.
 struct KeptLayer {

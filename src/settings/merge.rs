@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::{CalibrationSettings, DeviceSettings, EvaluationSettings, OutputSettings};
 use crate::data::DatasetSpec;
-use crate::recipe::{FlagRecipe, TokenizerSource};
+use crate::merging::recipe::{FlagRecipe, TokenizerSource};
 
 /// Elements of a piece per model: its widened rows stay in a cache of the CPU.
 pub const PIECE_ELEMENTS: usize = 1 << 16;

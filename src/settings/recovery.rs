@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use serde::{Serialize, Serializer};
 
 use crate::quantized::FourBitFormat;
-use crate::training::ScheduleShape;
+use crate::recovery::optimizers::ScheduleShape;
 
 /// The value of `--target-modules` for all linear layers of the decoder.
 pub const ALL_LINEAR: &str = "all-linear";
@@ -42,7 +42,7 @@ pub struct RecoverySettings {
     pub target_modules: Vec<String>,
     /// `--train-norms`.
     pub train_norms: bool,
-    /// `--optim`: a name of [`OPTIMIZERS`](crate::training::OPTIMIZERS).
+    /// `--optim`: a name of [`OPTIMIZERS`](crate::recovery::optimizers::OPTIMIZERS).
     pub optim: String,
     /// `--lr`; `None` for the rate that fits the width.
     pub lr: Option<f64>,

@@ -18,9 +18,11 @@ use super::settle::MergeJob;
 use crate::adapter::{Adapter, AdapterShare, Combination, CombinationKind, MajoritySign};
 use crate::checkpoint::refuse_source_folder;
 use crate::failure::Failure;
-use crate::merge::{AdaptedRows, MergeSources, MergeTensor, SourceRows};
-use crate::merging::{self, MergeMethod, Stream};
-use crate::recipe::{BaseModel, Declaration, Declared, MergeInputs, Otherwise, Parameter, Recipe};
+use crate::merging::methods::{self, MergeMethod, Stream};
+use crate::merging::pass::{AdaptedRows, MergeSources, MergeTensor, SourceRows};
+use crate::merging::recipe::{
+    BaseModel, Declaration, Declared, MergeInputs, Otherwise, Parameter, Recipe,
+};
 use crate::run::merging::CombinedAdapter;
 use crate::run::{Events, Phase};
 use crate::settings::{MajorityOf, MergeSemantics, MergeSettings};
@@ -41,7 +43,7 @@ const KINDS: [(&str, CombinationKind); 6] = [
 /// Names of peft's combinations that no method of models has.
 pub fn peft_methods() -> impl Iterator<Item = &'static str> {
     let names = KINDS.iter().map(|(name, _)| *name);
-    names.filter(|name| merging::method(name).is_none())
+    names.filter(|name| methods::method(name).is_none())
 }
 
 fn kind(name: &str) -> Option<CombinationKind> {
@@ -87,7 +89,7 @@ fn permissive(name: &'static str) -> Declaration {
 
 /// The methods that a recipe can name under these semantics, and those that [`method`] refuses.
 pub(super) fn declarations(semantics: MergeSemantics) -> Vec<Declaration> {
-    let of_models = merging::METHODS.iter().map(|method| method.declaration());
+    let of_models = methods::METHODS.iter().map(|method| method.declaration());
     if semantics == MergeSemantics::Peft {
         let others = of_models.filter(|of| kind(of.name).is_none());
         let own = KINDS.iter().map(|(name, kind)| declaration(name, *kind));
@@ -110,7 +112,7 @@ pub(super) fn method(
                 Failure::usage("--majority-sign has a meaning for --semantics peft only").into()
             );
         }
-        let Some(method) = merging::method(name) else {
+        let Some(method) = methods::method(name) else {
             return Err(Failure::usage(format!(
                 "the method `{name}` combines the factors of adapters, as peft does"
             ))
@@ -141,7 +143,7 @@ pub(super) fn method(
             .into());
         }
     }
-    let pass = merging::method("passthrough").context("`passthrough` exists")?;
+    let pass = methods::method("passthrough").context("`passthrough` exists")?;
     Ok((declaration(name, kind), pass))
 }
 

@@ -7,7 +7,7 @@ use anyhow::Result;
 use super::models::InputModels;
 use crate::job::folder::RunFolder;
 use crate::job::same_run;
-use crate::recipe::Recipe;
+use crate::merging::recipe::Recipe;
 use crate::settings::{MergeEval, MergeSettings};
 
 /// The measurements of perplexity; the state of a run keeps their results.
@@ -37,7 +37,7 @@ pub(super) fn decide(
     let named = [
         ("command", "merge".to_string()),
         ("program", format!("prune {}", env!("CARGO_PKG_VERSION"))),
-        ("recipe", recipe.to_yaml(crate::recipe::without_folders)),
+        ("recipe", recipe.to_yaml(crate::merging::recipe::without_folders)),
         ("models", fingerprints?.join(" ")),
         ("semantics", as_json(serde_json::to_value(settings.semantics)?)),
         ("trim_scope", as_json(serde_json::to_value(settings.trim_scope)?)),

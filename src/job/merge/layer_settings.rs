@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 
 use super::models::InputModels;
 use crate::failure::Failure;
-use crate::merge::MergeTensor;
+use crate::merging::pass::MergeTensor;
 
 /// A configuration.
 type Config = Map<String, Value>;

@@ -6,11 +6,11 @@ use super::models::InputModels;
 use crate::bytes::ByteSize;
 use crate::checkpoint::CHUNK_BYTES;
 use crate::failure::Failure;
-use crate::merge::MergeTensor;
-use crate::merging::Scope;
+use crate::merging::methods::Scope;
+use crate::merging::pass::MergeTensor;
+use crate::merging::recipe::{Declaration, Parameter};
 use crate::placement::Budget;
 use crate::placement::inventory::Rates;
-use crate::recipe::{Declaration, Parameter};
 use crate::run::plan::{
     DevicePlan, HiddenStatesPlan, MemoryPart, PartKind, PhasePlan, TimeEstimate,
 };

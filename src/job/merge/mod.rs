@@ -39,7 +39,7 @@ mod weighing;
 use anyhow::Result;
 
 use super::recorder::Recorder;
-use crate::merge::{MergePass, MergeSources};
+use crate::merging::pass::{MergePass, MergeSources};
 use crate::run::command_line::quoted;
 use crate::run::{Event, Events, Manifest, Moment, Phase, Unfinished};
 use crate::settings::MergeSettings;

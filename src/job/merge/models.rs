@@ -14,12 +14,12 @@ use crate::input::{read_settings, with_remedy};
 use crate::job::located::{self, HubModel};
 use crate::job::opened::OpenedModel;
 use crate::linalg::StoredDtype;
-use crate::merge::{AdaptedRows, MappedRows, MergeSources, SourceRows, StoredRows};
+use crate::merging::pass::{AdaptedRows, MappedRows, MergeSources, SourceRows, StoredRows};
+use crate::merging::recipe::{ModelShape, ModelSpec, TensorSource};
+use crate::merging::vocabulary::RowMap;
 use crate::model::{EMBEDDING, HEAD, ModelConfig};
-use crate::recipe::{ModelShape, ModelSpec, TensorSource};
 use crate::run::Events;
 use crate::settings::{ComputeDtype, ModelSettings};
-use crate::vocabulary::RowMap;
 
 /// Rows of a matrix that show that a base is pruned.
 const LOOKED_AT: usize = 16;
@@ -41,7 +41,7 @@ pub(super) struct InputModelFiles {
     pub(super) adapter: Option<Arc<Adapter>>,
 }
 
-/// All inputs, in the order of [`crate::recipe::Recipe::models`].
+/// All inputs, in the order of [`crate::merging::recipe::Recipe::models`].
 pub(super) struct InputModels {
     pub(super) models: Vec<InputModelFiles>,
     /// The rows of embedding and head in the output's order, by tensor; empty where they are those of the models.

@@ -9,7 +9,7 @@ use crate::checkpoint::MergedWriter;
 use crate::job::folder::memory_log;
 use crate::job::folder::state_file::StateFile;
 use crate::job::recorder::Recorder;
-use crate::merge::MergeJournal;
+use crate::merging::pass::MergeJournal;
 use crate::run::manifest::OutputReport;
 use crate::run::merging::{MergeReport, MergedTensor};
 use crate::run::state::SCHEMA;

@@ -13,12 +13,12 @@ use crate::checkpoint::{
     CARD_FILE, CONFIG_FILE, INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE, Published, sidecars_in,
 };
 use crate::linalg::StoredDtype;
-use crate::merge::MergeTensor;
+use crate::merging::pass::MergeTensor;
+use crate::merging::recipe::{Recipe, without_folders};
+use crate::merging::vocabulary::TOKENIZER_FILES;
 use crate::model::{EMBEDDING, HEAD};
-use crate::recipe::{Recipe, without_folders};
 use crate::report::merge_card;
 use crate::run::merging::MergeReport;
-use crate::vocabulary::TOKENIZER_FILES;
 
 /// The model whose configuration and tokenizer the output gets: the base, else the first.
 pub(super) struct Donor {

@@ -8,10 +8,10 @@ use super::published::Donor;
 use super::vocabulary::OutputVocabulary;
 use crate::failure::Failure;
 use crate::linalg::StoredDtype;
-use crate::merge::MergeTensor;
-use crate::merging::MergeMethod;
+use crate::merging::methods::MergeMethod;
+use crate::merging::pass::MergeTensor;
+use crate::merging::recipe::{MergeDtype, Recipe, TensorRecipe, TokenizerRecipe};
 use crate::model::stored_dtype;
-use crate::recipe::{MergeDtype, Recipe, TensorRecipe, TokenizerRecipe};
 use crate::run::Events;
 use crate::settings::{MergeSettings, RecipeSettings, SaliencySource};
 

@@ -17,10 +17,10 @@ use crate::job::given::Given;
 use crate::job::opened::{OpenedModel, check_seqlen};
 use crate::job::record::arithmetic;
 use crate::job::settle::{Job, Settled};
+use crate::merging::recipe::Recipe;
 use crate::model::{DecoderLayer, ModelConfig, stored_dtypes};
 use crate::pipeline::Observed;
 use crate::pipeline::activations::{SquareSumsKind, widths};
-use crate::recipe::Recipe;
 use crate::run::Events;
 use crate::run::merging::{MeasuredActivations, SaliencyReport};
 use crate::settings::{

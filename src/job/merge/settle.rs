@@ -21,10 +21,10 @@ use crate::failure::Failure;
 use crate::job::folder::RunFolder;
 use crate::job::{machine, same_run};
 use crate::linalg::StoredDtype;
-use crate::merge::MergeTensor;
-use crate::merging::{MergeMethod, MethodSettings, Scope, Semantics};
+use crate::merging::methods::{MergeMethod, MethodSettings, Scope, Semantics};
+use crate::merging::pass::MergeTensor;
+use crate::merging::recipe::{Parameter, Recipe};
 use crate::placement::planner::cpu_budget;
-use crate::recipe::{Parameter, Recipe};
 use crate::run::{Events, Manifest, Moment, Plan, RunState};
 use crate::runtime::Clock;
 use crate::settings::{

@@ -16,16 +16,16 @@ use crate::checkpoint::CONFIG_FILE;
 use crate::failure::Failure;
 use crate::input::{read_settings, with_remedy};
 use crate::job::located;
-use crate::merge::MergeTensor;
-use crate::model::{EMBEDDING, HEAD};
-use crate::recipe::{ModelSpec, Recipe, TokenizerRecipe, TokenizerSource};
-use crate::run::Events;
-use crate::run::merging::VocabularyReport;
-use crate::settings::{MergeSemantics, MergeSettings};
-use crate::vocabulary::{
+use crate::merging::pass::MergeTensor;
+use crate::merging::recipe::{ModelSpec, Recipe, TokenizerRecipe, TokenizerSource};
+use crate::merging::vocabulary::{
     EditedFiles, ModelTokens, RowMap, TOKENIZER_FILE, TokenModels, TokenizerEdit, Vocabulary,
     chat_template, limit_token_ids,
 };
+use crate::model::{EMBEDDING, HEAD};
+use crate::run::Events;
+use crate::run::merging::VocabularyReport;
+use crate::settings::{MergeSemantics, MergeSettings};
 
 /// Tokens that the console lists.
 const LISTED: usize = 10;

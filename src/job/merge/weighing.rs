@@ -13,7 +13,7 @@ use super::saliency::{Saliency, base_of};
 use super::saliency_file::{MeasuredModel, Measurement};
 use super::settle::MergeJob;
 use crate::failure::Failure;
-use crate::merge::MergeTensor;
+use crate::merging::pass::MergeTensor;
 use crate::model::ModelConfig;
 use crate::run::Events;
 use crate::settings::SaliencySource;

@@ -14,11 +14,11 @@ use crate::linalg::StoredDtype;
 use crate::model::on_device::candle_dtype;
 use crate::pipeline::expected;
 use crate::pruning::Pattern;
+use crate::recovery::optimizers::rounding::Bf16Rounding;
 use crate::recovery::{BlockTrainer, Diverged, LayerOutput, Merger, SpareMemory};
 use crate::run::manifest::{LayerReport, Perplexities};
 use crate::run::{Events, RecoveryReport};
 use crate::runtime::{Editor, HiddenStates, SweepReport};
-use crate::training::rounding::Bf16Rounding;
 
 /// Trains or merges the layers that are left, and measures the perplexities.
 ///

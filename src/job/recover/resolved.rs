@@ -9,13 +9,15 @@ use super::teacher::Teacher;
 use crate::failure::Failure;
 use crate::linalg::StoredDtype;
 use crate::model::{ModelConfig, Projection};
+use crate::recovery::optimizers::{
+    Hyperparameters, OPTIMIZERS, Optimizer, OptimizerKind, Schedule,
+};
+use crate::recovery::optimizers::{find, nearest};
 use crate::recovery::{TrainedForm, TrainedPart};
 use crate::run::Events;
 use crate::settings::{
     ALL_LINEAR, ComputeDtype, DISTILL_WEIGHT, RecoverySettings, RecoveryWay, Settings, TrainedKind,
 };
-use crate::training::{Hyperparameters, OPTIMIZERS, Optimizer, OptimizerKind, Schedule};
-use crate::training::{find, nearest};
 
 /// The recovery part of a run.
 pub(in crate::job) struct Recovery {

@@ -15,11 +15,11 @@ use crate::data::{ExampleOrder, Examples};
 use crate::failure::Failure;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::on_device::candle_dtype;
+use crate::recovery::optimizers::{Schedule, TrainingStep};
 use crate::recovery::{Distillation, Diverged, Example, Shelf, ShelfPlace, Trainer, TrainerParts};
 use crate::run::recovery::{Divergence, HeldOutReport, StepReport};
 use crate::run::{Event, Events, Moment};
 use crate::runtime::SweepReport;
-use crate::training::{Schedule, TrainingStep};
 
 /// Time between two saved states, unless `--save-every` says so.
 const SAVE_INTERVAL: Duration = Duration::from_secs(600);

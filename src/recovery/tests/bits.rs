@@ -9,11 +9,11 @@ use super::fixture::{FACTORS, TestModel, Text, Training, bits, unchanged};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{TensorEntry, WeightSource};
 use crate::recovery::SpareMemory;
+use crate::recovery::optimizers::TrainingStep;
+use crate::recovery::optimizers::rounding::Bf16Rounding;
 use crate::recovery::{BaseLayers, Example, MaskFile, ShelfPlace, TrainedForm, Trainer};
 use crate::run::{MemorySettings, Silent};
 use crate::runtime::Clock;
-use crate::training::TrainingStep;
-use crate::training::rounding::Bf16Rounding;
 
 const SEQLEN: usize = 20;
 

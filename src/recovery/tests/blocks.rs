@@ -7,11 +7,11 @@ use crate::linalg::StoredDtype;
 use crate::model::{DecoderLayer, Embedding, LayerContext};
 use crate::pipeline::{Output, embed};
 use crate::recovery::SpareMemory;
+use crate::recovery::optimizers::rounding::Bf16Rounding;
+use crate::recovery::optimizers::{Hyperparameters, Schedule, ScheduleShape};
 use crate::recovery::{BlockTrainer, LayerOutput, LayerParameters, Merger, Shelf, TrainedForm};
 use crate::run::Silent;
 use crate::runtime::{Clock, Compute, Editor, HiddenStates};
-use crate::training::rounding::Bf16Rounding;
-use crate::training::{Hyperparameters, Schedule, ScheduleShape};
 
 fn output<'a>() -> LayerOutput<'a> {
     LayerOutput { output: Output::default(), layers: Vec::new(), norms: StoredDtype::F32 }
@@ -148,7 +148,7 @@ fn the_merger_writes_the_layer_that_was_trained() {
                 &mut |values: &mut [f32], _: &mut [f32], kept: Option<&_>, _: &mut [u8]| {
                     values.copy_from_slice(&moved.next().unwrap());
                     if let Some(kept) = kept {
-                        crate::training::KeptMask::apply(kept, values);
+                        crate::recovery::optimizers::KeptMask::apply(kept, values);
                     }
                 };
             trainer.shelf_mut().update(layer, change).unwrap();

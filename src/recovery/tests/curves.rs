@@ -10,13 +10,13 @@ use super::fixture::{FACTORS, TestModel, Text, Training, module, unchanged};
 use crate::linalg::Products;
 use crate::linalg::golden_tests::{golden_f32, golden_folder, golden_tensor};
 use crate::linalg::product::Kernel;
+use crate::recovery::optimizers::adamw8bit::{AdamW8bit, LEAST_ELEMENTS};
+use crate::recovery::optimizers::{
+    Hyperparameters, KeptMask, Optimizer, Schedule, ScheduleShape, TrainingStep,
+};
 use crate::recovery::{LayerParameters, ParameterName, Shelf, TrainedForm};
 use crate::run::Silent;
 use crate::runtime::Clock;
-use crate::training::adamw8bit::{AdamW8bit, LEAST_ELEMENTS};
-use crate::training::{
-    Hyperparameters, KeptMask, Optimizer, Schedule, ScheduleShape, TrainingStep,
-};
 
 const INPUTS: &str = "curve.lora.inputs.safetensors";
 const SEQLEN: usize = 256;

@@ -3,10 +3,10 @@
 use candle_core::DType;
 
 use super::fixture::{TestModel, Text, Training, bits, unchanged};
+use crate::recovery::optimizers::TrainingStep;
 use crate::recovery::{ShelfPlace, TrainedForm};
 use crate::run::{MemorySettings, Silent};
 use crate::runtime::Clock;
-use crate::training::TrainingStep;
 
 const SEQLEN: usize = 21;
 

@@ -11,14 +11,14 @@ use crate::checkpoint::{Checkpoint, WeightSource};
 use crate::linalg::Products;
 use crate::linalg::golden_tests::golden_folder;
 use crate::model::{LayerContext, ModelConfig, Projection};
+use crate::recovery::optimizers::adamw::AdamW;
+use crate::recovery::optimizers::{Hyperparameters, Optimizer};
 use crate::recovery::{
     BaseLayers, Distillation, Example, LayerParameters, MaskFile, Shelf, ShelfPlace, TrainedForm,
     TrainedPart, Trainer, TrainerParts,
 };
 use crate::run::{Events, MemorySettings};
 use crate::runtime::{Clock, Compute};
-use crate::training::adamw::AdamW;
-use crate::training::{Hyperparameters, Optimizer};
 
 /// A pruned model and its dense one.
 pub(super) struct TestModel {

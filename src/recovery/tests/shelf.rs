@@ -3,11 +3,11 @@
 use candle_core::DType;
 
 use super::fixture::{FACTORS, TestModel, Text, Training, bits, unchanged};
+use crate::recovery::optimizers::TrainingStep;
+use crate::recovery::optimizers::adamw8bit::AdamW8bit;
 use crate::recovery::{ShelfPlace, TrainedForm, Trainer};
 use crate::run::Silent;
 use crate::runtime::Clock;
-use crate::training::TrainingStep;
-use crate::training::adamw8bit::AdamW8bit;
 
 const SEQLEN: usize = 20;
 

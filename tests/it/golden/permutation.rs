@@ -19,8 +19,8 @@ use prune::model::{Embedding, ModelConfig};
 use prune::pipeline::{
     Calibrator, MaskObserver, Output, PrunedMatrix, Pruner, Selection, TargetPlan, embed,
 };
+use prune::pruning::methods::ria::Ria;
 use prune::pruning::permutation::ChannelSearch;
-use prune::pruning::ria::Ria;
 use prune::pruning::select::Score;
 use prune::pruning::{
     ColumnSquares, Mask, MethodOptions, Pattern, PruningMethod, Removes, Request, Statistics,

@@ -11,12 +11,12 @@ use candle_core::{DType, Device, Tensor};
 use prune::job::recover::{GivenTraining, recover_given};
 use prune::quantized::FourBitFormat;
 use prune::recovery::LayerParameters;
+use prune::recovery::optimizers::ScheduleShape;
 use prune::run::{Manifest, Silent};
 use prune::settings::{
     CalibrationSettings, ComputeDtype, DeviceSettings, EvalSides, EvaluationSettings,
     ModelSettings, OutputSettings, RecoverySettings, RecoveryWay, Settings,
 };
-use prune::training::ScheduleShape;
 use safetensors::SafeTensors;
 use serde_json::Value;
 

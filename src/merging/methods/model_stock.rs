@@ -1,0 +1,163 @@
+//! Model stock: the point between the base and the average of the experts that the angle between them suggests.
+//!
+//! ```text
+//! W = τ mean(W_t) + (1 − τ) W₀        τ = n cos θ / (1 + (n − 1) cos θ)
+//! cos θ: the mean over all pairs of experts of D_s·D_t / (|D_s| |D_t|), D_t = W_t − W₀, n experts
+//! ```
+//!
+//! One angle per tensor, or with `filter_wise` one per row. Products of norms below 1e-6 count as 1e-6. Where the denominator is below
+//! 1e-6, the base stays.
+//!
+//! Source: D.-H. Jang, S. Yun, D. Han, "Model stock" (2024, arXiv:2403.19522), equation 2; mergekit 0.1.5, `merge_methods/model_stock.py`.
+
+use anyhow::Result;
+
+use super::group::Group;
+use super::method::{MergeMethod, RowBlock, TensorMerge, TensorTask};
+use super::mixer::Mixer;
+use super::sums::dot;
+use crate::failure::Failure;
+use crate::merging::recipe::{BaseModel, Declaration, Otherwise, Parameter};
+
+/// Smaller denominators count as this, or leave the base.
+const SMALLEST: f64 = 1e-6;
+
+/// `model_stock`.
+pub(super) struct ModelStock;
+
+impl MergeMethod for ModelStock {
+    fn declaration(&self) -> Declaration {
+        Declaration {
+            name: "model_stock",
+            base_model: BaseModel::Required,
+            models: 3..=usize::MAX,
+            per_model: &[],
+            shared: &[(Parameter::FilterWise, Otherwise::Is(0.0))],
+        }
+    }
+
+    fn summary(&self) -> &'static str {
+        "moves from the base towards the average, by the angle between the experts"
+    }
+
+    fn begin<'a>(
+        &self,
+        task: &TensorTask<'a>,
+        _group: &'a Group,
+    ) -> Result<Box<dyn TensorMerge + 'a>> {
+        let experts: Vec<usize> = task.experts().map(|(at, _)| at).collect();
+        let Some(base) = task.base.filter(|_| experts.len() > 1) else {
+            return Err(Failure::new(format!(
+                "model_stock of tensor `{}` needs the base model and two others",
+                task.name
+            ))
+            .detail(format!("{} models are given", task.sources.len()))
+            .into());
+        };
+        Ok(Box::new(Stock {
+            columns: task.columns,
+            base,
+            products: vec![0.0; experts.len() * experts.len()],
+            experts,
+            is_by_row: task.shared.is_on(Parameter::FilterWise),
+            differences: Vec::new(),
+        }))
+    }
+}
+
+/// The merge of one tensor.
+struct Stock {
+    columns: usize,
+    base: usize,
+    experts: Vec<usize>,
+    is_by_row: bool,
+    /// D_s·D_t, `[experts, experts]`, of the tensor or of the current row.
+    products: Vec<f64>,
+    /// D_t of one row, one after the other.
+    differences: Vec<f32>,
+}
+
+impl Stock {
+    /// Adds the products of one row, which begins at `start` in the block.
+    fn add(&mut self, rows: &RowBlock<'_>, start: usize) {
+        let range = start..start + self.columns;
+        let base = &rows.sources[self.base][range.clone()];
+        self.differences.clear();
+        for &expert in &self.experts {
+            let pairs = rows.sources[expert][range.clone()].iter().zip(base);
+            self.differences.extend(pairs.map(|(from, base)| from - base));
+        }
+        let count = self.experts.len();
+        let of = |at: usize| &self.differences[at * self.columns..(at + 1) * self.columns];
+        for first in 0..count {
+            for second in first..count {
+                self.products[first * count + second] += dot(of(first), of(second));
+            }
+        }
+    }
+
+    /// τ, from the products.
+    fn ratio(&self) -> f32 {
+        let count = self.experts.len();
+        let product = |first: usize, second: usize| self.products[first * count + second];
+        let (mut sum, mut pairs) = (0.0, 0.0);
+        for first in 0..count {
+            for second in first + 1..count {
+                let norms = (product(first, first) * product(second, second)).sqrt();
+                sum += (product(first, second) / norms.max(SMALLEST)).clamp(-1.0, 1.0);
+                pairs += 1.0;
+            }
+        }
+        let (cosine, count) = (sum / pairs, count as f64);
+        let denominator = 1.0 + (count - 1.0) * cosine;
+        if denominator.abs() < SMALLEST {
+            return 0.0;
+        }
+        (count * cosine / denominator) as f32
+    }
+}
+
+impl TensorMerge for Stock {
+    fn reads(&self) -> usize {
+        usize::from(!self.is_by_row)
+    }
+
+    fn measure(&mut self, _read: usize, rows: &RowBlock<'_>) {
+        if rows.first_row == 0 {
+            self.products.fill(0.0);
+        }
+        for start in (0..rows.sources[self.base].len()).step_by(self.columns) {
+            self.add(rows, start);
+        }
+    }
+
+    fn merge(
+        &mut self,
+        rows: &RowBlock<'_>,
+        _mixer: &mut dyn Mixer,
+        merged: &mut [f32],
+    ) -> Result<()> {
+        let mut ratio = if self.is_by_row { 0.0 } else { self.ratio() };
+        let count = self.experts.len() as f32;
+        for (row, merged) in merged.chunks_mut(self.columns).enumerate() {
+            let start = row * self.columns;
+            if self.is_by_row {
+                self.products.fill(0.0);
+                self.add(rows, start);
+                ratio = self.ratio();
+            }
+            let range = start..start + merged.len();
+            merged.fill(0.0);
+            for &expert in &self.experts {
+                let values = &rows.sources[expert][range.clone()];
+                for (merged, value) in merged.iter_mut().zip(values) {
+                    *merged += value;
+                }
+            }
+            for (merged, base) in merged.iter_mut().zip(&rows.sources[self.base][range]) {
+                *merged = ratio * (*merged / count) + (1.0 - ratio) * base;
+            }
+        }
+        Ok(())
+    }
+}

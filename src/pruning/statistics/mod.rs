@@ -1,0 +1,173 @@
+//! Statistics of a linear's input: all that a method knows about the calibration samples.
+//!
+//! A method names a [`StatisticsKind`]. The pipeline keeps one accumulator per distinct input (q, k and v share one, gate and up
+//! another) and hands it to the method together with each weight. Samples enter in one of two ways:
+//!
+//! | | [`MergedStatistics`] | [`InPlaceStatistics`] |
+//! | --- | --- | --- |
+//! | made for | a few numbers per column | large matrices, like XᵀX |
+//! | one sample | a part of its own, collected while other samples are | its rows |
+//! | order | parts are merged in the order of the samples | rows are added in the order of the samples |
+//! | memory | one accumulator, one part per sample on its way | one accumulator |
+//! | GPUs | send column sums where a part consists of them, else all rows | keep XᵀX if there is room, else send all rows |
+//!
+//! The order is fixed either way, so statistics do not depend on threads. XᵀX of the samples of a GPU is one sum, added after the pass.
+//!
+//! | file | content |
+//! | --- | --- |
+//! | `column_squares` | Σ x² of every column: Wanda's |
+//! | `column_moments` | means and variances of every column: DSnoT's |
+//! | `input_gram` | XᵀX: SparseGPT's, ALPS' and ladder's |
+
+use std::any::Any;
+use std::fmt::Debug;
+
+use crate::bytes::ByteSize;
+use crate::linalg::Products;
+use crate::linalg::columns::ColumnSums;
+#[cfg(doc)]
+use crate::linalg::gram::GramMatrix;
+
+pub mod column_moments;
+pub mod column_squares;
+pub mod input_gram;
+
+/// A kind of statistics: its cost, and empty accumulators.
+pub trait StatisticsKind: Debug + Sync {
+    /// Bytes held for an input with this many columns while samples are collected, one sample's part included.
+    fn bytes(&self, in_features: usize) -> ByteSize;
+
+    /// Bytes beside these while a sample's rows are added; one input at a time needs them.
+    fn adding_bytes(&self, _in_features: usize, _products: Products) -> ByteSize {
+        ByteSize::ZERO
+    }
+
+    /// The rank among the kinds that serve several methods: statistics contain those of all lower ranks, with the same bits. `None`
+    /// for a kind that serves its own method only.
+    fn rank(&self) -> Option<StatisticsRank> {
+        None
+    }
+
+    /// Floating-point operations of a product kernel per row of an input with this many columns.
+    fn operations(&self, _in_features: usize) -> f64 {
+        0.0
+    }
+
+    /// The part of a sample whose XᵀX is computed on a GPU, with all that these statistics need beside it; `None` for statistics that need
+    /// the rows.
+    fn part_beside_gram(&self, _in_features: usize) -> Option<Box<dyn SamplePart>> {
+        None
+    }
+
+    /// Statistics of an input with this many columns, before any sample; `products` is the arithmetic of the layer.
+    fn begin(&self, in_features: usize, products: Products) -> Statistics;
+}
+
+/// The order of the kinds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum StatisticsRank {
+    /// Mean squares of the columns.
+    ColumnSquares,
+    /// These, means and variances of the columns.
+    ColumnMoments,
+    /// These and the Gram matrix.
+    Gram,
+}
+
+impl dyn StatisticsKind {
+    /// Returns whether samples enter in place.
+    pub fn is_in_place(&self) -> bool {
+        matches!(self.begin(0, Products::default()), Statistics::InPlace(_))
+    }
+}
+
+/// The accumulator for one input.
+pub enum Statistics {
+    /// Small statistics: every sample has a part of its own.
+    Merged(Box<dyn MergedStatistics>),
+    /// Large statistics: rows enter the one accumulator directly.
+    InPlace(Box<dyn InPlaceStatistics>),
+}
+
+impl Statistics {
+    /// Puts the columns into another order, `order[new] = old`, after all samples.
+    pub fn permute(&mut self, order: &[usize]) {
+        match self {
+            Self::Merged(statistics) => statistics.permute(order),
+            Self::InPlace(statistics) => statistics.permute(order),
+        }
+    }
+
+    /// The accumulator as its own type, which the method that asked for it knows.
+    pub fn downcast<T: 'static>(&self) -> Option<&T> {
+        let any: &dyn Any = match self {
+            Self::Merged(statistics) => &**statistics,
+            Self::InPlace(statistics) => &**statistics,
+        };
+        any.downcast_ref()
+    }
+
+    /// Frees the values that methods have derived from the statistics.
+    pub fn forget_derived(&self) {
+        if let Self::InPlace(statistics) = self {
+            statistics.forget_derived();
+        }
+    }
+}
+
+/// Statistics that are merged from one part per sample.
+pub trait MergedStatistics: Any + Send + Sync {
+    /// An empty part for one sample.
+    fn part(&self) -> Box<dyn SamplePart>;
+
+    /// Merges the numbers of the next sample's part. Called in the order of the samples.
+    fn merge(&mut self, numbers: &[f64]);
+
+    /// Puts the columns into another order, `order[new] = old`. Called after all samples.
+    fn permute(&mut self, order: &[usize]);
+}
+
+/// The part of one sample. It counts only once the sample is whole: a part that was interrupted is dropped.
+pub trait SamplePart: Send + Sync {
+    /// Adds the sample's next rows `[tokens, in_features]`; a sample may arrive in several calls.
+    fn add_rows(&mut self, rows: &[f32]);
+
+    /// Returns whether the part consists of column sums alone: of values, and of squares. A GPU then sends these instead of rows.
+    fn takes_sums(&self) -> bool {
+        false
+    }
+
+    /// Adds the column sums of the sample's next rows, for a part that takes them.
+    fn add_sums(&mut self, _sums: &ColumnSums<'_>) {}
+
+    /// The numbers to merge.
+    fn numbers(&self) -> &[f64];
+}
+
+/// Statistics that rows are added to directly.
+pub trait InPlaceStatistics: Any + Send + Sync {
+    /// Adds the next rows `[tokens, in_features]` of the current sample. Called in the order of the samples.
+    fn add_rows(&mut self, rows: &[f32]);
+
+    /// Ends the current sample: all its rows were added.
+    fn end_sample(&mut self) {}
+
+    /// Merges the numbers of the next sample's [`StatisticsKind::part_beside_gram`].
+    fn merge_beside_gram(&mut self, _numbers: &[f64]) {
+        unreachable!("for kinds with a part beside XᵀX")
+    }
+
+    /// Adds some rows of the upper triangle of XᵀX, of all samples that a GPU has computed, as [`GramMatrix::add_upper`].
+    fn add_gram(&mut self, _first: usize, _sums: &[f32]) {
+        unreachable!("for kinds with a part beside XᵀX")
+    }
+
+    /// Ends the collection: all samples were added.
+    fn finish(&mut self) {}
+
+    /// Frees the values that methods have derived from the statistics.
+    fn forget_derived(&self) {}
+
+    /// Puts the columns into another order, `order[new] = old`. Called after [`InPlaceStatistics::finish`].
+    fn permute(&mut self, order: &[usize]);
+}
