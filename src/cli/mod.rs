@@ -1,6 +1,37 @@
 //! The command line: one file per command, groups of flags in `args`, the console that draws events.
 //!
 //! Only this room and `main.rs` print: results to standard output, everything else to standard error.
+//!
+//! | file | content |
+//! | --- | --- |
+//! | `console` | the receiver of all output: results to standard output, everything else to standard error |
+//! | `demo` | `prune demo`: flags, table and explanation |
+//! | `ending` | state for the end of the process: the message about unfinished files, and the folders to release or remove |
+//! | `eval` | `prune eval`: flags and table |
+//! | `foreign` | command lines of other pruning programs, in the words of this program |
+//! | `generate` | `prune generate`: flags, and the text as it comes |
+//! | `inspect` | `prune inspect`: what a checkpoint holds, and whether it is a pruned copy of a dense one |
+//! | `interrupt` | signals and panics |
+//! | `layer_drop` | flags of smaller models: layers that are dropped |
+//! | `make_checkpoint` | `prune make-checkpoint` (hidden): a random model of any shape, for tests, benches and scale runs |
+//! | `merge` | `prune merge`: flags and table |
+//! | `mistake` | advice under a command line that is refused |
+//! | `model` | flags that name a model, and the model as a word of the command line |
+//! | `outcome` | exit codes of commands that did their work |
+//! | `plain_text` | text without control characters, as a terminal may show it |
+//! | `plan` | `prune plan`: flags, plan and table |
+//! | `progress` | two bars on a terminal, a plain line now and then elsewhere |
+//! | `prune` | `prune`: flags of the main job, and its table |
+//! | `quantize` | `prune quantize`: flags and result |
+//! | `recover` | `prune recover`: flags, and the table of the run |
+//! | `report` | `prune report`: pictures and a page from the run folders of finished runs |
+//! | `selftest` | `prune selftest` (hidden): flags |
+//! | `shell` | `prune completions` and `prune man` |
+//! | `sparsity` | flags of the sparsity: method, refinement, ratios and patterns |
+//! | `sweep` | `prune sweep`: flags, checks of the lists, and the table |
+//! | `terminal` | the terminal as the bars see it |
+//! | `values` | values of flags with their help, for enums of other rooms |
+//! | `width_drop` | flags of smaller models: width that is dropped |
 
 pub mod args;
 pub mod console;

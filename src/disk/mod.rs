@@ -4,6 +4,11 @@
 //! The layer is thin. With the cargo feature `faults`, tests can end or fail the program at any of these operations, or undo
 //! all unsynced changes as a power cut would. Files that an unfinished run does not need do not go through here: inputs, the
 //! caches of texts and of the hub, and hidden states on disk.
+//!
+//! | file | content |
+//! | --- | --- |
+//! | `gate` | the end of all changes, before the process releases its folders |
+//! | `positioned` | reads and writes at an offset |
 
 #[cfg(feature = "faults")]
 mod faults;

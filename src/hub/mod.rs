@@ -7,6 +7,14 @@
 //! first redirect names, panics at a redirect without a location, appends to a partial file without asking whether the server
 //! honoured the range, gives up on a lock after five seconds, retries refusals like 404, verifies no hash, and never times out.
 //! `http` and `transfer` replace it, with the same HTTP client.
+//!
+//! | file | content |
+//! | --- | --- |
+//! | `certificates` | the certificates that https trusts |
+//! | `id` | names on the hub |
+//! | `lock` | a lock per file: of several processes one downloads a file, and the others wait for it |
+//! | `partial` | the partial file of a download: it grows by what arrives, and knows the SHA-256 of its bytes |
+//! | `refusal` | refusals of the hub: each status and each network error becomes a message with a remedy here, and nowhere else |
 
 mod cache;
 mod certificates;

@@ -21,6 +21,10 @@
 //! | `published` | the files beside the weights that strangers read: `pruning.json` and the model card |
 //! | `record`, `profile`, `recorder` | `run.json`, the profile in it, the warnings of a run |
 //! | `interruption` | messages for a run that ends early |
+//! | `allocate` | the pass that decides the ratios of layers: samples through the dense model, before anything is pruned |
+//! | `plan_recover` | `prune plan --recover`: the memory of trainings, from headers or published shapes alone |
+//! | `planned_texts` | texts and plan of a run: what a text needs is known when its tokenizer is, so both are made together |
+//! | `resolved` | the pruning part of a run: method, way of the samples and targets, resolved against the model |
 
 mod allocate;
 pub mod demo;

@@ -5,6 +5,7 @@
 //! | `stored` | names and forms of the tensors of one matrix, and its `quant_state` |
 //! | `pass` | the writing of such a checkpoint, matrix by matrix |
 //! | `source` | [`QuantizedSource`], which reads it as if its matrices were dense |
+//! | `config` | `quantization_config` in `config.json` |
 //!
 //! The codec itself is `linalg::nf4`. Embedding, head, norms and biases stay as they are.
 

@@ -14,8 +14,11 @@
 //! | `recovery_card` | the model card of a recovered model |
 //! | `merge_card` | the model card of a merged model |
 //! | `comparison` | groups of runs that may share a chart |
-//! | `plots/` | pictures as SVG |
 //! | `settings`, `format` | tables; escaped text, durations, moments |
+//! | `demo_table` | the result of `prune demo`, as records and as a table of at most 80 columns |
+//! | `plan` | the table of a plan, printed before a run and by `prune plan` |
+//! | `plots` | pictures as SVG text, one file per picture |
+//! | `training_plan` | the table of `prune plan --recover` |
 
 pub mod card;
 pub mod comparison;

@@ -1,6 +1,30 @@
 //! A run as plain records: its events, its plan, its state on disk, and its manifest.
 //!
 //! Nothing here computes or prints. Every other room may use these records.
+//!
+//! | file | content |
+//! | --- | --- |
+//! | `allocation` | the record of an allocation: what was measured of the layers, and the ratios it led to |
+//! | `command_line` | command lines in messages, quoted so that a shell reads them back |
+//! | `events` | what library code emits instead of printing |
+//! | `fallback` | records of units of work that a device had no memory for |
+//! | `generation` | the text that a model wrote, as a plain record: the object of `prune generate --json` |
+//! | `grid` | records of a sweep: a grid of pruning runs in one folder |
+//! | `inspection` | the findings of `prune inspect` |
+//! | `layer_drop` | the record of dropped layers: scores, choice, and sizes before and after |
+//! | `manifest` | `run.json`: everything needed to trust, repeat or compare a run |
+//! | `memory_settings` | settings that trade memory for time |
+//! | `merging` | records of a merge: what was counted in each tensor |
+//! | `meter` | progress of copies, downloads and scans: bytes go in, events with whole MiB come out |
+//! | `phase` | the phases of a run: the clock measures them, the plan predicts their memory, the profile adds up their times |
+//! | `plan` | the predicted memory and time of a run |
+//! | `profile` | the profile of a run on the CPU: time per part of the work, and speed relative to the CPU's peak |
+//! | `pruning_record` | `pruning.json`: the record of a pruning run that is published with its model |
+//! | `quantization` | the result of `prune quantize`, as a plain record: the object of `--json` |
+//! | `recovery` | the record of a recovery training: settings as resolved, losses, held-out measurements |
+//! | `state` | `unfinished.json`: the finished work of a run that has not ended, so that another process can continue it |
+//! | `verification` | the verification of a written model, as the record has it |
+//! | `width_drop` | the record of dropped width: sizes before and after, and what was lost |
 
 pub mod allocation;
 pub mod command_line;

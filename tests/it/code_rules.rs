@@ -46,6 +46,44 @@ fn is_test(source: &Source, test_modules: &BTreeSet<String>) -> bool {
             .any(|test| module == *test || module.starts_with(&format!("{test}/")))
 }
 
+/// The modules that a `mod.rs` declares for the program, not for tests.
+fn declared(text: &str) -> Vec<&str> {
+    let mut modules = Vec::new();
+    let mut before = "";
+    for line in text.lines() {
+        let is_for_tests = before.contains("cfg(test)") || before.starts_with("#[path");
+        let declaration = line.split_once("mod ").filter(|(visibility, _)| {
+            visibility.is_empty() || (visibility.starts_with("pub") && visibility.ends_with(' '))
+        });
+        if let Some((_, name)) = declaration.filter(|_| !is_for_tests) {
+            modules.extend(name.strip_suffix(';'));
+        }
+        before = line;
+    }
+    modules
+}
+
+#[test]
+fn every_room_begins_with_a_table_of_its_files() {
+    let mut missing = Vec::new();
+    for source in sources().iter().filter(|source| source.path.ends_with("/mod.rs")) {
+        let head = source.text.lines().filter(|line| line.starts_with("//!"));
+        let head = head.collect::<Vec<_>>().join("\n");
+        let modules = declared(&source.text);
+        // A room with one file has nothing to choose from.
+        let is_room = modules.len() > 1 && !source.path.ends_with("/tests/mod.rs");
+        for module in modules.iter().filter(|_| is_room) {
+            if !head.contains(&format!("`{module}`")) {
+                missing.push(format!("{}: `{module}`", source.path));
+            }
+        }
+    }
+    assert!(missing.is_empty(), "files without a row: {missing:#?}");
+    let text =
+        "pub mod a;\nmod b;\n#[cfg(test)]\nmod tests;\npub(crate) mod c;\nmod d {\n// mod e;\n";
+    assert_eq!(declared(text), ["a", "b", "c"]);
+}
+
 #[test]
 fn only_the_command_line_prints() {
     let sources = sources();

@@ -1,4 +1,12 @@
 //! The run folder: checks of the places results are written to, and the files in them.
+//!
+//! | file | content |
+//! | --- | --- |
+//! | `leftovers` | files that a killed process left in the folders of a finished run |
+//! | `lock` | one run per folder: the file `prune.lock` names the process that works here, on network file systems too |
+//! | `memory_log` | `memory_log.csv` of `--log-memory` |
+//! | `owner` | the owner of a folder's lock: host, boot, process and batch job, and whether that process still lives |
+//! | `state_file` | `unfinished.json` while this process works on its run |
 
 mod leftovers;
 pub(crate) mod lock;

@@ -10,6 +10,10 @@
 //! | kernel | scores of | softmax | unused results |
 //! | --- | --- | --- | --- |
 //! | `Fused` (`panels.rs`) | as many queries as a block of C is wide, transposed | down the lanes of registers | the last few keys of each panel |
+//! | `backward` | gradients of causal attention, from the gradient of a loss with respect to its contexts |
+//! | `blocks` | attention by products of packed factors, for kernels that round or split them |
+//! | `one_query` | attention of one token, for text generation: a row of scores per head, without blocks |
+//! | `panels` | attention by f32 multiply-adds |
 //! | the others (`blocks.rs`) | 128 queries | row by row, then packed again | half of the last 128 keys, values of up to 512 |
 //!
 //! Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245): query head h reads key/value head

@@ -8,6 +8,14 @@
 //! | `Split` | f32, as sums of bf16 parts | `tdpbf16ps` on 16 × 16 tiles | Intel from Sapphire Rapids on, with Linux, which grants the tiles |
 //! | `Amx` | bf16 | the same | the same |
 //! | `Avx512` | bf16 | `vdpbf16ps` | AMD from Zen 4 on, Intel from Cooper Lake on |
+//! | `amx` | `tdpbf16ps`: 16 × 16 outputs of 32 products each per instruction, by Intel's Advanced Matrix Extensions |
+//! | `avx512` | `vdpbf16ps`: 16 outputs of two products each per instruction |
+//! | `cut` | the cut of a product into tasks, and its memory |
+//! | `fused` | f32 products for any CPU: blocks of C in registers, one multiply-add per product, on the widest vectors of the CPU |
+//! | `interleave` | packing for f32 products: rows of a factor side by side, `[steps, rows of a block]`, widened to f32 |
+//! | `packed` | packed factors: cache lines in the order in which blocks read them |
+//! | `products` | products of a common X on all threads |
+//! | `tiles` | packing for the bf16 kernels: tiles of 16 rows or columns by 32 elements of `inner`, 1 KiB each |
 //!
 //! `Split` splits a number x: x₀ is the bf16 nearest to x, x₁ the one nearest to x − x₀, x₂ the one nearest to x − x₀ − x₁. Then
 //! x = x₀ + x₁ + x₂ in all 24 bits of the significand. So x·w = Σ xᵢ·wⱼ, and f32 holds each of these products exactly. Those with

@@ -5,6 +5,17 @@
 //! [`rounding`] makes the stored values from them.
 //!
 //! Work is divided into parts of a fixed size, and sums have a fixed order. So results do not depend on threads.
+//!
+//! | file | content |
+//! | --- | --- |
+//! | `adamw` | AdamW in f32 |
+//! | `adamw8bit` | AdamW with 8-bit states, in blocks of 256 elements |
+//! | `clip` | clipping of gradients by their global norm |
+//! | `kept` | the mask of kept weights: one bit per element of a flattened parameter, 1 = kept, least significant bit first |
+//! | `optimizer` | `Optimizer`: one step on one flattened parameter |
+//! | `schedule` | learning rates of steps: constant, linear or cosine, after a linear warm-up |
+//! | `sgd` | gradient descent with optional momentum |
+//! | `trainer_names` | names of optimizers in transformers' Trainer |
 
 pub mod adamw;
 pub mod adamw8bit;
