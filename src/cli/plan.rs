@@ -149,10 +149,13 @@ pub fn command(args: &PlanArgs, console: &Console) -> Result<()> {
     }
     let record = plan(&settings, console)?;
     let mut text = format!(
-        "{:<14} {}: {:.2} billion parameters, {} in {}\n",
+        "{:<14} {}: {} parameters, {} in {}\n",
         "model",
         record.model,
-        record.parameters as f64 / 1e9,
+        match record.parameters as f64 {
+            few @ ..1e9 => format!("{:.1} M", few / 1e6),
+            many => format!("{:.2} billion", many / 1e9),
+        },
         record.weights,
         record.dtype,
     );

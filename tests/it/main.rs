@@ -15,6 +15,7 @@ mod errors;
 mod fallback;
 mod generate;
 mod golden;
+mod guide;
 mod hostile;
 mod hub;
 mod inputs;
