@@ -26,7 +26,7 @@ use rayon::prelude::*;
 use super::matmul::{View, add_matmul};
 use super::product::{Factors, Kernel, Line, Strided, Values, resize};
 pub use super::triangular::NotPositive;
-use super::triangular::{Element, Triangle};
+use super::triangular::{BlockFloat, Triangle};
 use crate::bytes::ByteSize;
 
 /// Columns of a block.
@@ -47,7 +47,7 @@ pub fn working_bytes<T: Real>(n: usize) -> ByteSize {
 }
 
 /// A precision of these functions: f32 or f64.
-pub trait Real: Element {
+pub trait Real: BlockFloat {
     /// Columns `[columns, depth]` of a factor in the form that products read.
     type Packed: Sync + Default;
 

@@ -18,7 +18,7 @@ use pulp::{Arch, Simd, WithSimd};
 pub struct NotPositive;
 
 /// A precision of these kernels: f32 or f64.
-pub trait Element:
+pub trait BlockFloat:
     Copy
     + Default
     + PartialOrd
@@ -43,7 +43,7 @@ pub trait Element:
     fn root(self) -> Self;
 }
 
-impl Element for f32 {
+impl BlockFloat for f32 {
     const ONE: Self = 1.0;
     type Lanes = [Self; 64];
     const NO_LANES: Self::Lanes = [0.0; 64];
@@ -59,7 +59,7 @@ impl Element for f32 {
     }
 }
 
-impl Element for f64 {
+impl BlockFloat for f64 {
     const ONE: Self = 1.0;
     type Lanes = [Self; 32];
     const NO_LANES: Self::Lanes = [0.0; 32];
@@ -85,7 +85,7 @@ pub struct Triangle<T> {
     columns: Vec<T>,
 }
 
-impl<T: Element> Triangle<T> {
+impl<T: BlockFloat> Triangle<T> {
     /// R of a symmetric matrix, of which `h(i, j)` gives the elements with i ≤ j < n.
     ///
     /// # Errors
@@ -97,7 +97,7 @@ impl<T: Element> Triangle<T> {
                 *value = h(i, j);
             }
         }
-        Arch::new().dispatch(Factor { n, columns: &mut columns })?;
+        Arch::new().dispatch(Factorisation { n, columns: &mut columns })?;
         let mut rows = vec![T::default(); n * n];
         for (i, row) in rows.chunks_exact_mut(n.max(1)).enumerate() {
             for (j, value) in row.iter_mut().enumerate().skip(i) {
@@ -122,12 +122,12 @@ impl<T: Element> Triangle<T> {
 }
 
 /// Replaces an upper triangle, column by column, by R.
-struct Factor<'a, T> {
+struct Factorisation<'a, T> {
     n: usize,
     columns: &'a mut [T],
 }
 
-impl<T: Element> WithSimd for Factor<'_, T> {
+impl<T: BlockFloat> WithSimd for Factorisation<'_, T> {
     type Output = Result<(), NotPositive>;
 
     #[inline(always)]
@@ -165,7 +165,7 @@ struct Solve<'a, T> {
     q: &'a mut [T],
 }
 
-impl<T: Element> WithSimd for Solve<'_, T> {
+impl<T: BlockFloat> WithSimd for Solve<'_, T> {
     type Output = ();
 
     #[inline(always)]

@@ -51,7 +51,7 @@ fn declared(text: &str) -> Vec<&str> {
     let mut modules = Vec::new();
     let mut before = "";
     for line in text.lines() {
-        let is_for_tests = before.contains("cfg(test)") || before.starts_with("#[path");
+        let is_for_tests = before.contains("cfg(test)") || line.ends_with("_tests;");
         let declaration = line.split_once("mod ").filter(|(visibility, _)| {
             visibility.is_empty() || (visibility.starts_with("pub") && visibility.ends_with(' '))
         });

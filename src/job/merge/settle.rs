@@ -118,13 +118,11 @@ impl MergeJob {
         if unfinished.is_none() && settings.output.resume {
             return Err(super::super::settle::nothing_to_resume(&folder).into());
         }
-        // A measurement may need even more. Planned with enough for the pass, it fails with a number that is enough for both.
-        let mut enough = settings.clone();
-        if early.is_err() {
-            let allowed = &mut enough.device.max_memory;
-            *allowed = allowed.with_cpu(shape.least());
-        }
-        let saliency = Saliency::settle(&enough, &recipe, &inputs, &folder, events);
+        let measured_within = match early {
+            Ok(_) => settings.clone(),
+            Err(_) => with_enough_for(&shape, &settings),
+        };
+        let saliency = Saliency::settle(&measured_within, &recipe, &inputs, &folder, events);
         let saliency = match (saliency, early) {
             (Err(measuring), Err(pass)) => return Err(with_advice_of(pass, &measuring).into()),
             (saliency, _) => saliency?,
@@ -262,6 +260,15 @@ fn wanted_size(settings: &MergeSettings, threads: usize) -> PassSize {
         workers: threads * WORKERS_PER_THREAD,
         piece_elements: settings.piece_elements.unwrap_or(PIECE_ELEMENTS),
     }
+}
+
+/// The settings with memory that is enough for the pass. A measurement that does not fit into it, either, names a number that is enough for
+/// both.
+fn with_enough_for(shape: &MergeShape, settings: &MergeSettings) -> MergeSettings {
+    let mut enough = settings.clone();
+    let allowed = &mut enough.device.max_memory;
+    *allowed = allowed.with_cpu(shape.least());
+    enough
 }
 
 /// The refusal of a pass with the advice of a refused measurement, if it has any.
