@@ -34,7 +34,7 @@
 //! | `source` | the files of a dataset in one role, found once and handed on |
 //! | `splits` | the files of a split in a folder |
 //! | `staged` | files that are written under a temporary name and renamed when they are complete |
-//! | `text_cut` | places where a text may be cut, so that the ids of the pieces in sequence are exactly those of the whole text |
+//! | `text_cut` | places where a text may be cut, so that the pieces have the ids of the whole text |
 //! | `text_file` | UTF-8 text files: read in portions or line by line, with the place of the first byte that is not UTF-8 |
 //! | `text_stream` | token ids to text, one token at a time, with whole characters only |
 //! | `tokenizer` | text to token ids and back, with the special tokens that `transformers` would add |

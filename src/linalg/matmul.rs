@@ -1,7 +1,8 @@
 //! Dense products with strides, by the `gemm` crate.
 //!
-//! C = alpha · A·B in f32 ([`matmul`]), or C += A·B in f64 ([`add_matmul`]), A `[rows, inner]`, B `[inner, columns]`, accumulated along `inner` in an order that depends on `inner` alone, so
-//! that neither the thread count nor, beyond small products (`parts`), the number of rows or columns changes a result.
+//! C = alpha · A·B in f32 ([`matmul`]), or C += A·B in f64 ([`add_matmul`]), with A `[rows, inner]` and B `[inner, columns]`. Sums along
+//! `inner` have an order that depends on `inner` alone, so that neither the thread count nor, beyond small products (`parts`), the number of
+//! rows or columns changes a result.
 
 use gemm::Parallelism;
 
@@ -69,7 +70,7 @@ pub fn matmul(
     rhs: View<'_>,
     threads: Threads,
 ) {
-    product((out, out_stride), None, (alpha, lhs, rhs), threads);
+    product(out, out_stride, None, alpha, lhs, rhs, threads);
 }
 
 /// Adds `lhs * rhs` to `out`, as [`matmul`] on the calling thread.
@@ -77,14 +78,17 @@ pub fn matmul(
 /// # Panics
 /// Panics as [`matmul`].
 pub fn add_matmul(out: &mut [f64], out_stride: usize, lhs: View<'_, f64>, rhs: View<'_, f64>) {
-    product((out, out_stride), Some(1.0), (1.0, lhs, rhs), Threads::One);
+    product(out, out_stride, Some(1.0), 1.0, lhs, rhs, Threads::One);
 }
 
 /// Writes `keeps * out + alpha * lhs * rhs` to `out`; without `keeps` the old content of `out` is not read.
 fn product<T: Copy + Default + 'static>(
-    (out, out_stride): (&mut [T], usize),
+    out: &mut [T],
+    out_stride: usize,
     keeps: Option<T>,
-    (alpha, lhs, rhs): (T, View<'_, T>, View<'_, T>),
+    alpha: T,
+    lhs: View<'_, T>,
+    rhs: View<'_, T>,
     threads: Threads,
 ) {
     let (rows, columns, inner) = (lhs.rows, rhs.columns, lhs.columns);

@@ -6,10 +6,10 @@
 //! Rᵀ·y = x      y_i = (x_i − Σ_j r_ji·y_j) / r_ii        from the first i to the last, j < i
 //! ```
 //!
-//! R `[n, n]` is upper triangular. Each sum is taken in the order of its index by fused multiply-adds, so neither threads nor vector units
+//! R `[n, n]` is upper triangular. The terms of a sum have a fixed order and are added by fused multiply-adds, so neither threads nor vector units
 //! change a bit. Sources: Golub and Van Loan, "Matrix Computations", 4th edition, sections 3.1 and 4.2.
 
-use std::ops::{Div, Neg, Sub};
+use std::ops::{Div, Neg};
 
 use pulp::{Arch, Simd, WithSimd};
 
@@ -19,15 +19,7 @@ pub struct NotPositive;
 
 /// A precision of these kernels: f32 or f64.
 pub trait BlockFloat:
-    Copy
-    + Default
-    + PartialOrd
-    + Div<Output = Self>
-    + Neg<Output = Self>
-    + Sub<Output = Self>
-    + Send
-    + Sync
-    + 'static
+    Copy + Default + PartialOrd + Div<Output = Self> + Neg<Output = Self> + Send + Sync + 'static
 {
     /// 1.
     const ONE: Self;
@@ -43,37 +35,28 @@ pub trait BlockFloat:
     fn root(self) -> Self;
 }
 
-impl BlockFloat for f32 {
-    const ONE: Self = 1.0;
-    type Lanes = [Self; 64];
-    const NO_LANES: Self::Lanes = [0.0; 64];
+macro_rules! block_float {
+    ($float:ty, $lanes:literal) => {
+        impl BlockFloat for $float {
+            const ONE: Self = 1.0;
+            type Lanes = [Self; $lanes];
+            const NO_LANES: Self::Lanes = [0.0; $lanes];
 
-    #[inline(always)]
-    fn fused(self, factor: Self, term: Self) -> Self {
-        self.mul_add(factor, term)
-    }
+            #[inline(always)]
+            fn fused(self, factor: Self, term: Self) -> Self {
+                self.mul_add(factor, term)
+            }
 
-    #[inline(always)]
-    fn root(self) -> Self {
-        self.sqrt()
-    }
+            #[inline(always)]
+            fn root(self) -> Self {
+                self.sqrt()
+            }
+        }
+    };
 }
 
-impl BlockFloat for f64 {
-    const ONE: Self = 1.0;
-    type Lanes = [Self; 32];
-    const NO_LANES: Self::Lanes = [0.0; 32];
-
-    #[inline(always)]
-    fn fused(self, factor: Self, term: Self) -> Self {
-        self.mul_add(factor, term)
-    }
-
-    #[inline(always)]
-    fn root(self) -> Self {
-        self.sqrt()
-    }
-}
+block_float!(f32, 64);
+block_float!(f64, 32);
 
 /// The triangle of a block, by rows and by columns, so that both solutions read it in order.
 #[derive(Debug)]

@@ -4,7 +4,6 @@ use super::config::ModelConfig;
 use super::rotary::Rotary;
 use crate::linalg::{Products, Workspace};
 use crate::run::MemorySettings;
-use crate::run::memory_settings::WeightsHeld;
 
 /// Rotary tables, scratch memory and memory settings of a model's layers.
 #[derive(Debug)]
@@ -30,9 +29,7 @@ impl LayerContext {
     pub fn with_products(mut self, products: Products) -> Self {
         let context = self.workspace.product_context();
         context.products = products;
-        // A matrix that is in memory for a moment is not worth a packed copy, and no plan counts it.
-        context.keeps_packed =
-            self.settings.keep_packed && self.settings.weights == WeightsHeld::Layer;
+        context.keeps_packed = self.settings.keeps_packed();
         self
     }
 

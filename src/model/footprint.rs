@@ -109,7 +109,7 @@ pub fn context(config: &ModelConfig, seqlen: usize) -> ByteSize {
 
 /// Returns whether a layer's weights stay packed while the layer is in use.
 pub fn keeps_packed(kernel: Kernel, settings: &MemorySettings) -> bool {
-    kernel.keeps() && settings.keep_packed && settings.weights == WeightsHeld::Layer
+    kernel.keeps() && settings.keeps_packed()
 }
 
 /// Memory of the packed factors of products: X, and per thread a slab of W unless W stays packed.

@@ -16,9 +16,9 @@ use super::calibrate::Calibrator;
 use super::output_error;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
-use crate::linalg::columns::ColumnSums;
 use crate::linalg::{Products, columns, permute};
 use crate::model::{DecoderLayer, ModelConfig, Observation};
+use crate::pruning::statistics::column_squares::SampleSquares;
 use crate::pruning::{MergedStatistics, SamplePart, Statistics, StatisticsKind};
 use crate::run::Events;
 use crate::runtime::{Clock, Compute, Editor, HiddenStates};
@@ -43,7 +43,7 @@ struct SquareSums(Vec<f64>);
 
 impl MergedStatistics for SquareSums {
     fn part(&self) -> Box<dyn SamplePart> {
-        Box::new(SampleSums(vec![0.0; self.0.len()]))
+        Box::new(SampleSquares::new(self.0.len()))
     }
 
     fn merge(&mut self, numbers: &[f64]) {
@@ -58,27 +58,6 @@ impl MergedStatistics for SquareSums {
 impl SquareSums {
     fn means(&self, tokens: u64) -> Vec<f32> {
         self.0.iter().map(|sum| (sum / tokens as f64) as f32).collect()
-    }
-}
-
-/// Σ x² of every column of one sample.
-struct SampleSums(Vec<f64>);
-
-impl SamplePart for SampleSums {
-    fn add_rows(&mut self, rows: &[f32]) {
-        columns::add_squares(rows, &mut self.0);
-    }
-
-    fn takes_sums(&self) -> bool {
-        true
-    }
-
-    fn add_sums(&mut self, sums: &ColumnSums<'_>) {
-        columns::add_sums(&mut self.0, sums.squares);
-    }
-
-    fn numbers(&self) -> &[f64] {
-        &self.0
     }
 }
 
@@ -166,6 +145,7 @@ fn check(means: &[f32], point: Observation, layer: usize) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::linalg::columns::ColumnSums;
 
     fn begun() -> Box<dyn MergedStatistics> {
         match SquareSumsKind.begin(2, Products::F32) {

@@ -36,7 +36,7 @@ pub(super) fn widths(config: &ModelConfig) -> [usize; 4] {
 }
 
 /// Bytes of the rows of the four points, which are held from the first sample of a layer until its last matrix is pruned; with
-/// `has_outputs` also those of the outputs of a matrix, before and after it is pruned.
+/// `has_outputs` also the bytes of the outputs of a matrix, before and after it is pruned.
 pub(super) fn bytes(
     config: &ModelConfig,
     samples: usize,

@@ -76,6 +76,11 @@ impl Default for MemorySettings {
 }
 
 impl MemorySettings {
+    /// Returns whether packed weights may stay. A matrix that is in memory for a moment is not worth a packed copy.
+    pub fn keeps_packed(&self) -> bool {
+        self.keep_packed && self.weights == WeightsHeld::Layer
+    }
+
     /// Returns the source of a layer's weights, for the text of a plan.
     pub fn weights_come_from(&self) -> &'static str {
         match (self.weights, self.prefetch) {

@@ -42,7 +42,7 @@ fn steps(page: &str) -> Vec<Step> {
     steps
 }
 
-/// Whether two lines have the same words, and numbers that are near; with `free` numbers, any numbers.
+/// Returns true for lines with the same words and near numbers; with `free`, any numbers.
 fn is_alike(shown: &str, printed: &str, free: bool) -> bool {
     let words = |line: &str| -> Vec<String> { line.split_whitespace().map(String::from).collect() };
     let (shown, printed) = (words(shown), words(printed));

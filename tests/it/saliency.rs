@@ -414,3 +414,24 @@ fn files_of_other_statistics_are_refused() {
         &["holds statistics of other models", "measured: m, e"],
     );
 }
+
+/// The refusal names memory that is enough for the pass and for the measurement. A mistake in the measurement is named as it is.
+#[test]
+fn a_refused_measurement_names_what_is_enough_for_the_whole_merge() {
+    let place = place();
+    let line = "merge --base b --model m --method ties --density 0.5 --saliency base --nsamples 64 --seqlen 128 --save out";
+    let refused = |flags: &str| {
+        let ran = place.run(&format!("{line} {flags}"));
+        assert_eq!(ran.code, 1, "{}", ran.stderr);
+        ran.stderr
+    };
+    let stderr = refused("--dataset train.txt --max-memory cpu=1MiB");
+    assert!(!place.path("out/model").exists(), "nothing is written");
+    assert!(stderr.contains("measuring the activations needs more"), "{stderr}");
+    let (_, hint) = stderr.split_once("--max-memory cpu=").expect("a budget");
+    let least = hint.split("MiB").next().expect("a number");
+    let ran = place.run(&format!("{line} --dataset train.txt --max-memory cpu={least}MiB"));
+    assert_eq!(ran.code, 0, "{least}: {}", ran.stderr);
+    let stderr = refused("--dataset missing.txt --max-memory cpu=1MiB --force");
+    assert!(stderr.contains("missing.txt"), "{stderr}");
+}

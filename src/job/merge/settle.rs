@@ -124,7 +124,7 @@ impl MergeJob {
         };
         let saliency = Saliency::settle(&measured_within, &recipe, &inputs, &folder, events);
         let saliency = match (saliency, early) {
-            (Err(measuring), Err(pass)) => return Err(with_advice_of(pass, &measuring).into()),
+            (Err(measuring), Err(pass)) => return Err(with_advice_of(pass, measuring)),
             (saliency, _) => saliency?,
         };
         let mut deciding = BTreeMap::new();
@@ -271,12 +271,13 @@ fn with_enough_for(shape: &MergeShape, settings: &MergeSettings) -> MergeSetting
     enough
 }
 
-/// The refusal of a pass with the advice of a refused measurement, if it has any.
-fn with_advice_of(pass: Failure, measuring: &anyhow::Error) -> Failure {
+/// The refusal of a pass, with the memory that a refused measurement needs; any other failure of the measurement as it is.
+fn with_advice_of(pass: Failure, measuring: anyhow::Error) -> anyhow::Error {
     let failure = measuring.downcast_ref::<Failure>();
-    match failure.and_then(|failure| failure.hint.clone()) {
-        Some(hint) => pass.detail("measuring the activations needs more").hint(hint),
-        None => pass,
+    let hint = failure.and_then(|failure| failure.hint.clone());
+    match hint.filter(|hint| hint.contains("--max-memory")) {
+        Some(hint) => pass.detail("measuring the activations needs more").hint(hint).into(),
+        None => measuring,
     }
 }
 

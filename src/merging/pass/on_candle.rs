@@ -1,6 +1,6 @@
 //! [`CandleMixer`]: formulas computed by candle's operators on one of its devices. With the feature `cuda` that is a GPU; tests use the CPU.
 //!
-//! Every operation is one operator, so every operation is rounded, and the bits are those of [`OnCpu`](crate::merging::methods::OnCpu).
+//! Every operation is one operator, so every operation is rounded, and the bits are equal to the bits of [`OnCpu`](crate::merging::methods::OnCpu).
 
 use anyhow::Result;
 use candle_core::{Device, Tensor};

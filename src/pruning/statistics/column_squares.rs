@@ -31,7 +31,14 @@ impl StatisticsKind for ColumnSquaresKind {
 }
 
 /// ‖x_j‖² of one sample.
-struct SampleSquares(Vec<f64>);
+pub(crate) struct SampleSquares(Vec<f64>);
+
+impl SampleSquares {
+    /// Sums of an input with this many columns, before any row.
+    pub(crate) fn new(in_features: usize) -> Self {
+        Self(vec![0.0; in_features])
+    }
+}
 
 impl SamplePart for SampleSquares {
     fn add_rows(&mut self, rows: &[f32]) {
@@ -77,7 +84,7 @@ impl ColumnSquares {
 
 impl MergedStatistics for ColumnSquares {
     fn part(&self) -> Box<dyn SamplePart> {
-        Box::new(SampleSquares(vec![0.0; self.mean.len()]))
+        Box::new(SampleSquares::new(self.mean.len()))
     }
 
     fn merge(&mut self, squares: &[f64]) {
