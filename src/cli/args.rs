@@ -141,7 +141,7 @@ impl DeviceArgs {
 /// Places of hidden states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum HiddenStatesArg {
-    /// RAM where they fit, else disk
+    /// The GPUs that compute where they fit, else RAM, else disk
     Auto,
     /// Memory
     Ram,

@@ -45,7 +45,7 @@ impl<'a> Planning<'a> {
         run_folder: Option<&Path>,
         events: &dyn Events,
     ) -> Result<Option<PathBuf>> {
-        if plan.hidden_states.storage == HiddenStatesStorage::Ram {
+        if plan.hidden_states.storage != HiddenStatesStorage::Disk {
             return Ok(None);
         }
         let folder = self.device.offload_folder.clone();

@@ -239,11 +239,18 @@ impl Job {
             model.seqlen,
             model.config.hidden_size,
             candle_dtype(dtype),
-        )?;
+        )?
+        .on_devices(devices.homes());
         model
             .clock
             .measure(Phase::Embed, || embed(&mut hidden, &embedding, tokens, model.seqlen))
             .context("embedding the samples")?;
+        if hidden.displaced() > 0 {
+            events.warn(format!(
+                "{} of {samples} hidden states had no room on their GPU and are in RAM: the run is slower",
+                hidden.displaced()
+            ));
+        }
         Ok(hidden)
     }
 }

@@ -11,6 +11,20 @@ pub fn key(score: f32) -> u32 {
     (score + 0.0).to_bits()
 }
 
+/// The number of weights that are removed from a matrix, row by row: the lowest scores, of equal scores the lower columns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Quota {
+    /// So many of every row.
+    OfRow(usize),
+    /// `n` of every aligned group of `m` columns.
+    OfGroup {
+        /// Removed per group.
+        n: usize,
+        /// Columns of a group.
+        m: usize,
+    },
+}
+
 /// The lowest scores: all below a threshold, and the first few equal to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Lowest {

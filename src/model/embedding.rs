@@ -36,25 +36,39 @@ impl<'a> Embedding<'a> {
     /// Fails for an id beyond the table, and when reading fails.
     pub fn rows(&self, tokens: &[u32]) -> Result<Tensor> {
         let dtype = stored_dtype(self.entry)?;
-        let row_bytes = self.hidden_size * dtype.bytes();
         let mut hidden = vec![0.0; tokens.len() * self.hidden_size];
         hidden.par_chunks_mut(self.hidden_size).zip(tokens).try_for_each_init(
             || StoredMatrix::zeros(dtype, 1, self.hidden_size),
             |row, (wide, &token)| {
                 let row = row.as_mut().map_err(|error| anyhow!("{error}"))?;
-                let rows = self.entry.shape.first().copied().unwrap_or(0);
-                if token as usize >= rows {
-                    return Err(anyhow!("token id {token} is beyond the embedding's {rows} rows"));
-                }
-                self.source.read(
-                    self.entry,
-                    u64::from(token) * row_bytes as u64,
-                    row.as_bytes_mut(),
-                )?;
+                self.read_row(token, row.as_bytes_mut())?;
                 row.widen_rows(0, wide);
-                Ok(())
+                anyhow::Ok(())
             },
         )?;
         tensor::from_vec(hidden, &[tokens.len(), self.hidden_size])
+    }
+
+    /// Room for the rows of some tokens in their stored dtype.
+    pub fn room(&self, tokens: usize) -> Result<StoredMatrix> {
+        StoredMatrix::zeros(stored_dtype(self.entry)?, tokens, self.hidden_size)
+    }
+
+    /// Reads the rows of tokens into a matrix from [`Embedding::room`]: the same memory for sample after sample.
+    ///
+    /// # Errors
+    /// Fails for an id beyond the table, and when reading fails.
+    pub fn read_rows(&self, tokens: &[u32], rows: &mut StoredMatrix) -> Result<()> {
+        let row_bytes = self.hidden_size * rows.dtype().bytes();
+        let rows = rows.as_bytes_mut().par_chunks_exact_mut(row_bytes.max(1));
+        rows.zip(tokens).try_for_each(|(row, &token)| self.read_row(token, row))
+    }
+
+    fn read_row(&self, token: u32, row: &mut [u8]) -> Result<()> {
+        let rows = self.entry.shape.first().copied().unwrap_or(0);
+        if token as usize >= rows {
+            return Err(anyhow!("token id {token} is beyond the embedding's {rows} rows"));
+        }
+        self.source.read(self.entry, u64::from(token) * row.len() as u64, row)
     }
 }

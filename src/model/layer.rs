@@ -50,6 +50,10 @@ use crate::run::MemorySettings;
 pub struct DecoderLayer {
     index: usize,
     revision: u64,
+    /// The revision of the norms, and of linears that are not in `changed`.
+    base: u64,
+    /// The revision of linears that were changed since.
+    changed: BTreeMap<Projection, u64>,
     heads: Heads,
     rms_norm_eps: f32,
     family: &'static Family,
@@ -112,6 +116,8 @@ impl DecoderLayer {
         Ok(Self {
             index,
             revision: 0,
+            base: 0,
+            changed: BTreeMap::new(),
             heads: config.heads(),
             rms_norm_eps: config.rms_norm_eps as f32,
             family: config.family,
@@ -129,6 +135,8 @@ impl DecoderLayer {
     ) -> Self {
         Self {
             revision: self.revision + 1,
+            base: self.revision + 1,
+            changed: BTreeMap::new(),
             heads: config.heads(),
             norms: self.norms.clone(),
             linears,
@@ -159,11 +167,22 @@ impl DecoderLayer {
         self.revision
     }
 
+    /// The revision of the norms, and of the linears that were not changed since.
+    pub fn base_revision(&self) -> u64 {
+        self.base
+    }
+
+    /// The revision of a linear's weights.
+    pub fn linear_revision(&self, projection: Projection) -> u64 {
+        self.changed.get(&projection).copied().unwrap_or(self.base)
+    }
+
     /// The same layer as version `number`, from 1: no revision is that of another version, so a copy on a device is never taken for
     /// this layer's.
     #[must_use]
     pub fn as_version(self, number: u32) -> Self {
-        Self { revision: u64::from(number) << 32, ..self }
+        let revision = u64::from(number) << 32;
+        Self { revision, base: revision, changed: BTreeMap::new(), ..self }
     }
 
     /// Weights of the norms before attention and before the MLP, as f32.
@@ -182,6 +201,7 @@ impl DecoderLayer {
     /// Panics when there are not as many values as before.
     pub fn set_norm(&mut self, norm: usize, values: &[f32]) {
         self.revision += 1;
+        (self.base, self.changed) = (self.revision, BTreeMap::new());
         self.norms[norm].copy_from_slice(values);
     }
 
@@ -207,6 +227,7 @@ impl DecoderLayer {
     /// Panics when the family has no such linear.
     pub fn linear_mut(&mut self, projection: Projection) -> &mut Linear {
         self.revision += 1;
+        self.changed.insert(projection, self.revision);
         self.linears.get_mut(&projection).expect("callers name linears of the layer's family")
     }
 

@@ -186,18 +186,16 @@ impl<'a> AllocationMeter<'a> {
         errors: &mut [f64],
     ) -> Result<f64> {
         let rows = statistics.rows(projection);
-        let products = compute.workspace().product_context();
-        let dense = DenseOutput::of(layer.linear(projection), rows, products)?;
+        let dense = DenseOutput::of(layer, projection, rows, compute)?;
         let weight = held(layer, projection)?.clone();
         for (error, &ratio) in errors.iter_mut().zip(&self.points) {
             let name = projection.full_name(layer.index());
             let pruned = pruned(&name, &weight, statistics.of(projection), ratio)?;
             *layer.linear_mut(projection).weight_mut() = Weight::Held(pruned);
-            let products = compute.workspace().product_context();
-            let relative = dense.error_of(layer.linear(projection), products)?;
+            let relative = dense.error_of(layer, compute)?;
             *error += relative.unwrap_or_default().powi(2);
         }
-        let mean_square = dense.mean_square(weight.rows());
+        let mean_square = dense.mean_square(weight.columns())?;
         *layer.linear_mut(projection).weight_mut() = Weight::Held(weight);
         Ok(mean_square)
     }

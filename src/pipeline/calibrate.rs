@@ -26,8 +26,17 @@ pub fn embed(
     tokens: &[u32],
     seqlen: usize,
 ) -> Result<()> {
+    let mut rows = match hidden.is_on_device() {
+        true => Some(embedding.room(seqlen)?),
+        false => None,
+    };
     for (sample, tokens) in tokens.chunks_exact(seqlen).enumerate() {
-        hidden.put(sample, embedding.rows(tokens)?)?;
+        let Some(rows) = &mut rows else {
+            hidden.put(sample, embedding.rows(tokens)?)?;
+            continue;
+        };
+        embedding.read_rows(tokens, rows)?;
+        hidden.put_stored(sample, rows)?;
     }
     Ok(())
 }

@@ -15,12 +15,17 @@
 //! The tokens: the same number of each sample, spread evenly over its positions, from another first position in every sample.
 //! The choice depends on the number of samples and their length alone, not on threads nor on how rows are split into calls.
 
+use std::borrow::Cow;
+
 use anyhow::Result;
+use candle_core::{Device, Tensor};
 
 use crate::bytes::ByteSize;
 use crate::linalg::profile::Part;
 use crate::linalg::{Linear, ProductContext, permute};
-use crate::model::{ModelConfig, Observation, Projection};
+use crate::model::on_device::squares_of_difference;
+use crate::model::{DecoderLayer, ModelConfig, Observation, Projection};
+use crate::runtime::Compute;
 
 /// Tokens kept per layer, at most: 25 MiB of input rows for Llama-2-7B's shape.
 const TOKENS: usize = 256;
@@ -47,6 +52,11 @@ pub(super) fn bytes(
     let outputs = outputs.filter(|_| has_outputs).unwrap_or(0);
     let row = widths(config).iter().sum::<usize>() + 2 * outputs;
     ByteSize::of(TOKENS.min(samples * seqlen) * row, size_of::<f32>())
+}
+
+/// The number of rows that are kept of all samples.
+pub(super) fn tokens(samples: usize, seqlen: usize) -> usize {
+    TOKENS.min(samples.saturating_mul(seqlen))
 }
 
 /// The positions of a sample whose rows are kept, ascending.
@@ -149,48 +159,95 @@ impl InputRows {
     }
 }
 
-/// X·Wᵀ, kept until the mask is applied.
+/// X·Wᵀ of a matrix of a layer, kept until the mask is applied.
 pub(super) struct DenseOutput<'a> {
     rows: &'a [f32],
-    output: Vec<f32>,
+    projection: Projection,
+    output: MatrixOutput,
+}
+
+/// An output `[tokens, out_features]`.
+enum MatrixOutput {
+    Host(Vec<f32>),
+    /// On the device that has the layer.
+    Device(Tensor),
+}
+
+impl MatrixOutput {
+    /// X·Wᵀ without the bias, on a device that has the layer or on the CPU. Fails when a weight at rest cannot be read.
+    fn of(
+        layer: &DecoderLayer,
+        projection: Projection,
+        rows: &[f32],
+        compute: &mut Compute<'_>,
+    ) -> Result<Self> {
+        if let Some(output) = compute.product(layer, projection, rows)? {
+            return Ok(Self::Device(output));
+        }
+        let products = compute.workspace().product_context();
+        Ok(Self::Host(product(layer.linear(projection), rows, products)?))
+    }
+
+    /// Σ y², and Σ (y − z)² with another output z of the same shape.
+    fn squares(&self, other: &Self) -> Result<[f64; 2]> {
+        if let [Self::Device(dense), Self::Device(pruned)] = [self, other] {
+            return squares_of_difference(dense, pruned);
+        }
+        let [mut dense, mut difference] = [0.0f64, 0.0];
+        for (&y, &z) in self.host()?.iter().zip(&*other.host()?) {
+            difference += (f64::from(y) - f64::from(z)).powi(2);
+            dense += f64::from(y).powi(2);
+        }
+        Ok([dense, difference])
+    }
+
+    fn host(&self) -> Result<Cow<'_, [f32]>> {
+        Ok(match self {
+            Self::Host(output) => Cow::Borrowed(output),
+            Self::Device(output) => {
+                Cow::Owned(output.to_device(&Device::Cpu)?.flatten_all()?.to_vec1()?)
+            }
+        })
+    }
 }
 
 impl<'a> DenseOutput<'a> {
-    /// The output of a matrix that is not pruned yet. Fails when a weight at rest cannot be read.
+    /// The output of a matrix that is not pruned yet. Fails when a weight at rest cannot be read, and when a device fails.
     pub(super) fn of(
-        linear: &Linear,
+        layer: &DecoderLayer,
+        projection: Projection,
         rows: &'a [f32],
-        context: &mut ProductContext,
+        compute: &mut Compute<'_>,
     ) -> Result<Self> {
-        let output = product(linear, rows, context)?;
-        Ok(Self { rows, output })
+        let output = MatrixOutput::of(layer, projection, rows, compute)?;
+        Ok(Self { rows, projection, output })
     }
 
     /// The mean over the rows of the squared length of the output `[tokens, out_features]`.
-    pub(super) fn mean_square(&self, out_features: usize) -> f64 {
-        let sum: f64 = self.output.iter().map(|&y| f64::from(y).powi(2)).sum();
-        sum / (self.output.len() / out_features.max(1)).max(1) as f64
+    pub(super) fn mean_square(&self, in_features: usize) -> Result<f64> {
+        let [sum, _] = self.output.squares(&self.output)?;
+        Ok(sum / (self.rows.len() / in_features.max(1)).max(1) as f64)
     }
 
     /// The relative error of the same matrix, pruned now. `None` where it is not finite: an output overflows, or it was zero and is not any
-    /// more. Fails when a weight at rest cannot be read.
+    /// more. Fails when a weight at rest cannot be read, and when a device fails.
     pub(super) fn error_of(
         &self,
-        linear: &Linear,
-        context: &mut ProductContext,
+        layer: &DecoderLayer,
+        compute: &mut Compute<'_>,
     ) -> Result<Option<f64>> {
-        let pruned = product(linear, self.rows, context)?;
-        let (mut difference, mut dense) = (0.0f64, 0.0f64);
-        for (&y, &y_pruned) in self.output.iter().zip(&pruned) {
-            difference += (f64::from(y) - f64::from(y_pruned)).powi(2);
-            dense += f64::from(y).powi(2);
-        }
-        let error = if difference == 0.0 { 0.0 } else { (difference / dense).sqrt() };
-        Ok(error.is_finite().then_some(error))
+        let pruned = MatrixOutput::of(layer, self.projection, self.rows, compute)?;
+        Ok(relative(self.output.squares(&pruned)?))
     }
 }
 
-/// X·Wᵀ without the bias.
+/// √(Σ (y − z)² / Σ y²), where it is finite; 0/0 is 0.
+fn relative([dense, difference]: [f64; 2]) -> Option<f64> {
+    let error = if difference == 0.0 { 0.0 } else { (difference / dense).sqrt() };
+    error.is_finite().then_some(error)
+}
+
+/// X·Wᵀ without the bias on the CPU.
 fn product(linear: &Linear, rows: &[f32], context: &mut ProductContext) -> Result<Vec<f32>> {
     context.watch.enter(Part::OutputError);
     let output = linear.multiply(rows, context)?;
@@ -231,10 +288,13 @@ mod tests {
             linear.weight().held().unwrap().widen_rows(0, &mut stored);
             let is_removed = |row: usize, column: usize| (row * 7 + column * 3) % 5 < 2;
 
-            let dense = DenseOutput::of(&linear, &x, &mut ProductContext::new()).unwrap();
+            let output = |linear: &Linear| {
+                MatrixOutput::Host(product(linear, &x, &mut ProductContext::new()).unwrap())
+            };
+            let dense = output(&linear);
             let weight = linear.weight_mut().held_mut().unwrap();
             weight.zero_where(is_removed);
-            let error = dense.error_of(&linear, &mut ProductContext::new()).unwrap().unwrap();
+            let error = relative(dense.squares(&output(&linear)).unwrap()).unwrap();
 
             let (mut difference, mut norm) = (0.0f64, 0.0f64);
             for token in 0..tokens {
@@ -261,11 +321,15 @@ mod tests {
     fn nothing_lost_of_nothing_is_no_error_and_something_of_nothing_is_none() {
         let mut linear =
             Linear::new(StoredMatrix::from_f32(StoredDtype::F32, 1, 2, &[1.0, 1.0]), None);
-        let zeros = DenseOutput::of(&linear, &[0.0, 0.0], &mut ProductContext::new()).unwrap();
-        let cancelled = DenseOutput::of(&linear, &[1.0, -1.0], &mut ProductContext::new()).unwrap();
+        let output = |linear: &Linear, x: &[f32]| {
+            MatrixOutput::Host(product(linear, x, &mut ProductContext::new()).unwrap())
+        };
+        let rows = [[0.0, 0.0], [1.0, -1.0]];
+        let [zeros, cancelled] = rows.map(|x| output(&linear, &x));
         linear.weight_mut().held_mut().unwrap().zero_where(|_, column| column == 0);
-        assert_eq!(zeros.error_of(&linear, &mut ProductContext::new()).unwrap(), Some(0.0));
-        assert_eq!(cancelled.error_of(&linear, &mut ProductContext::new()).unwrap(), None);
+        let [of_zeros, of_cancelled] = rows.map(|x| output(&linear, &x));
+        assert_eq!(relative(zeros.squares(&of_zeros).unwrap()), Some(0.0));
+        assert_eq!(relative(cancelled.squares(&of_cancelled).unwrap()), None);
     }
 
     #[test]

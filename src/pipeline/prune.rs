@@ -271,9 +271,7 @@ impl<'a> Pruner<'a> {
         let clock = self.clock;
         let dense = statistics.map(|statistics| {
             clock.measure(Phase::OutputError, || {
-                let rows = statistics.rows(projection);
-                let linear = layer.linear(projection);
-                DenseOutput::of(linear, rows, compute.workspace().product_context())
+                DenseOutput::of(layer, projection, statistics.rows(projection), compute)
             })
         });
         let dense = dense.transpose()?;
@@ -286,11 +284,16 @@ impl<'a> Pruner<'a> {
                 ..Request::new(&report.name, statistics, target)
             };
             let index = layer.index();
+            let chosen = self.choose_on_device(layer, projection, &request, compute)?;
             // Only here is the layer changed: copies of other matrices, packed or on a GPU, stay valid.
             let weight = layer.linear_mut(projection).weight_mut().held_mut();
             let weight =
                 weight.with_context(|| format!("`{}` is scored in memory", request.name))?;
-            let mask = self.technique.prune(weight, &request)?;
+            let is_on_device = chosen.is_some();
+            let mask = match chosen {
+                Some(mask) => mask,
+                None => self.technique.prune(weight, &request)?,
+            };
             self.output.show(&PrunedMatrix {
                 layer: index,
                 projection,
@@ -299,19 +302,42 @@ impl<'a> Pruner<'a> {
                 target,
                 mask: &mask,
             })?;
-            weight.zero_bits(mask.bits());
-            report.zeros = weight.count_zeros();
+            let (zeros, hash) = rayon::join(
+                || {
+                    weight.zero_bits(mask.bits());
+                    weight.count_zeros()
+                },
+                || mask.sha256(),
+            );
+            report.zeros = zeros;
             report.pruned = Some(mask.count());
-            report.mask_sha256 = Some(mask.sha256());
+            report.mask_sha256 = Some(hash);
+            if is_on_device {
+                compute.zero_chosen(layer, projection)?;
+            }
             Ok((report, mask))
         })?;
         if let Some(dense) = dense {
-            report.relative_output_error = clock.measure(Phase::OutputError, || {
-                let linear = layer.linear(projection);
-                dense.error_of(linear, compute.workspace().product_context())
-            })?;
+            let error = clock.measure(Phase::OutputError, || dense.error_of(layer, compute));
+            report.relative_output_error = error?;
         }
         Ok((report, mask))
+    }
+
+    /// The mask that the technique would choose, from a device that has the matrix; `None` leaves the choice to the CPU.
+    fn choose_on_device(
+        &self,
+        layer: &DecoderLayer,
+        projection: Projection,
+        request: &Request<'_>,
+        compute: &mut Compute<'_>,
+    ) -> Result<Option<Mask>> {
+        let (rows, columns) = projection.shape(self.calibrator.config());
+        let Some((factors, quota)) = self.technique.lowest(columns, request)? else {
+            return Ok(None);
+        };
+        let bits = compute.choose_lowest(layer, projection, &factors, quota)?;
+        Ok(bits.map(|bits| Mask::from_bits(rows, columns, bits)))
     }
 
     /// Writes the pruned layer and records it as finished, while the samples pass through it: a later process repeats their pass from

@@ -103,11 +103,16 @@ impl Workload for RunShape<'_> {
         }
     }
 
-    fn storages(&self) -> Vec<HiddenStatesStorage> {
-        match self.passes_samples() {
-            true => vec![HiddenStatesStorage::Ram, HiddenStatesStorage::Disk],
-            false => vec![HiddenStatesStorage::Ram],
+    fn storages(&self, processors: Processors) -> Vec<HiddenStatesStorage> {
+        let mut storages = vec![HiddenStatesStorage::Ram];
+        if self.passes_samples() {
+            storages.push(HiddenStatesStorage::Disk);
+            // A training keeps the inputs of many layers, and reads them on the host.
+            if processors != Processors::Cpu && self.trains.is_none() {
+                storages.insert(0, HiddenStatesStorage::Device);
+            }
         }
+        storages
     }
 
     fn layer_settings(&self, processors: Processors) -> Vec<MemorySettings> {
@@ -156,7 +161,7 @@ impl Workload for RunShape<'_> {
             host: Host::new(self, option).layers(),
             device: match option.processors {
                 Processors::Cpu => Vec::new(),
-                Processors::Gpus(_) => gpu::layers(self, &option.settings),
+                Processors::Gpus(_) => gpu::layers(self, option),
             },
             work: work::layers(self, option),
         }
@@ -178,7 +183,7 @@ impl Workload for RunShape<'_> {
             device: match option.processors {
                 Processors::Cpu => Vec::new(),
                 Processors::Gpus(_) => {
-                    let of_windows = (self.windows > 0).then(|| gpu::head(self, &option.settings));
+                    let of_windows = (self.windows > 0).then(|| gpu::head(self, option));
                     let of_training = gpu::training_head(self, &option.settings);
                     let both = of_windows.into_iter().chain(of_training);
                     Vec::from_iter(both.max_by_key(total))

@@ -48,6 +48,11 @@ impl LayerPlacement {
         self.layers.iter().flatten().any(|of| *of != Device::Cpu)
     }
 
+    /// Returns whether the same GPUs compute every layer, so that hidden states can stay on them.
+    pub(super) fn is_uniform(&self) -> bool {
+        self.uses_gpu() && !self.is_mixed() && self.layers.windows(2).all(|two| two[0] == two[1])
+    }
+
     /// Returns whether a map with GPUs leaves layers to the CPU.
     pub(super) fn is_mixed(&self) -> bool {
         !self.gpus.is_empty() && self.uses(Device::Cpu)

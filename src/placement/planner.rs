@@ -105,7 +105,7 @@ pub fn plan(
     let machine = Machine::new(workload, inventory, policy)?;
     let mut planner = Planner { workload, machine: &machine, best: None };
     for placement in machine.placements() {
-        for storage in planner.storages() {
+        for storage in planner.storages(&placement) {
             planner.search(&placement, storage);
         }
     }
@@ -153,7 +153,7 @@ fn demands<'w>(
     processors: Processors,
     storage: Option<HiddenStatesStorage>,
 ) -> impl Iterator<Item = Demand> + 'w {
-    let storages = workload.storages().into_iter();
+    let storages = workload.storages(processors).into_iter();
     let storages = storages.filter(move |one| storage.is_none_or(|only| only == *one));
     storages.flat_map(move |storage| {
         let layers = workload.layer_settings(processors).into_iter();
@@ -182,10 +182,14 @@ struct Planner<'a> {
 }
 
 impl Planner<'_> {
-    fn storages(&self) -> Vec<HiddenStatesStorage> {
+    /// The places for hidden states that the policy allows. States stay on GPUs only where the next layer finds them there.
+    fn storages(&self, placement: &LayerPlacement) -> Vec<HiddenStatesStorage> {
         let allowed = self.machine.policy.storage;
-        let mut storages = self.workload.storages();
-        storages.retain(|storage| allowed.is_none_or(|only| only == *storage));
+        let mut storages = self.workload.storages(placement.processors());
+        storages.retain(|&storage| {
+            let has_states = storage != HiddenStatesStorage::Device || placement.is_uniform();
+            has_states && allowed.is_none_or(|only| only == storage)
+        });
         storages
     }
 

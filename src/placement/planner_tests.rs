@@ -54,7 +54,7 @@ impl Workload for Table {
         ByteSize(1)
     }
 
-    fn storages(&self) -> Vec<HiddenStatesStorage> {
+    fn storages(&self, _processors: Processors) -> Vec<HiddenStatesStorage> {
         STORAGES.to_vec()
     }
 

@@ -20,7 +20,7 @@ pub trait Workload {
     fn hidden_states(&self, processors: Processors) -> ByteSize;
 
     /// The places for hidden states, the preferred one first.
-    fn storages(&self) -> Vec<HiddenStatesStorage>;
+    fn storages(&self, processors: Processors) -> Vec<HiddenStatesStorage>;
 
     /// The settings a plan chooses from for the layers, the preferred ones first. Empty where no GPU can compute the layers.
     fn layer_settings(&self, processors: Processors) -> Vec<MemorySettings>;

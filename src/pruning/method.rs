@@ -93,6 +93,15 @@ pub trait PruningMethod: Debug + Sync {
         Ok(Box::new(move |row| wanda::score(row, &norms)))
     }
 
+    /// The factors of columns `[in_features]`, where the method removes the lowest |W_ij| · factor_j of every row or group, of equal scores
+    /// the lower columns, and does nothing else: a device can choose the same weights.
+    ///
+    /// # Errors
+    /// Fails on statistics that are not finite, naming matrix and column.
+    fn column_factors(&self, _request: &Request<'_>) -> Result<Option<Vec<f32>>> {
+        Ok(None)
+    }
+
     /// Chooses the weights to remove from `weight` `[out_features, in_features]`, and changes the others where the method does
     /// that. The caller writes the zeros. Call [`prune`], which makes the checks that all methods share.
     ///

@@ -9,9 +9,11 @@ use super::options::{MethodOption, MethodOptions};
 use super::permutation;
 use super::refinement::{AsPruned, Refinement};
 use super::statistics::StatisticsKind;
+use super::target::Pattern;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::linalg::StoredMatrix;
+use crate::linalg::select::Quota;
 
 /// The refusal of a refinement that needs weights as the source has them.
 fn undefined(method: &dyn PruningMethod, refinement: &dyn Refinement) -> Failure {
@@ -132,6 +134,28 @@ impl Technique {
         let refinement = self.refinement;
         of_method
             + refinement.map_or(0.0, |refinement| refinement.operations(out_features, in_features))
+    }
+
+    /// The factors of columns and the number of the lowest |W_ij| · factor_j that [`Technique::prune`] would remove from a matrix with
+    /// `columns` columns, so that a device can choose; `None` where it does more.
+    ///
+    /// # Errors
+    /// Fails on statistics that are not finite, naming matrix and column, and for a pattern that the matrix cannot have.
+    pub fn lowest(
+        &self,
+        columns: usize,
+        request: &Request<'_>,
+    ) -> Result<Option<(Vec<f32>, Quota)>> {
+        if self.refinement.is_some() || request.target.removes_nothing() {
+            return Ok(None);
+        }
+        let request = Request { options: &self.options, ..*request };
+        method::check_pattern(self.method, request.name, columns, request.target.pattern)?;
+        let quota = match request.target.pattern {
+            Pattern::Unstructured => Quota::OfRow(request.target.count_of(columns)),
+            Pattern::NOfM { n, m } => Quota::OfGroup { n, m },
+        };
+        Ok(self.method.column_factors(&request)?.map(|factors| (factors, quota)))
     }
 
     /// Prunes and refines one matrix. The caller writes the zeros.

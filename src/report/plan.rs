@@ -88,6 +88,7 @@ pub fn text(plan: &Plan) -> String {
     let states = &plan.hidden_states;
     if states.bytes > ByteSize::ZERO {
         let at = match states.storage {
+            HiddenStatesStorage::Device => "on the GPUs",
             HiddenStatesStorage::Ram => "in RAM",
             HiddenStatesStorage::Disk => "on disk",
         };

@@ -89,6 +89,9 @@ pub struct HiddenStatesPlan {
 /// The place of hidden states between two layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum HiddenStatesStorage {
+    /// The memory of the GPUs that compute.
+    #[serde(rename = "device")]
+    Device,
     /// Memory.
     #[serde(rename = "ram")]
     Ram,

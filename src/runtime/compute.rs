@@ -14,12 +14,13 @@ use super::hidden_states::HiddenStates;
 use super::pass::{Pass, ResultOrder, lock};
 use crate::linalg::Workspace;
 use crate::linalg::profile::Watch;
+use crate::linalg::select::Quota;
 use crate::model::head::HeadChunk;
-use crate::model::on_device::{LogSumExpPart, TakeGram};
-use crate::model::{DecoderLayer, LayerContext, Observer};
+use crate::model::on_device::{LogSumExpPart, SampleSums, TakeGram};
+use crate::model::{DecoderLayer, LayerContext, Observer, Projection};
 use crate::run::fallback::{DeviceMemoryReport, FallbackReport};
 use crate::run::{Events, MemorySettings, Phase};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 /// A function that gets a sample, its hidden state, and the output of a layer for it.
 pub type CompareStates<'c> = dyn FnMut(usize, &Tensor, &Tensor) -> Result<()> + Send + 'c;
@@ -30,6 +31,8 @@ pub struct Compute<'a> {
     pub(super) workers: Vec<DeviceWorker<'a>>,
     /// By layer, the names of the devices that compute it.
     pub(super) devices: Vec<Vec<String>>,
+    /// Each device has its own samples, whose hidden states stay on it.
+    deals_samples: bool,
     events: &'a dyn Events,
 }
 
@@ -46,7 +49,13 @@ impl<'a> Compute<'a> {
         devices: Vec<Vec<String>>,
         events: &'a dyn Events,
     ) -> Self {
-        Self { context, workers, devices, events }
+        Self { context, workers, devices, deals_samples: false, events }
+    }
+
+    /// Gives the devices the samples in turn, so that each finds the hidden states that stayed on it.
+    #[must_use]
+    pub(super) fn dealing_samples(self, deals_samples: bool) -> Self {
+        Self { deals_samples, ..self }
     }
 
     /// The scratch memory of the CPU, for products outside a layer.
@@ -122,7 +131,8 @@ impl<'a> Compute<'a> {
             done: &mut |sample, next: Tensor| {
                 if let Some(compare) = &mut compare {
                     let before = lock(&hidden).get(sample)?;
-                    compare(sample, &before, &next.to_dtype(DType::F32)?)?;
+                    let next = next.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+                    compare(sample, &before, &next)?;
                 }
                 lock(&hidden).put(sample, next)?;
                 done(finished);
@@ -130,9 +140,11 @@ impl<'a> Compute<'a> {
                 Ok(())
             },
             order: ResultOrder::Any,
-            is_dealt: false,
+            is_dealt: self.deals_samples,
         }
-        .run(workers, samples, self.events)
+        .run(workers, samples, self.events)?;
+        // The time of a pass ends with it, and an error belongs to it.
+        self.workers.iter_mut().try_for_each(DeviceWorker::wait)
     }
 
     /// Observes every sample in a layer, each with a new observer. Calls `done` with the observers in the order of the samples, and then
@@ -163,19 +175,64 @@ impl<'a> Compute<'a> {
                 let state = lock(&hidden).get(sample)?;
                 let mut observer = new(sample, turn);
                 layer.capture(&state, context, &mut observer)?;
-                Ok(observer)
+                Ok((observer, SampleSums::default()))
             },
-            done: &mut |sample, observer| {
+            done: &mut |sample, (mut observer, sums)| {
+                sums.show(&mut observer)?;
                 done(sample, observer);
                 Ok(())
             },
             order,
             // The samples of a device are one sum: with the same ones each time it has the same bits.
-            is_dealt: !grams.widths.is_empty(),
+            is_dealt: self.deals_samples || !grams.widths.is_empty(),
         }
         .run(workers, samples, self.events)?;
         let mut workers = self.workers.iter_mut().filter(|_| !grams.widths.is_empty());
         workers.try_for_each(|worker| worker.collect_grams(grams.take))
+    }
+
+    /// X·Wᵀ of a matrix without its bias, in f32 on a device that has the layer; `None` where no device has it.
+    ///
+    /// # Errors
+    /// Fails when a device fails for another reason than lack of memory.
+    pub fn product(
+        &mut self,
+        layer: &DecoderLayer,
+        projection: Projection,
+        rows: &[f32],
+    ) -> Result<Option<Tensor>> {
+        let worker = self.first_worker(layer);
+        worker.map_or(Ok(None), |worker| worker.product(layer, projection, rows))
+    }
+
+    /// Chooses the lowest scores |w_ij| · norm_j of a matrix on a device that has the layer: the bits of a mask, equal to the CPU's; `None`
+    /// where no device can.
+    ///
+    /// # Errors
+    /// Fails when a device fails for another reason than lack of memory.
+    pub fn choose_lowest(
+        &mut self,
+        layer: &DecoderLayer,
+        projection: Projection,
+        norms: &[f32],
+        quota: Quota,
+    ) -> Result<Option<Vec<u8>>> {
+        let worker = self.first_worker(layer);
+        worker.map_or(Ok(None), |worker| worker.choose_lowest(layer, projection, norms, quota))
+    }
+
+    /// Removes the weights chosen last on the device, too, where they are zero in `layer` now.
+    ///
+    /// # Errors
+    /// Fails when a device fails.
+    pub fn zero_chosen(&mut self, layer: &DecoderLayer, projection: Projection) -> Result<()> {
+        self.first_worker(layer).map_or(Ok(()), |worker| worker.zero_chosen(layer, projection))
+    }
+
+    /// The first device that computes a layer.
+    fn first_worker(&mut self, layer: &DecoderLayer) -> Option<&mut DeviceWorker<'a>> {
+        let named = self.devices.get(layer.index()).map_or(&[][..], Vec::as_slice);
+        self.workers.iter_mut().find(|worker| named.contains(worker.name()))
     }
 
     /// Computes every window's log-sum-exp over some rows of the head, on the devices of the last layer. Calls `done` with the parts
@@ -211,7 +268,7 @@ impl<'a> Compute<'a> {
                 Ok(())
             },
             order: ResultOrder::OfSamples,
-            is_dealt: false,
+            is_dealt: self.deals_samples,
         }
         .run(workers, samples, self.events)
     }

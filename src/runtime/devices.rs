@@ -15,7 +15,7 @@ use crate::linalg::{Products, StoredDtype};
 use crate::model::on_device::{CONTEXT, Cut};
 use crate::model::{LayerContext, ModelConfig, Rotary};
 use crate::run::fallback::DeviceMemoryReport;
-use crate::run::{Events, MemorySettings, Plan};
+use crate::run::{Events, HiddenStatesStorage, MemorySettings, Plan};
 
 /// Simulated GPUs, for tests of placement and fallback.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -98,6 +98,8 @@ pub struct Devices {
     opened: Vec<Opened>,
     by_layer: Vec<Vec<String>>,
     simulation: Option<Simulation>,
+    /// Bytes of hidden states that stay on each device; `None` where they are elsewhere.
+    states: Option<ByteSize>,
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "for GPUs only"))]
     dtype: Option<StoredDtype>,
 }
@@ -125,7 +127,19 @@ impl Devices {
         for layers in &plan.layers {
             by_layer.extend(vec![layers.devices.clone(); layers.last + 1 - layers.first]);
         }
-        Ok(Self { opened, by_layer, simulation: simulation.cloned(), dtype: Some(dtype) })
+        let (storage, bytes) = (plan.hidden_states.storage, plan.hidden_states.bytes);
+        let stay = storage == HiddenStatesStorage::Device && !opened.is_empty();
+        let states = stay.then(|| ByteSize(bytes.0.div_ceil(opened.len() as u64)));
+        Ok(Self { opened, by_layer, simulation: simulation.cloned(), states, dtype: Some(dtype) })
+    }
+
+    /// The devices on which hidden states stay between layers; none where they are elsewhere, and for simulated devices.
+    pub fn homes(&self) -> Vec<candle_core::Device> {
+        #[cfg(feature = "cuda")]
+        if self.states.is_some() {
+            return self.opened.iter().filter_map(|opened| opened.device.clone()).collect();
+        }
+        Vec::new()
     }
 
     /// Returns whether the CPU is the only device.
@@ -173,7 +187,8 @@ impl Devices {
             Ok(context.with_products(products))
         };
         let workers = self.workers(config, seqlen, settings, events, &context)?;
-        Ok(Compute::new(context()?, workers, self.by_layer.clone(), events))
+        let compute = Compute::new(context()?, workers, self.by_layer.clone(), events);
+        Ok(compute.dealing_samples(self.states.is_some()))
     }
 
     /// Creates a worker for each device. Fails when a device has no memory for the rotary tables.
@@ -196,7 +211,7 @@ impl Devices {
             let worker = DeviceWorker::new(
                 opened.name.clone(),
                 engine,
-                self.ledger(opened, CONTEXT + tables)?,
+                self.ledger(opened, CONTEXT + tables + self.states.unwrap_or_default())?,
                 Cut::of(settings, config).with_indices_of_32_bits(config, seqlen),
                 Arc::clone(config),
                 seqlen,
@@ -264,13 +279,9 @@ impl Devices {
             return Ok(Box::new(Simulated::new(context()?)));
         };
         let dtype = candle_dtype(self.dtype.unwrap_or(StoredDtype::F32));
-        Ok(Box::new(OnCandle::new(
-            device.clone(),
-            dtype,
-            opened.driver_name.clone(),
-            config,
-            &context()?,
-        )?))
+        let name = opened.driver_name.clone();
+        let engine = OnCandle::new(device.clone(), dtype, name, config, &context()?)?;
+        Ok(Box::new(engine.keeping_states(self.states.is_some())))
     }
 }
 

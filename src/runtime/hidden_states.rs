@@ -1,8 +1,8 @@
-//! The hidden states of one stream of samples, in RAM or in a spill file.
+//! The hidden states of one stream of samples, on the GPUs that compute, in RAM or in a spill file.
 //!
 //! Samples are independent, so a pass takes one, runs it through a layer and puts the result back in its place: one set
 //! of states, not two. They are stored in the dtype of the arithmetic (f32 on the CPU, the checkpoint's on GPUs), so storing them
-//! changes no bit: the masks are the same in RAM and on disk.
+//! changes no bit: the masks are the same in RAM and on disk. On several GPUs a sample stays on the GPU whose turn it is.
 
 use std::fs::File;
 use std::hash::{BuildHasher, RandomState};
@@ -13,10 +13,12 @@ use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
 
+use super::engine::OutOfMemory;
 use crate::bytes::ByteSize;
 use crate::disk::positioned;
 use crate::failure::Failure;
-use crate::linalg::tensor;
+use crate::linalg::{StoredMatrix, tensor};
+use crate::model::on_device::copy;
 
 /// `samples` hidden states of `[seqlen, hidden_size]`.
 #[derive(Debug)]
@@ -24,6 +26,8 @@ pub struct HiddenStates {
     shape: [usize; 2],
     dtype: DType,
     store: Store,
+    /// The devices of the states in memory, which have the samples in turn; empty for the host.
+    homes: Vec<Device>,
 }
 
 #[derive(Debug)]
@@ -55,7 +59,34 @@ impl HiddenStates {
             None => Store::Ram(vec![None; samples]),
             Some(folder) => Store::Spill { file: spill_file(folder, stream)?, samples },
         };
-        Ok(Self { shape: [seqlen, hidden_size], dtype, store })
+        Ok(Self { shape: [seqlen, hidden_size], dtype, store, homes: Vec::new() })
+    }
+
+    /// Keeps the states on these devices, which get the samples in turn.
+    #[must_use]
+    pub fn on_devices(self, homes: Vec<Device>) -> Self {
+        Self { homes, ..self }
+    }
+
+    /// Returns whether the states stay on devices.
+    pub fn is_on_device(&self) -> bool {
+        !self.homes.is_empty()
+    }
+
+    /// The states that their device had no memory for, and which are in host memory.
+    pub fn displaced(&self) -> usize {
+        let Store::Ram(states) = &self.store else {
+            return 0;
+        };
+        let is_displaced = |(sample, state): &(usize, &Option<Tensor>)| {
+            let home = self.home(*sample).is_some_and(|home| !home.is_cpu());
+            home && state.as_ref().is_some_and(|state| state.device().is_cpu())
+        };
+        states.iter().enumerate().filter(is_displaced).count()
+    }
+
+    fn home(&self, sample: usize) -> Option<&Device> {
+        self.homes.get(sample % self.homes.len().max(1))
     }
 
     /// The number of samples.
@@ -71,15 +102,15 @@ impl HiddenStates {
         self.shape[0]
     }
 
-    /// Returns the state of one sample, `[seqlen, hidden_size]` in f32.
+    /// Returns the state of one sample on the host, `[seqlen, hidden_size]` in f32.
     ///
     /// # Errors
     /// Fails when the state was never put, and when the spill file cannot be read.
     pub fn get(&mut self, sample: usize) -> Result<Tensor> {
-        Ok(self.stored(sample)?.to_dtype(DType::F32)?)
+        Ok(self.stored(sample)?.to_device(&Device::Cpu)?.to_dtype(DType::F32)?)
     }
 
-    /// Returns the state of one sample in its stored dtype.
+    /// Returns the state of one sample in its stored dtype, where it is.
     pub fn stored(&mut self, sample: usize) -> Result<Tensor> {
         let elements = self.shape[0] * self.shape[1];
         let at = self.offset(sample);
@@ -115,7 +146,21 @@ impl HiddenStates {
         }
     }
 
-    /// Replaces the state of one sample.
+    /// Puts the state of one sample, `[seqlen, hidden_size]` in any dtype, as [`HiddenStates::put`] does. A device copies it as it is.
+    ///
+    /// # Errors
+    /// As [`HiddenStates::put`].
+    pub fn put_stored(&mut self, sample: usize, state: &StoredMatrix) -> Result<()> {
+        let to = |device: &Device| -> Result<Tensor> { copy(state, device) };
+        let copied = match self.home(sample).map(to) {
+            Some(Err(error)) if OutOfMemory::of(&error).is_none() => return Err(error),
+            Some(Ok(copied)) => copied,
+            None | Some(Err(_)) => to(&Device::Cpu)?,
+        };
+        self.put(sample, copied)
+    }
+
+    /// Replaces the state of one sample. A device without memory for it leaves it on the host.
     ///
     /// # Errors
     /// Fails for another shape, and when the spill file cannot be written.
@@ -126,7 +171,16 @@ impl HiddenStates {
             state.dims(),
             self.shape
         );
-        let state = state.to_dtype(self.dtype)?;
+        let mut state = state.to_dtype(self.dtype)?;
+        if let Some(home) = self.home(sample) {
+            state = match state.to_device(home).map_err(anyhow::Error::from) {
+                Ok(state) => state,
+                Err(error) if OutOfMemory::of(&error).is_some() => state.to_device(&Device::Cpu)?,
+                Err(error) => return Err(error.context("moving a hidden state to its device")),
+            };
+        } else {
+            state = state.to_device(&Device::Cpu)?;
+        }
         let (samples, at) = (self.samples(), self.offset(sample));
         let bytes = self.state_bytes();
         match &mut self.store {

@@ -119,21 +119,22 @@ impl<'a, R: Send> Pass<'_, 'a, R> {
             }),
             changed: Condvar::new(),
         };
-        let one = |worker: Option<&mut DeviceWorker<'a>>, sample: usize| -> Result<()> {
+        let one = |worker: Option<&mut DeviceWorker<'a>>, sample: usize| -> Result<R> {
             events.check()?;
             let computed = match worker {
                 Some(worker) => on_device(worker, sample)?,
                 None => None,
             };
-            let result = match computed {
-                Some(result) => result,
-                None => (*lock(&on_cpu))(sample)?,
-            };
-            queue.take(sample, result)
+            match computed {
+                Some(result) => Ok(result),
+                None => (*lock(&on_cpu))(sample),
+            }
         };
         if workers.is_empty() {
-            return (0..samples).try_for_each(|sample| one(None, sample));
+            return (0..samples).try_for_each(|sample| queue.take(sample, one(None, sample)?));
         }
+        // A device begins its next sample before the host takes the result, unless results are large.
+        let holds_one = self.order != ResultOrder::Blocking;
         let work = |number: usize, worker: &mut DeviceWorker<'a>| -> Result<()> {
             let _stop = StopOnPanic(&queue);
             let mut own = (number..samples).step_by(dealt.unwrap_or(1));
@@ -141,10 +142,21 @@ impl<'a, R: Send> Pass<'_, 'a, R> {
                 Some(_) => own.next().filter(|_| !queue.is_stopped()),
                 None => queue.begin(),
             };
-            while let Some(sample) = next() {
-                one(Some(&mut *worker), sample).inspect_err(|_| queue.stop())?;
-            }
-            Ok(())
+            let mut computed = || -> Result<()> {
+                let mut held = None;
+                while let Some(sample) = next() {
+                    let result = one(Some(&mut *worker), sample)?;
+                    let before = held.replace((sample, result));
+                    if let Some((sample, result)) = before {
+                        queue.take(sample, result)?;
+                    }
+                    if !holds_one && let Some((sample, result)) = held.take() {
+                        queue.take(sample, result)?;
+                    }
+                }
+                held.map_or(Ok(()), |(sample, result)| queue.take(sample, result))
+            };
+            computed().inspect_err(|_| queue.stop())
         };
         on_threads(workers, &work)
     }

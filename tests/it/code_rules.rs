@@ -11,6 +11,7 @@ const MAY_BE_UNSAFE: &[&str] = &[
     "linalg/product/amx.rs",
     "linalg/product/avx512.rs",
     "linalg/rectangles.rs",
+    "model/on_device/kernels/launch.rs",
     "runtime/engine/cuda.rs",
     "runtime/memory.rs",
 ];

@@ -103,8 +103,9 @@ fn a_unit_that_is_refused_is_done_on_the_cpu_whichever_it_is() {
     let place = place();
     let whole = manifest(&place, &format!("--simulate {ONE}"));
     let units = whole.devices[0].units;
-    // Per layer: norms and 7 matrices, twice (dense and pruned), 2 + 2 windows, 3 samples twice but for the last layer. Then the head for both.
-    let expected = 3 * (2 * 8 + 4 + 6) - 3 + 2 * (1 + 2);
+    // Per layer: norms and 7 matrices; 7 choices of weights, 7 pruned matrices, and their products before and after; 2 + 2 windows, 3
+    // samples twice but for the last layer. Then the head for both.
+    let expected = 3 * (8 + 7 * 4 + 4 + 6) - 3 + 2 * (1 + 2);
     // The head is the same for both sides and is copied once.
     assert_eq!(units, expected - 1, "every unit has a number");
     for unit in 0..units {
@@ -156,8 +157,8 @@ fn a_device_that_has_less_than_it_said_works_with_what_it_has() {
     let place = place();
     let cpu = manifest(&place, "--use-cpu");
     for (capacity, on_cpu) in [
-        // The context takes 512 MiB, a layer 121 KiB in f32, a sample 1425 KiB, and 763 once it is cut.
-        ("525200KiB", false),
+        // The context takes 512 MiB, hidden states 175 KiB, a layer 121 KiB in f32, a sample 517 KiB, and 306 once it is cut.
+        ("525007KiB", false),
         ("512MiB", true),
     ] {
         let simulation = format!(r#"{{"gpus":["2GiB"],"capacity":"{capacity}"}}"#);

@@ -3,6 +3,7 @@
 
 mod backward;
 mod gram;
+mod kernels;
 
 use std::sync::Arc;
 
@@ -149,7 +150,7 @@ fn candles_operators_compute_what_our_layer_does() -> Result<()> {
             let apart = difference(&ours, &theirs);
             assert!(apart < tolerance, "{stored:?} {arithmetic:?} {cut:?}: {apart}");
             let mut observed = Observed { keeps: keeps.clone(), needs_rows, ..Observed::default() };
-            engine.capture(&layer, &state, &cut, &mut observed)?;
+            engine.capture(&layer, &state, &cut, &mut observed)?.show(&mut observed)?;
             assert_eq!(observed.seen, [SEQLEN; 4]);
             for point in 0..4 {
                 let narrow = |sums: &[f64]| sums.iter().map(|&sum| sum as f32).collect::<Vec<_>>();
@@ -236,17 +237,23 @@ fn a_layer_that_was_copied_ahead_is_not_copied_again() -> Result<()> {
     let theirs = values(&engine.forward(&elsewhere, &state, &cut)?)?;
     let ours = values(&layer.forward(&state, &mut context)?)?;
     assert!(difference(&ours, &theirs) < 2e-6);
-    // Out of date once the layer was changed, and gone where memory is needed.
-    let mut changed = layer.clone();
+    // A matrix is out of date once it was changed, and the others are not.
+    let mut changed = elsewhere.clone();
     changed.linear_mut(Projection::Q);
-    for (layer, releases) in [(&changed, false), (&layer, true)] {
+    copies(&layer);
+    engine.adopt();
+    engine.begin(&changed)?;
+    assert!(engine.take_up(&changed, Projection::Q).is_err());
+    assert!(engine.take_up(&changed, Projection::K).is_ok());
+    // A copy of other weights is not taken, and a copy is gone where memory is needed.
+    for (layer, releases) in [(elsewhere.clone().as_version(1), false), (elsewhere, true)] {
         copies(&DecoderLayer::load(&*checkpoint, &config, 1)?);
         if releases {
             engine.release()?;
         }
         engine.adopt();
-        engine.begin(layer)?;
-        assert!(engine.take_up(&elsewhere, Projection::Q).is_err());
+        engine.begin(&layer)?;
+        assert!(engine.take_up(&layer, Projection::Q).is_err());
     }
     Ok(())
 }
@@ -265,6 +272,6 @@ fn a_weight_that_is_not_in_memory_is_an_error() -> Result<()> {
     let state = tensor::from_vec(vec![0.0; SEQLEN * HIDDEN], &[SEQLEN, HIDDEN])?;
     let cut = Cut::of(&MemorySettings::default(), &config);
     let error = engine.forward(&layer, &state, &cut).unwrap_err();
-    assert!(error.to_string().contains("q_proj is not on the device"), "{error}");
+    assert!(error.to_string().contains("v_proj is not on the device"), "{error}");
     Ok(())
 }

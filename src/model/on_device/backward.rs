@@ -360,8 +360,8 @@ impl DeviceLayer {
             let width = keys * per_key * head_dim;
             let dcontext = dcontext.narrow(1, columns, width)?;
             let [q, k, v] = self.group_backward([&q, &k, &v], &dcontext, cut.queries)?;
-            dq.slice_set(&flat(&tables.rotate(&q, true)?)?, 1, columns)?;
-            dk.slice_set(&flat(&tables.rotate(&k, true)?)?, 1, first * head_dim)?;
+            dq.slice_set(&flat(&tables.rotate_back(&q)?)?, 1, columns)?;
+            dk.slice_set(&flat(&tables.rotate_back(&k)?)?, 1, first * head_dim)?;
             dv.slice_set(&flat(&v)?, 1, first * head_dim)?;
             first += keys;
         }

@@ -5,10 +5,12 @@
 //!
 //! ```text
 //! sample     e·S·H input and e·S·H output
-//! attention  e·S·(H + Q) normed, context;  e·S·(2q + 2k) one group's q, k, v and one of them rotated;
-//!            8·h·b·S scores and softmax in f32 of h heads, 2·e·h·b·S of them in the arithmetic's dtype
-//! MLP        e·t·(2H + 3I) + 8·t·I gate, up, their product; its squares in f32 while it is observed
-//! observed   e·S·(H + Q) + 8·t·max(H, Q) normed and context, and the squares of some of their rows
+//! attention  e·S·(H + Q) normed, context, and the larger of
+//!            e·S·(2q + 2k) one group's q, k, v, and one of them before its rotation;
+//!            e·S·(q + 2k) + 2·e·b·q + e·h·b·S the same, queries and result of a block, and scores of h heads
+//! MLP        e·t·(H + 2I) normed, gate, up
+//! observed   e·S·(H + Q) normed and context; 48·Σ n sums of inputs of n columns, joined, and those of the sample before
+//! product    4·n·(w + 2·m) + 4·1024·w   n rows of w columns, their products before and after a change, and weights of some of m features
 //! grams      8·Σ T(n) sums of inputs of n columns in panels of p rows, T(n) elements of an upper triangle;
 //!            4·(2·p·n + t·n) a product, with max(e·t·(2H + I) + 4·t·I, e·S·(H + Q) + 4·t·max(H, Q)) rows
 //! head       e·H·r + (e + 12)·r·v logits of r tokens for v rows of the vocabulary, their exponentials and sums
@@ -21,8 +23,9 @@
 //! ```
 
 use super::gram::DeviceGrams;
+use super::layer::PRODUCT_FEATURES;
 use crate::bytes::ByteSize;
-use crate::model::ModelConfig;
+use crate::model::{ModelConfig, Projection};
 use crate::run::MemorySettings;
 
 /// Memory of a device before the first computation: CUDA context, cuBLAS workspace, kernels. The literature gives 0.3 to 0.6 GiB; it
@@ -30,7 +33,7 @@ use crate::run::MemorySettings;
 pub const CONTEXT: ByteSize = ByteSize(512 << 20);
 
 /// Queries whose scores exist at once, if memory suffices.
-const QUERIES: usize = 256;
+const QUERIES: usize = 512;
 
 /// The largest index of candle's CUDA kernels.
 const LARGEST_INDEX: usize = i32::MAX as usize;
@@ -151,17 +154,32 @@ impl Cut {
         let heads = self.key_value_heads.min(config.num_key_value_heads) * per_key;
         let (q, k) = (heads * config.head_dim, heads / per_key.max(1) * config.head_dim);
         let all = config.num_attention_heads * config.head_dim;
-        let scores = (8 + 2 * element) * heads * self.queries.min(s) * s;
-        let attention = element * s * (h + all + 2 * q + 2 * k) + scores;
+        let b = self.queries.min(s);
+        let block = element * (s * (q + 2 * k) + 2 * b * q + heads * b * s);
+        let group = element * s * (2 * q + 2 * k);
+        let attention = element * s * (h + all) + block.max(group);
         let t = self.mlp_tokens.min(s);
-        let mlp = element * t * (2 * h + 3 * i) + 8 * t * i;
-        let observed = element * s * (h + all) + 8 * t * h.max(all);
-        let pass = ByteSize(attention.max(mlp).max(observed) as u64);
+        let mlp = element * t * (h + 2 * i);
+        let sums = 48 * (2 * h + all + i * s.div_ceil(t.max(1)));
+        let pass = ByteSize((attention.max(mlp) + sums) as u64);
         // Rows enter a Gram matrix in f32, after their squares and before the next product.
         let down = element * t * (2 * h + i) + 4 * t * i;
         let others = element * s * (h + all) + 4 * t * h.max(all);
         let adding = ByteSize(down.max(others) as u64) + DeviceGrams::adding_bytes(grams, t);
         ByteSize::of(element, 2 * s * h) + pass.max(adding)
+    }
+
+    /// Memory of a product of some rows on a device, with the product that it is compared with.
+    pub fn product_bytes(config: &ModelConfig, projection: Projection, rows: usize) -> ByteSize {
+        let (features, columns) = projection.shape(config);
+        let weights = PRODUCT_FEATURES.min(features) * columns;
+        // The pieces of the product exist beside the whole product.
+        ByteSize::of(rows * (columns + 3 * features) + weights, size_of::<f32>())
+    }
+
+    /// Memory of the choice of a matrix's lowest scores: their bits, and a number per column.
+    pub fn choice_bytes(rows: usize, columns: usize) -> ByteSize {
+        ByteSize((rows * columns / 8 + size_of::<f32>() * (columns + 1)) as u64)
     }
 
     /// Memory of a sample on its way back through a layer, with the gradients of what is trained. `element` is e.

@@ -5,24 +5,39 @@
 //! x ← x + attention(q, k, v)·Woᵀ;  m = norm(x);  x ← x + (silu(m·Wgateᵀ) ∘ m·Wupᵀ)·Wdownᵀ
 //! ```
 //!
-//! Attention takes some key/value heads with their queries at a time, and some of these queries. Scores `[heads, queries, keys]` exist in
-//! f32 for one block, with the keys up to its last query. The MLP takes some tokens at a time. Observed inputs leave the device as column
+//! Attention takes some key/value heads with their queries at a time, and some of these queries. Scores `[heads, queries, keys]` exist for
+//! one block, with the keys up to its last query; `kernels::soften` turns them into weights in place. The MLP takes some tokens at a time. Observed inputs leave the device as column
 //! sums and a few rows, or as all rows where an observer needs them; Gram matrices are summed on the device (`gram.rs`).
 
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result};
-use candle_core::{D, DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use candle_nn::ops;
 
 use super::gram::DeviceGrams;
-use super::{CopyMatrix, Cut, upload_vector};
+use super::observing::{Observing, SampleSums};
+use super::{CopyMatrix, Cut, kernels, upload_vector};
 use crate::linalg::attention::Heads;
-use crate::linalg::columns::{self, ColumnSums};
-use crate::linalg::tensor;
+use crate::linalg::select::Quota;
 use crate::model::family::Activation;
-use crate::model::observe::{FromDevice, Observation, Observer};
+use crate::model::observe::{Observation, Observer};
 use crate::model::{DecoderLayer, LayerContext, ModelConfig, Projection};
+
+/// Output features of [`DeviceLayer::product`] at once.
+pub(super) const PRODUCT_FEATURES: usize = 1024;
+
+/// Σ a² and Σ (a − b)² of two products `[tokens, out_features]` on a device.
+///
+/// # Errors
+/// Fails when the device fails.
+pub fn squares_of_difference(a: &Tensor, b: &Tensor) -> Result<[f64; 2]> {
+    let sum = |x: &Tensor| -> Result<f64> {
+        let squares = kernels::column_sums(x)?.narrow(0, 0, 1)?.to_device(&Device::Cpu)?;
+        Ok(squares.flatten_all()?.to_vec1::<f64>()?.iter().sum())
+    };
+    Ok([sum(a)?, sum(&(a - b)?)?])
+}
 
 /// Rotary tables on a device, `[seqlen, head_dim / 2]` each.
 #[derive(Debug, Clone)]
@@ -48,11 +63,16 @@ impl DeviceTables {
         Ok(Self { cos: table(cos)?, sin: table(sin)? })
     }
 
-    /// Rotates heads `[heads, seqlen, head_dim]`, or rotates them back: by the negative angle, which is also the gradient of a rotation.
-    pub(super) fn rotate(&self, x: &Tensor, is_back: bool) -> Result<Tensor> {
+    /// Rotates heads `[seqlen, heads · head_dim]`, and puts them before the tokens: `[heads, seqlen, head_dim]`.
+    fn rotate(&self, x: &Tensor) -> Result<Tensor> {
+        let seqlen = x.dim(0)?;
+        kernels::rotate_heads(x, &self.cos.narrow(0, 0, seqlen)?, &self.sin.narrow(0, 0, seqlen)?)
+    }
+
+    /// Rotates heads `[heads, seqlen, head_dim]` back: by the negative angle, which is also the gradient of a rotation.
+    pub(super) fn rotate_back(&self, x: &Tensor) -> Result<Tensor> {
         let seqlen = x.dim(1)?;
-        let (cos, sin) = (self.cos.narrow(0, 0, seqlen)?, self.sin.narrow(0, 0, seqlen)?);
-        let sin = if is_back { sin.neg()? } else { sin };
+        let (cos, sin) = (self.cos.narrow(0, 0, seqlen)?, self.sin.narrow(0, 0, seqlen)?.neg()?);
         let rotated = candle_nn::rotary_emb::rope(&x.unsqueeze(0)?, &cos, &sin)?;
         Ok(rotated.squeeze(0)?)
     }
@@ -64,6 +84,9 @@ pub(super) struct DeviceLinear {
     /// `[out_features, in_features]`
     pub(super) weight: Tensor,
     bias: Option<Tensor>,
+    revision: u64,
+    /// The weight has the stored values, not rounded ones.
+    is_as_stored: bool,
 }
 
 impl DeviceLinear {
@@ -85,7 +108,8 @@ impl DeviceLinear {
 #[derive(Debug)]
 pub struct DeviceLayer {
     index: usize,
-    revision: u64,
+    /// The revision of the norms.
+    base: u64,
     pub(super) heads: Heads,
     pub(super) rms_norm_eps: f32,
     pub(super) device: Device,
@@ -94,6 +118,8 @@ pub struct DeviceLayer {
     input_layernorm: Tensor,
     post_attention_layernorm: Tensor,
     linears: BTreeMap<Projection, DeviceLinear>,
+    /// The matrix that weights were chosen from last, and their bits.
+    chosen: Option<(Projection, Tensor)>,
 }
 
 impl DeviceLayer {
@@ -103,7 +129,7 @@ impl DeviceLayer {
             layer.norms().map(|norm| upload_vector(norm, dtype, device));
         Ok(Self {
             index: layer.index(),
-            revision: layer.revision(),
+            base: layer.base_revision(),
             heads: layer.heads(),
             rms_norm_eps: layer.rms_norm_eps(),
             device: device.clone(),
@@ -112,15 +138,16 @@ impl DeviceLayer {
             post_attention_layernorm: post_attention_layernorm?,
             activation: layer.activation(),
             linears: BTreeMap::new(),
+            chosen: None,
         })
     }
 
-    /// Returns whether this is a copy of the layer's current revision.
+    /// Returns whether this is a copy of the layer. Its matrices may be of an earlier revision.
     pub fn is_of(&self, layer: &DecoderLayer) -> bool {
-        (self.index, self.revision) == (layer.index(), layer.revision())
+        (self.index, self.base) == (layer.index(), layer.base_revision())
     }
 
-    /// Copies one matrix onto the device, unless the device has it.
+    /// Copies one matrix onto the device, unless the device has its current revision.
     ///
     /// # Errors
     /// Fails when the device has too little memory, and for a weight that is not in memory.
@@ -130,16 +157,22 @@ impl DeviceLayer {
         projection: Projection,
         copy: CopyMatrix<'_>,
     ) -> Result<()> {
-        if self.linears.contains_key(&projection) {
+        let revision = layer.linear_revision(projection);
+        if self.linears.get(&projection).is_some_and(|copied| copied.revision == revision) {
             return Ok(());
         }
+        // Its memory is room for the copy.
+        self.linears.remove(&projection);
         let linear = layer.linear(projection);
         let weight = linear.weight().held();
         let weight = copy(weight.context("a device copies weights that are in memory")?)?;
+        let is_as_stored = weight.dtype() == self.dtype;
         let bias = linear.bias();
         let linear = DeviceLinear {
             weight: weight.to_dtype(self.dtype)?,
             bias: bias.map(|bias| upload_vector(bias, self.dtype, &self.device)).transpose()?,
+            revision,
+            is_as_stored,
         };
         self.linears.insert(projection, linear);
         Ok(())
@@ -159,6 +192,70 @@ impl DeviceLayer {
             .with_context(|| format!("{} is not on the device", projection.full_name(self.index)))
     }
 
+    /// X·Wᵀ of a matrix without its bias, in f32: X `[tokens, in_features]` from the host, `[tokens, out_features]` on the device. Some
+    /// output features are computed at a time, since the weights are widened.
+    ///
+    /// # Errors
+    /// Fails when the device fails, mostly for lack of memory.
+    pub fn product(&self, projection: Projection, rows: &[f32]) -> Result<Tensor> {
+        let weight = &self.linear(projection)?.weight;
+        let (features, columns) = weight.dims2()?;
+        let rows = Tensor::from_slice(rows, (rows.len() / columns.max(1), columns), &self.device)?;
+        let pieces = (0..features).step_by(PRODUCT_FEATURES).map(|first| {
+            let weight = weight.narrow(0, first, PRODUCT_FEATURES.min(features - first))?;
+            rows.matmul(&weight.to_dtype(DType::F32)?.t()?)
+        });
+        let out = Tensor::cat(&pieces.collect::<candle_core::Result<Vec<_>>>()?, 1)?;
+        // The cast must be over before the matrix may be freed: see `copy_on_separate_stream`.
+        self.device.synchronize()?;
+        Ok(out)
+    }
+
+    /// Chooses the lowest scores |w_ij| · norm_j of a matrix whose stored values the device has, and returns their bits as a mask has them.
+    /// [`DeviceLayer::zero_chosen`] removes these weights. `None` leaves the choice to the host: a shape without kernels, a dtype other
+    /// than the stored one, or scores that are not finite.
+    ///
+    /// # Errors
+    /// Fails when the device fails, mostly for lack of memory.
+    pub fn choose_lowest(
+        &mut self,
+        projection: Projection,
+        norms: &[f32],
+        quota: Quota,
+    ) -> Result<Option<Vec<u8>>> {
+        self.chosen = None;
+        let linear = self.linear(projection)?;
+        if !linear.is_as_stored || !kernels::can_choose(norms.len(), quota) {
+            return Ok(None);
+        }
+        let norms = Tensor::from_slice(norms, norms.len(), &self.device)?;
+        let bits = kernels::lowest(&linear.weight, &norms, quota)?;
+        let mut words: Vec<u32> = bits.to_device(&Device::Cpu)?.to_vec1()?;
+        if words.pop() != Some(0) {
+            return Ok(None);
+        }
+        self.chosen = Some((projection, bits));
+        words.iter_mut().for_each(|word| *word = word.to_le());
+        Ok(Some(bytemuck::cast_slice(&words).to_vec()))
+    }
+
+    /// Writes zeros for the weights that [`DeviceLayer::choose_lowest`] chose last. From now on the device has the matrix of `layer`,
+    /// which must have the same zeros. Returns whether it does.
+    ///
+    /// # Errors
+    /// Fails when the device fails.
+    pub fn zero_chosen(&mut self, layer: &DecoderLayer, projection: Projection) -> Result<bool> {
+        let Some((_, bits)) = self.chosen.take().filter(|(chosen, _)| *chosen == projection) else {
+            return Ok(false);
+        };
+        let linear = self.linears.get_mut(&projection).context("a matrix was chosen from")?;
+        kernels::zero(&linear.weight, &bits)?;
+        // Operators of ours must be over before the matrix may be freed: see `copy_on_separate_stream`.
+        self.device.synchronize()?;
+        linear.revision = layer.linear_revision(projection);
+        Ok(true)
+    }
+
     /// Passes one sample through the layer: `[seqlen, hidden_size]` on the device in, the same shape out.
     ///
     /// # Errors
@@ -169,7 +266,8 @@ impl DeviceLayer {
         Ok(out)
     }
 
-    /// Shows the observed inputs of one sample to `observer`, and adds to `grams` what it asks for. The pass ends before down's product.
+    /// Observes the inputs of one sample: rows reach `observer` at once, and sums with [`SampleSums::show`]. Adds to `grams` what it asks
+    /// for. The pass ends before down's product.
     pub fn capture(
         &self,
         hidden: &Tensor,
@@ -177,10 +275,11 @@ impl DeviceLayer {
         cut: &Cut,
         observer: &mut dyn Observer,
         grams: &mut DeviceGrams,
-    ) -> Result<()> {
-        let mut observing = Observing { observer, grams };
+    ) -> Result<SampleSums> {
+        let mut observing = Observing::new(observer, grams);
         let out = self.attend(hidden, tables, cut, Some(&mut observing))?;
-        self.mlp(&out, cut, Some(&mut observing))
+        self.mlp(&out, cut, Some(&mut observing))?;
+        observing.finish()
     }
 
     /// Returns hidden + attention(norm(hidden))·Woᵀ in a tensor of its own.
@@ -192,12 +291,17 @@ impl DeviceLayer {
         mut observing: Option<&mut Observing<'_>>,
     ) -> Result<Tensor> {
         let normed = ops::rms_norm(hidden, &self.input_layernorm, self.rms_norm_eps)?;
-        show(&mut observing, Observation::AttentionInput, 0, &normed, cut)?;
+        if let Some(observing) = &mut observing {
+            observing.add(Observation::AttentionInput, 0, &normed, cut)?;
+        }
         let context = self.context(&normed, tables, cut)?;
         drop(normed);
-        show(&mut observing, Observation::OInput, 0, &context, cut)?;
+        if let Some(observing) = &mut observing {
+            observing.add(Observation::OInput, 0, &context, cut)?;
+        }
         let out = self.linear(Projection::O)?.forward(&context)?;
-        Ok((out + hidden)?)
+        kernels::add(&out, hidden)?;
+        Ok(out)
     }
 
     /// Attention's output before o, `[seqlen, heads · head_dim]`, for its input behind the norm.
@@ -220,8 +324,8 @@ impl DeviceLayer {
             self.attend_blocks(&q, &k, &v, cut.queries, |position, attended| {
                 // The heads of this group are neighbouring columns.
                 let columns = first * per_key * head_dim;
-                let rows = context.narrow(0, position, attended.dim(0)?)?;
-                Ok(rows.slice_set(&attended, 1, columns)?)
+                let rows = context.narrow(0, position, attended.dim(1)?)?;
+                kernels::place(&attended, &rows, columns)
             })?;
             first += keys;
         }
@@ -238,23 +342,20 @@ impl DeviceLayer {
     ) -> Result<[Tensor; 3]> {
         let head_dim = self.heads.head_dim;
         let per_key = self.heads.num_heads / self.heads.num_key_value_heads.max(1);
-        let project = |projection, first: usize, heads: usize| -> Result<Tensor> {
-            let out = self.linear(projection)?.forward_rows(
-                normed,
-                first * head_dim,
-                heads * head_dim,
-            )?;
-            Ok(out.reshape((normed.dim(0)?, heads, head_dim))?.transpose(0, 1)?.contiguous()?)
+        let project = |projection, first: usize, heads: usize| {
+            let (first, features) = (first * head_dim, heads * head_dim);
+            self.linear(projection)?.forward_rows(normed, first, features)
         };
+        let v = project(Projection::V, first, keys)?;
         Ok([
-            tables.rotate(&project(Projection::Q, first * per_key, keys * per_key)?, false)?,
-            tables.rotate(&project(Projection::K, first, keys)?, false)?,
-            project(Projection::V, first, keys)?,
+            tables.rotate(&project(Projection::Q, first * per_key, keys * per_key)?)?,
+            tables.rotate(&project(Projection::K, first, keys)?)?,
+            kernels::heads_first(&v, head_dim)?,
         ])
     }
 
-    /// Calls `body(first query, context [queries, heads · head_dim])` block by block, with `q`
-    /// `[keys, queries per key, seqlen, head_dim]` and `k`, `v` `[keys, seqlen, head_dim]`.
+    /// Calls `body(first query, context [heads, queries, head_dim])` block by block, with `q` `[keys, queries per key, seqlen, head_dim]`
+    /// and `k`, `v` `[keys, seqlen, head_dim]`.
     fn attend_blocks(
         &self,
         q: &Tensor,
@@ -263,47 +364,28 @@ impl DeviceLayer {
         queries: usize,
         mut body: impl FnMut(usize, Tensor) -> Result<()>,
     ) -> Result<()> {
-        let (heads, per_key, seqlen, head_dim) = q.dims4()?;
-        let scale = 1.0 / (head_dim as f64).sqrt();
+        let (keys, per_key, seqlen, head_dim) = q.dims4()?;
+        let scale = 1.0 / (head_dim as f32).sqrt();
         let mut first = 0;
         while first < seqlen {
             let rows = queries.clamp(1, seqlen - first);
             let end = first + rows;
-            let q = q.narrow(2, first, rows)?.contiguous()?.reshape((
-                heads,
-                per_key * rows,
-                head_dim,
-            ))?;
-            // Each block frees its tensor after use, so that two tensors of the size of the scores exist at a time.
-            let scores = {
-                let keys = k.narrow(1, 0, end)?.contiguous()?;
-                let scores = q.matmul(&keys.transpose(1, 2)?)?;
-                scores.to_dtype(DType::F32)?
+            let joined = (keys, per_key * rows, head_dim);
+            // Views of heads are operands of a product as they are. Only queries that share keys are moved together.
+            let q = match per_key {
+                1 => q.squeeze(1)?.narrow(1, first, rows)?,
+                _ => q.narrow(2, first, rows)?.contiguous()?.reshape(joined)?,
             };
+            let scores = q.matmul(&k.narrow(1, 0, end)?.transpose(1, 2)?)?;
             drop(q);
-            let scores = (scores * scale)?.reshape((heads, per_key, rows, end))?;
-            let masked = {
-                let scores = scores;
-                scores.broadcast_add(&self.mask(first, rows)?)?
+            let weights = {
+                let scores = scores.reshape((keys * per_key, rows, end))?;
+                kernels::soften(&scores, first, scale)?;
+                scores.reshape((keys, per_key * rows, end))?
             };
-            let probabilities = {
-                let masked = masked;
-                ops::softmax_last_dim(&masked)?
-            };
-            let attended = {
-                let probabilities = {
-                    let wide = probabilities;
-                    wide.to_dtype(self.dtype)?
-                };
-                let probabilities = probabilities.reshape((heads, per_key * rows, end))?;
-                probabilities.matmul(&v.narrow(1, 0, end)?.contiguous()?)?
-            };
-            let attended = attended
-                .reshape((heads * per_key, rows, head_dim))?
-                .transpose(0, 1)?
-                .contiguous()?
-                .reshape((rows, heads * per_key * head_dim))?;
-            body(first, attended)?;
+            let attended = weights.matmul(&v.narrow(1, 0, end)?)?;
+            drop(weights);
+            body(first, attended.reshape((keys * per_key, rows, head_dim))?)?;
             first = end;
         }
         Ok(())
@@ -337,85 +419,25 @@ impl DeviceLayer {
                 &self.post_attention_layernorm,
                 self.rms_norm_eps,
             )?;
-            show(&mut observing, Observation::MlpInput, first, &normed, cut)?;
-            let gate = {
-                let gate = self.linear(Projection::Gate)?.forward(&normed)?;
-                match self.activation {
-                    Activation::Silu => ops::silu(&gate)?,
-                }
-            };
+            if let Some(observing) = &mut observing {
+                observing.add(Observation::MlpInput, first, &normed, cut)?;
+            }
+            let inner = self.linear(Projection::Gate)?.forward(&normed)?;
             let up = self.linear(Projection::Up)?.forward(&normed)?;
             drop(normed);
-            let inner = (gate * up)?;
-            show(&mut observing, Observation::DownInput, first, &inner, cut)?;
+            match self.activation {
+                Activation::Silu => kernels::silu_times(&inner, &up)?,
+            }
+            drop(up);
+            if let Some(observing) = &mut observing {
+                observing.add(Observation::DownInput, first, &inner, cut)?;
+            }
             if observing.is_none() {
                 let out = self.linear(Projection::Down)?.forward(&inner)?;
-                drop(inner);
-                hidden.slice_set(&(out + rows)?, 0, first)?;
+                kernels::add(&rows, &out)?;
             }
             first += tokens;
         }
         Ok(())
     }
-}
-
-/// An observer of a sample, and the Gram matrices of all samples.
-struct Observing<'a> {
-    observer: &'a mut dyn Observer,
-    grams: &'a mut DeviceGrams,
-}
-
-/// Shows an observer a sample's next rows, the first at position `first`: all of them, or their column sums and a few rows.
-fn show(
-    observing: &mut Option<&mut Observing<'_>>,
-    point: Observation,
-    first: usize,
-    rows: &Tensor,
-    cut: &Cut,
-) -> Result<()> {
-    let Some(Observing { observer, grams }) = observing else {
-        return Ok(());
-    };
-    let tokens = rows.dim(0)?;
-    let pieces = (0..tokens).step_by(cut.mlp_tokens.max(1));
-    let pieces = pieces.map(|at| rows.narrow(0, at, cut.mlp_tokens.clamp(1, tokens - at)));
-    let (kept, has_gram) = match observer.wants(point) {
-        FromDevice::Rows => {
-            for piece in pieces {
-                observer.observe(point, &to_host(&piece?)?);
-            }
-            return Ok(());
-        }
-        FromDevice::Sums(kept) => (kept, false),
-        FromDevice::Gram(kept) => (kept, true),
-    };
-    let kept = kept
-        .iter()
-        .filter(|position| (first..first + tokens).contains(position))
-        .map(|position| to_host(&rows.narrow(0, position - first, 1)?))
-        .collect::<Result<Vec<_>>>()?
-        .concat();
-    let width = rows.dim(D::Minus1)?;
-    // Σ x², then Σ x.
-    let mut sums = vec![0.0f64; 2 * width];
-    for piece in pieces {
-        let wide = piece?.to_dtype(DType::F32)?;
-        let of_piece = Tensor::cat(&[wide.sqr()?.sum(0)?, wide.sum(0)?], 0)?;
-        let of_piece = of_piece.to_device(&Device::Cpu)?;
-        tensor::with_slice(&of_piece, |piece| columns::add_sums(&mut sums, piece))?;
-        if has_gram {
-            grams.add(point, &wide)?;
-        }
-    }
-    let (squares, values) = sums.split_at(width);
-    let sums = ColumnSums { tokens, squares, values };
-    observer.observe_sums(point, &sums, &kept);
-    Ok(())
-}
-
-/// Some rows as f32 in host memory, converted there.
-fn to_host(rows: &Tensor) -> Result<Vec<f32>> {
-    // A copy of its own: a view would take the whole tensor along.
-    let rows = rows.force_contiguous()?.to_device(&Device::Cpu)?;
-    Ok(rows.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
 }

@@ -9,6 +9,8 @@
 //! | `layer` | a layer's forward and capture pass |
 //! | `backward` | a layer's vector-Jacobian product, and the gradients of what is trained |
 //! | `gram` | sums of XᵀX of a layer's inputs |
+//! | `observing` | column sums and rows of a sample on their way to the host |
+//! | `kernels` | operators of our own, with `kernels.cu` for a GPU |
 //! | `head` | from hidden states to the log-probability of the next token |
 //! | `cut` | the tiling of the work, and the memory of each tile |
 
@@ -16,18 +18,24 @@ mod backward;
 mod cut;
 mod gram;
 mod head;
+mod kernels;
 mod layer;
+mod observing;
 
 pub use backward::DeviceTraining;
 pub use cut::{CONTEXT, Cut, TrainedSizes};
 pub use gram::{DeviceGrams, TakeGram};
 pub use head::{DeviceHead, LogSumExpPart};
-pub use layer::{DeviceLayer, DeviceTables};
+pub use layer::{DeviceLayer, DeviceTables, squares_of_difference};
+pub use observing::{ArrivingValues, SampleSums};
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 
 use crate::linalg::{StoredDtype, StoredMatrix};
+
+/// A result of candle's.
+type CandleResult<T> = candle_core::Result<T>;
 
 /// The candle dtype of a stored dtype.
 pub fn candle_dtype(dtype: StoredDtype) -> DType {
@@ -41,7 +49,10 @@ pub fn candle_dtype(dtype: StoredDtype) -> DType {
 /// Copies a matrix `[rows, columns]` onto a device in the dtype it is stored in.
 pub type CopyMatrix<'a> = &'a dyn Fn(&StoredMatrix) -> Result<Tensor>;
 
-/// Copies a matrix in the device's default stream; see [`CopyMatrix`].
+/// Copies a matrix in the device's default stream, in the dtype it is stored in; see [`CopyMatrix`].
+///
+/// # Errors
+/// Fails when the device fails, mostly for lack of memory.
 pub fn copy(matrix: &StoredMatrix, device: &Device) -> Result<Tensor> {
     let shape = [matrix.rows(), matrix.columns()];
     let dtype = candle_dtype(matrix.dtype());

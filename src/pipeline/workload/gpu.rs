@@ -2,23 +2,37 @@
 //!
 //! ```text
 //! calibrate, propagate, evaluate   context + tables + this layer's weights, and the next one's where it is read ahead + one
-//!                                  sample on its way; in calibrate with Gram matrices
+//!                                  sample on its way + all hidden states where they stay here; in calibrate with Gram matrices
+//! output error                     the same without the sample, with some rows and their products before and after pruning
 //! forward, backward                context + tables + this layer's weights + one sample on its way; backwards with gradients
-//! head                             context + tables + the head's rows + one window's logits
+//! head                             context + tables + the head's rows + one window's logits + all hidden states
 //! ```
 //!
 //! Weights are scored on the host, where they are stored.
 
-use super::{RunShape, evaluation_phases, part};
+use super::{RunShape, evaluation_phases, output_error, part};
 use crate::bytes::ByteSize;
 use crate::model::Rotary;
 use crate::model::on_device::{CONTEXT, Cut, DeviceGrams};
-use crate::placement::PhaseMemory;
+use crate::placement::{ExecutionOption, PhaseMemory, Processors};
 use crate::run::plan::{MemoryPart, PartKind};
-use crate::run::{MemorySettings, Phase};
+use crate::run::{HiddenStatesStorage, MemorySettings, Phase};
+
+/// Hidden states that stay on a GPU; none where they are elsewhere. GPUs get the samples of each stream in turn.
+fn states(run: &RunShape<'_>, option: &ExecutionOption) -> Vec<MemoryPart> {
+    let (HiddenStatesStorage::Device, Processors::Gpus(gpus)) = (option.storage, option.processors)
+    else {
+        return Vec::new();
+    };
+    let streams = run.sides.len() * run.runs();
+    let states = run.samples.div_ceil(gpus) + streams * run.windows.div_ceil(gpus);
+    let state = run.state(run.gpu_dtype.bytes());
+    vec![part(PartKind::HiddenStates, ByteSize(state.0.saturating_mul(states as u64)))]
+}
 
 /// Memory of every phase but the head's.
-pub(super) fn layers(run: &RunShape<'_>, settings: &MemorySettings) -> Vec<PhaseMemory> {
+pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Vec<PhaseMemory> {
+    let settings = &option.settings;
     let (config, element) = (run.config, run.gpu_dtype.bytes());
     let cut = Cut::of(settings, config).with_indices_of_32_bits(config, run.seqlen);
     let layer = Cut::layer_bytes(config, element);
@@ -35,6 +49,7 @@ pub(super) fn layers(run: &RunShape<'_>, settings: &MemorySettings) -> Vec<Phase
             part(PartKind::StoredMatrix, cast),
             part(PartKind::Sample, sample),
         ];
+        parts.extend(states(run, option));
         if !grams.is_empty() {
             parts.push(part(PartKind::Statistics, DeviceGrams::bytes(grams)));
         }
@@ -46,12 +61,22 @@ pub(super) fn layers(run: &RunShape<'_>, settings: &MemorySettings) -> Vec<Phase
         .into_iter()
         .filter(|phase| run.samples > 0 && (has_statistics || *phase == Phase::Propagate));
     let grams = run.grams_on_gpu(settings);
+    // Outputs of a matrix before and after it is pruned.
+    let tokens = output_error::tokens(run.samples, run.seqlen);
+    let outputs = config.projections().map(|of| Cut::product_bytes(config, of, tokens)).max();
+    let errors = calibration.clone().next().filter(|_| run.technique.is_some()).map(|_| {
+        let mut parts = parts(&[]);
+        parts.retain(|part| part.kind != PartKind::Sample);
+        parts.push(part(PartKind::CalibrationRows, outputs.unwrap_or_default()));
+        with_context(run, Phase::OutputError, parts)
+    });
     calibration
         .chain(evaluation_phases(run))
         .map(|phase| match phase {
             Phase::Calibrate => with_context(run, phase, parts(&grams)),
             _ => with_context(run, phase, parts(&[])),
         })
+        .chain(errors)
         .chain(training(run, &cut, next))
         .collect()
 }
@@ -80,7 +105,8 @@ fn training(run: &RunShape<'_>, cut: &Cut, next: ByteSize) -> Vec<PhaseMemory> {
 }
 
 /// Memory while logits are computed.
-pub(super) fn head(run: &RunShape<'_>, settings: &MemorySettings) -> PhaseMemory {
+pub(super) fn head(run: &RunShape<'_>, option: &ExecutionOption) -> PhaseMemory {
+    let settings = &option.settings;
     let (config, element) = (run.config, run.gpu_dtype.bytes());
     let cut = Cut::of(settings, config).with_indices_of_32_bits(config, run.seqlen);
     let rows = settings.head_rows.unwrap_or(usize::MAX).min(config.vocab_size);
@@ -90,7 +116,9 @@ pub(super) fn head(run: &RunShape<'_>, settings: &MemorySettings) -> PhaseMemory
     };
     let head = ByteSize::of((rows + 1) * config.hidden_size, element + stored);
     let window = cut.head_bytes(config, run.seqlen, rows, element);
-    let parts = vec![part(PartKind::Head, head), part(PartKind::Window, window)];
+    let mut parts = vec![part(PartKind::Head, head), part(PartKind::Window, window)];
+    // The account of a device keeps room for the samples, too, which end with the last layer.
+    parts.extend(states(run, option));
     with_context(run, Phase::Head, parts)
 }
 

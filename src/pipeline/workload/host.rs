@@ -179,6 +179,11 @@ impl<'r> Host<'r> {
             Alive::None => (0, 0),
         };
         let states = match self.option.storage {
+            // One state is on its way to its GPU.
+            HiddenStatesStorage::Device => {
+                let state = footprint::hidden_states(run.config, run.seqlen);
+                part(PartKind::HiddenStates, state)
+            }
             HiddenStatesStorage::Ram => {
                 let state = run.state(run.element(self.option.processors));
                 let bytes = state.0.saturating_mul((samples + windows) as u64);

@@ -321,7 +321,9 @@ impl Host<'_> {
         }
         let run = self.run;
         let states = match self.option.storage {
-            HiddenStatesStorage::Ram => part(PartKind::HiddenStates, trains.states(run)),
+            HiddenStatesStorage::Device | HiddenStatesStorage::Ram => {
+                part(PartKind::HiddenStates, trains.states(run))
+            }
             HiddenStatesStorage::Disk => {
                 let state = run.state(F32);
                 part(PartKind::SpilledStates, state + state)

@@ -39,6 +39,10 @@ impl PruningMethod for Wanda {
         Some(&ColumnSquaresKind)
     }
 
+    fn column_factors(&self, request: &Request<'_>) -> Result<Option<Vec<f32>>> {
+        input_norms(request).map(Some)
+    }
+
     fn prune(&self, weight: &mut StoredMatrix, request: &Request<'_>) -> Result<Mask> {
         let norms = input_norms(request)?;
         lowest_of_rows(weight, request, &|row| score(row, &norms))

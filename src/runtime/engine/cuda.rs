@@ -6,7 +6,7 @@
 
 use std::error::Error;
 use std::ffi::c_void;
-use std::sync::OnceLock;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use anyhow::{Context, Result};
 use candle_core::cuda_backend::cudarc::cublas::result::CublasError;
@@ -15,7 +15,9 @@ use candle_core::cuda_backend::cudarc::curand::result::CurandError;
 use candle_core::cuda_backend::cudarc::curand::sys::curandStatus_t;
 use candle_core::cuda_backend::cudarc::driver::result::{device, mem_pool};
 use candle_core::cuda_backend::cudarc::driver::sys::{CUmemPool_attribute, CUmemoryPool, CUresult};
-use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaSlice, DriverError};
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaContext, CudaSlice, DriverError, PinnedHostSlice,
+};
 use candle_core::cuda_backend::{CudaDType, CudaDevice, CudaError, CudaStorage};
 use candle_core::op::BackpropOp;
 use candle_core::{Device, Error as CandleError, Storage, Tensor};
@@ -24,7 +26,7 @@ use half::{bf16, f16};
 use super::DeviceMemory;
 use crate::bytes::ByteSize;
 use crate::linalg::{StoredDtype, StoredMatrix};
-use crate::model::on_device::copy;
+use crate::model::on_device::{ArrivingValues, copy};
 
 /// A GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -56,6 +58,47 @@ pub fn copy_on_separate_stream(matrix: &StoredMatrix, device: &Device) -> Result
     stream.synchronize()?;
     let shape = (matrix.rows(), matrix.columns());
     Ok(Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false))
+}
+
+/// Page-locked host memory into which a GPU copies values while it goes on computing. Buffers are used again.
+#[derive(Debug, Clone, Default)]
+pub struct PinnedBuffers(Arc<Mutex<Vec<PinnedHostSlice<f64>>>>);
+
+impl PinnedBuffers {
+    /// Begins a copy of values to the host, behind the work that the GPU has been given so far; `None` for another device.
+    ///
+    /// # Errors
+    /// Fails when the driver has no page-locked memory, or the GPU has failed.
+    pub fn send(&self, values: &Tensor) -> Result<Option<ArrivingValues>> {
+        let (storage, layout) = values.storage_and_layout();
+        let Storage::Cuda(storage) = &*storage else {
+            return Ok(None);
+        };
+        let (start, end) = layout.contiguous_offsets().context("values are contiguous")?;
+        let count = end - start;
+        let stream = storage.device.cuda_stream();
+        let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let fitting = free.iter().position(|buffer| buffer.len() >= count);
+        let mut buffer = match fitting {
+            Some(at) => free.swap_remove(at),
+            None => {
+                #[expect(unsafe_code, reason = "memory without a value")]
+                // SAFETY: the elements up to `count` are written by the copy before anything reads them, and no others are read.
+                unsafe {
+                    stream.context().alloc_pinned_with_flags::<f64>(count, 0)?
+                }
+            }
+        };
+        drop(free);
+        stream.memcpy_dtoh(&storage.as_cuda_slice::<f64>()?.slice(start..end), &mut buffer)?;
+        let buffers = self.clone();
+        Ok(Some(Box::new(move |take| {
+            // Waits for the copy.
+            take(&buffer.as_slice()?[..count]);
+            buffers.0.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
+            Ok(())
+        })))
+    }
 }
 
 fn wrap<T: CudaDType>(cuda: &CudaDevice, slice: CudaSlice<T>) -> CudaStorage {

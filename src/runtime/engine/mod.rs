@@ -16,8 +16,9 @@ use candle_core::Tensor;
 
 use super::ledger::Refused;
 use crate::bytes::ByteSize;
+use crate::linalg::select::Quota;
 use crate::model::head::HeadChunk;
-use crate::model::on_device::{Cut, LogSumExpPart, TakeGram};
+use crate::model::on_device::{Cut, LogSumExpPart, SampleSums, TakeGram};
 use crate::model::{DecoderLayer, LayerGradients, Observer, Projection};
 
 pub use on_candle::OnCandle;
@@ -31,13 +32,55 @@ pub trait Engine: Send {
     /// Fails when the device has no memory, or for another reason.
     fn begin(&mut self, layer: &DecoderLayer) -> Result<()>;
 
-    /// Copies one matrix of the current layer.
+    /// X·Wᵀ of a matrix of the current layer, in f32 and without its bias; X is `[tokens, in_features]` from the host. `None` from an
+    /// engine without products.
+    ///
+    /// # Errors
+    /// Fails when the device fails, mostly for lack of memory.
+    fn product(&mut self, _projection: Projection, _rows: &[f32]) -> Result<Option<Tensor>> {
+        Ok(None)
+    }
+
+    /// Chooses the lowest scores |w_ij| · norm_j of a matrix of the current layer: the bits of a mask, equal to the host's. `None` leaves the
+    /// choice to the host.
+    ///
+    /// # Errors
+    /// Fails when the device fails, mostly for lack of memory.
+    fn choose_lowest(
+        &mut self,
+        _projection: Projection,
+        _norms: &[f32],
+        _quota: Quota,
+    ) -> Result<Option<Vec<u8>>> {
+        Ok(None)
+    }
+
+    /// Writes zeros for the weights chosen last, where they are of this matrix, which has the same zeros in `layer`. Returns whether the
+    /// device has the matrix of `layer` now.
+    ///
+    /// # Errors
+    /// Fails when the device fails.
+    fn zero_chosen(&mut self, _layer: &DecoderLayer, _projection: Projection) -> Result<bool> {
+        Ok(false)
+    }
+
+    /// Copies one matrix of the current layer, in place of an earlier revision.
     fn take_up(&mut self, layer: &DecoderLayer, projection: Projection) -> Result<()>;
 
-    /// Passes one sample through the layer: `[seqlen, hidden_size]` on the host in, the same shape on the host out.
+    /// Passes one sample through the layer: `[seqlen, hidden_size]` on the host or the device in, the same shape out; an engine that
+    /// keeps hidden states leaves it on the device.
     fn forward(&mut self, layer: &DecoderLayer, state: &Tensor, cut: &Cut) -> Result<Tensor>;
 
-    /// Calls `observer` with the inputs of one sample at the observation points. Gram matrices are complete after
+    /// Waits for the samples that have passed and whose states stay on the device.
+    ///
+    /// # Errors
+    /// Fails when the device has failed in the meantime.
+    fn wait(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Calls `observer` with the inputs of one sample at the observation points, as far as it wants rows; it gets sums from what is
+    /// returned. Gram matrices are complete after
     /// [`Engine::collect_grams`]; a call that fails does not change them.
     fn capture(
         &mut self,
@@ -45,7 +88,7 @@ pub trait Engine: Send {
         state: &Tensor,
         cut: &Cut,
         observer: &mut dyn Observer,
-    ) -> Result<()>;
+    ) -> Result<SampleSums>;
 
     /// Bytes of the Gram matrices of the samples so far, which are part of the memory of the next sample.
     fn grams_held(&self) -> ByteSize;

@@ -9,12 +9,13 @@ use candle_core::{DType, Device, Tensor};
 use super::{CopyAhead, DeviceMemory, Engine};
 use crate::bytes::ByteSize;
 use crate::linalg::StoredMatrix;
+use crate::linalg::select::Quota;
 use crate::model::head::HeadChunk;
 #[cfg(feature = "cuda")]
 use crate::model::on_device::candle_dtype;
 use crate::model::on_device::{
     Cut, DeviceGrams, DeviceHead, DeviceLayer, DeviceTables, DeviceTraining, LogSumExpPart,
-    TakeGram, copy,
+    SampleSums, TakeGram, copy,
 };
 use crate::model::{DecoderLayer, LayerContext, LayerGradients, ModelConfig, Observer, Projection};
 
@@ -25,12 +26,17 @@ pub struct OnCandle {
     dtype: DType,
     name: String,
     tables: DeviceTables,
+    /// Hidden states that leave a layer stay on the device.
+    keeps_states: bool,
     layer: Option<DeviceLayer>,
     head: Option<DeviceHead>,
     /// The Gram matrices of the current layer's inputs.
     grams: DeviceGrams,
     /// The gradients of the current layer.
     training: Option<DeviceTraining>,
+    /// Host memory for sums of samples.
+    #[cfg(feature = "cuda")]
+    pinned: super::cuda::PinnedBuffers,
     /// The copy of the current layer.
     adopted: Option<DeviceLayer>,
     ahead: Arc<Ahead>,
@@ -83,13 +89,22 @@ impl OnCandle {
             dtype,
             name,
             tables,
+            keeps_states: false,
             layer: None,
             head: None,
             grams: DeviceGrams::default(),
             training: None,
+            #[cfg(feature = "cuda")]
+            pinned: super::cuda::PinnedBuffers::default(),
             adopted: None,
             ahead: Arc::default(),
         })
+    }
+
+    /// Leaves hidden states on the device. Otherwise they return to the host.
+    #[must_use]
+    pub fn keeping_states(self, keeps_states: bool) -> Self {
+        Self { keeps_states, ..self }
     }
 
     fn to_device(&self, state: &Tensor) -> Result<Tensor> {
@@ -108,6 +123,26 @@ impl Engine for OnCandle {
         Ok(())
     }
 
+    fn product(&mut self, projection: Projection, rows: &[f32]) -> Result<Option<Tensor>> {
+        let layer = self.layer.as_ref().context("a layer was begun")?;
+        layer.product(projection, rows).map(Some)
+    }
+
+    fn choose_lowest(
+        &mut self,
+        projection: Projection,
+        norms: &[f32],
+        quota: Quota,
+    ) -> Result<Option<Vec<u8>>> {
+        let layer = self.layer.as_mut().context("a layer was begun")?;
+        layer.choose_lowest(projection, norms, quota)
+    }
+
+    fn zero_chosen(&mut self, layer: &DecoderLayer, projection: Projection) -> Result<bool> {
+        let copied = self.layer.as_mut().context("a layer was begun")?;
+        copied.zero_chosen(layer, projection)
+    }
+
     fn take_up(&mut self, layer: &DecoderLayer, projection: Projection) -> Result<()> {
         let device = &self.device;
         self.layer
@@ -120,8 +155,11 @@ impl Engine for OnCandle {
         let state = self.to_device(state)?;
         let layer = self.layer.as_ref().context("a layer was begun")?;
         let out = layer.forward(&state, &self.tables, cut)?;
-        // Waits for the device, so that its errors are reported as part of this unit.
-        Ok(out.to_device(&Device::Cpu)?)
+        Ok(match self.keeps_states {
+            true => out,
+            // Waits for the device, so that its errors are reported as part of this unit.
+            false => out.to_device(&Device::Cpu)?,
+        })
     }
 
     fn capture(
@@ -130,7 +168,7 @@ impl Engine for OnCandle {
         state: &Tensor,
         cut: &Cut,
         observer: &mut dyn Observer,
-    ) -> Result<()> {
+    ) -> Result<SampleSums> {
         let state = self.to_device(state)?;
         let layer = self.layer.as_ref().context("a layer was begun")?;
         self.grams.begin_sample();
@@ -139,7 +177,14 @@ impl Engine for OnCandle {
             true => self.grams.end_sample(),
             false => self.grams.drop_sample(),
         }
+        #[cfg(feature = "cuda")]
+        return captured?.sent_by(|values| self.pinned.send(values));
+        #[cfg(not(feature = "cuda"))]
         captured
+    }
+
+    fn wait(&mut self) -> Result<()> {
+        Ok(self.device.synchronize()?)
     }
 
     fn grams_held(&self) -> ByteSize {

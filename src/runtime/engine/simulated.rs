@@ -7,7 +7,7 @@ use candle_core::Tensor;
 use super::{CopyAhead, DeviceMemory, Engine};
 use crate::bytes::ByteSize;
 use crate::model::head::HeadChunk;
-use crate::model::on_device::{Cut, LogSumExpPart, TakeGram};
+use crate::model::on_device::{Cut, LogSumExpPart, SampleSums, TakeGram};
 use crate::model::{DecoderLayer, LayerContext, LayerGradients, Observer, Projection};
 
 /// A simulated GPU.
@@ -42,8 +42,9 @@ impl Engine for Simulated {
         state: &Tensor,
         _cut: &Cut,
         observer: &mut dyn Observer,
-    ) -> Result<()> {
-        layer.capture(state, &mut self.context, observer)
+    ) -> Result<SampleSums> {
+        layer.capture(state, &mut self.context, observer)?;
+        Ok(SampleSums::default())
     }
 
     fn grams_held(&self) -> ByteSize {

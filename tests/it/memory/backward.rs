@@ -81,7 +81,7 @@ fn child() -> anyhow::Result<()> {
     let all = counted(&mut || {
         for _ in 0..2 {
             match grams.0 {
-                true => engine.capture(&layer, &state, &cut, &mut grams)?,
+                true => engine.capture(&layer, &state, &cut, &mut grams)?.show(&mut grams)?,
                 false => {
                     engine.backward(&layer, [&state, &state], &mut gradients, &cut)?;
                 }

@@ -11,8 +11,15 @@
 //! ```
 //!
 //! A reservation that the [`Ledger`] refuses and an allocation that the device refuses are one event. Any other error ends the run.
-//! Hidden states are in host memory or on disk, so none are evicted.
+//! Hidden states that stay on the device are planned there, and none are evicted.
+//!
+//! | file | contents |
+//! | --- | --- |
+//! | `weights` | a layer or the head on the device: copies, products of single matrices, and choices of their lowest scores |
 
+mod weights;
+
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
@@ -20,9 +27,8 @@ use anyhow::{Context, Result};
 use super::engine::{Engine, OutOfMemory};
 use super::ledger::{Ledger, Refused};
 use crate::bytes::ByteSize;
-use crate::linalg::Weight;
 use crate::model::head::HeadChunk;
-use crate::model::on_device::{CONTEXT, Cut, DeviceGrams, LogSumExpPart, TakeGram};
+use crate::model::on_device::{CONTEXT, Cut, DeviceGrams, LogSumExpPart, SampleSums, TakeGram};
 use crate::model::{DecoderLayer, LayerGradients, ModelConfig, Observer, Projection};
 use crate::run::fallback::{DeviceMemoryReport, FallbackOutcome, FallbackReport};
 use crate::run::{Event, Events, Phase};
@@ -55,6 +61,10 @@ pub struct DeviceWorker<'a> {
     seqlen: usize,
     events: &'a dyn Events,
     loaded: Loaded,
+    /// The layer whose norms are loaded, and its base revision.
+    begun: Option<(usize, u64)>,
+    /// The revisions of its matrices that are loaded.
+    matrices: BTreeMap<Projection, u64>,
     loaded_bytes: ByteSize,
     /// Weights that did not fit. They are not tried again.
     failed: Loaded,
@@ -86,6 +96,8 @@ impl<'a> DeviceWorker<'a> {
             seqlen,
             events,
             loaded: Loaded::Nothing,
+            begun: None,
+            matrices: BTreeMap::new(),
             loaded_bytes: ByteSize::ZERO,
             failed: Loaded::Nothing,
             ahead: ByteSize::ZERO,
@@ -103,111 +115,6 @@ impl<'a> DeviceWorker<'a> {
         self
     }
 
-    /// Loads a layer unless it is loaded, and returns whether it is. One matrix that does not fit leaves the whole layer to the CPU.
-    /// Fails when the device fails for another reason than lack of memory.
-    pub(super) fn load_layer(&mut self, layer: &DecoderLayer) -> Result<bool> {
-        let wanted = Loaded::Layer(layer.index(), layer.revision());
-        if self.loaded == wanted {
-            return Ok(!self.is_paused);
-        }
-        if self.failed == wanted {
-            return Ok(false);
-        }
-        self.drop_weights();
-        self.failed = wanted;
-        let element = self.engine.element();
-        let norms = ByteSize::of(self.config.norm_weights(), element);
-        let cast = |projection: Projection, elements: usize| match layer.linear(projection).weight()
-        {
-            Weight::Held(matrix) => cast_bytes(elements, matrix.dtype().bytes(), element),
-            Weight::AtRest(_) => ByteSize::ZERO,
-        };
-        let name = format!("model.layers.{}", layer.index());
-        let begun = self.upload(&format!("{name} (norms)"), norms, ByteSize::ZERO, |engine| {
-            engine.begin(layer)
-        })?;
-        if !begun {
-            return Ok(false);
-        }
-        let config = Arc::clone(&self.config);
-        for projection in config.projections() {
-            let (rows, columns) = projection.shape(&config);
-            let bytes = ByteSize::of(rows * columns, element);
-            let unit = format!("{} (upload)", projection.full_name(layer.index()));
-            let cast = cast(projection, rows * columns);
-            if !self.upload(&unit, bytes, cast, |engine| engine.take_up(layer, projection))? {
-                return Ok(false);
-            }
-        }
-        (self.loaded, self.failed) = (wanted, Loaded::Nothing);
-        Ok(true)
-    }
-
-    /// Loads some rows of the head, as [`DeviceWorker::load_layer`] loads a layer.
-    /// Fails when the device fails for another reason than lack of memory.
-    pub(super) fn load_head(&mut self, chunk: &HeadChunk<'_>) -> Result<bool> {
-        let wanted = Loaded::Head(chunk.rows.start);
-        if self.loaded == wanted {
-            return Ok(!self.is_paused);
-        }
-        if self.failed == wanted {
-            return Ok(false);
-        }
-        self.drop_weights();
-        self.failed = wanted;
-        // No layer follows the head.
-        self.ledger.give_back(std::mem::take(&mut self.ahead));
-        let bytes =
-            ByteSize::of((chunk.rows.len() + 1) * self.config.hidden_size, self.engine.element());
-        let stored = chunk.stored_bytes();
-        let cast =
-            cast_bytes(chunk.rows.len() * self.config.hidden_size, stored, self.engine.element());
-        let taken =
-            self.upload("lm_head (upload)", bytes, cast, |engine| engine.begin_head(chunk))?;
-        if taken {
-            (self.loaded, self.failed) = (wanted, Loaded::Nothing);
-        }
-        Ok(taken)
-    }
-
-    /// Drops the last layer. The layer that was copied ahead becomes the current one.
-    pub(super) fn begin_layer(&mut self) {
-        self.drop_weights();
-        self.engine.adopt();
-    }
-
-    /// Drops all weights. Pieces of work stay as small as they are: memory that was short once is likely to be short again.
-    fn drop_weights(&mut self) {
-        self.engine.drop_weights();
-        self.ledger.give_back(self.loaded_bytes);
-        self.loaded_bytes = ByteSize::ZERO;
-        self.loaded = Loaded::Nothing;
-        self.fallbacks_in_a_row = 0;
-        self.is_paused = false;
-    }
-
-    /// Copies weights that stay on the device. Where they do not fit, all weights of the layer are dropped.
-    /// `cast` counts the bytes that exist only while the weights are cast.
-    fn upload(
-        &mut self,
-        unit: &str,
-        bytes: ByteSize,
-        cast: ByteSize,
-        mut copy: impl FnMut(&mut dyn Engine) -> Result<()>,
-    ) -> Result<bool> {
-        let done = self.attempt(unit, false, &|_| bytes + cast, &mut |engine, _| copy(engine))?;
-        if done.is_some() {
-            // The attempt gave its reservation back, and the weights stay.
-            self.ledger.keep(bytes);
-            self.loaded_bytes = self.loaded_bytes + bytes;
-            return Ok(true);
-        }
-        self.engine.drop_weights();
-        self.ledger.give_back(self.loaded_bytes);
-        self.loaded_bytes = ByteSize::ZERO;
-        Ok(false)
-    }
-
     /// Passes one sample through the loaded layer; `None` leaves the sample to the CPU.
     /// Fails when the device fails for another reason than lack of memory.
     pub(super) fn forward(
@@ -220,6 +127,11 @@ impl<'a> DeviceWorker<'a> {
         let unit = unit_name(layer, phase, sample);
         let bytes = self.pass_bytes();
         self.attempt(&unit, true, &bytes, &mut |engine, cut| engine.forward(layer, state, cut))
+    }
+
+    /// Waits for the samples whose states stay on the device.
+    pub(super) fn wait(&mut self) -> Result<()> {
+        self.engine.wait().with_context(|| format!("on {}", self.device))
     }
 
     /// Passes a gradient back through the loaded layer; `None` leaves the sample to the CPU, with `gradients` unchanged.
@@ -255,7 +167,7 @@ impl<'a> DeviceWorker<'a> {
         layer: &DecoderLayer,
         (state, grams): (&Tensor, &[usize]),
         new: &(dyn Fn(usize) -> O + Sync),
-    ) -> Result<Option<O>> {
+    ) -> Result<Option<(O, SampleSums)>> {
         let unit = unit_name(layer, Phase::Calibrate, sample);
         let (seqlen, element) = (self.seqlen, self.engine.element());
         let (config, sums) = (Arc::clone(&self.config), DeviceGrams::bytes(grams));
@@ -263,8 +175,8 @@ impl<'a> DeviceWorker<'a> {
         self.attempt(&unit, true, &bytes, &mut |engine, cut| {
             // Each attempt has a new observer, since a failed attempt does not count.
             let mut observer = new(sample);
-            engine.capture(layer, state, cut, &mut observer)?;
-            Ok(observer)
+            let sums = engine.capture(layer, state, cut, &mut observer)?;
+            Ok((observer, sums))
         })
     }
 
@@ -458,14 +370,6 @@ impl<'a> DeviceWorker<'a> {
             peak_allocated: memory.map(|memory| memory.peak_allocated),
             peak_reserved: memory.map(|memory| memory.peak_reserved),
         }
-    }
-}
-
-/// Returns the bytes of the stored weights that exist during a copy, where they are cast to the dtype of the arithmetic.
-fn cast_bytes(elements: usize, stored: usize, element: usize) -> ByteSize {
-    match stored == element {
-        true => ByteSize::ZERO,
-        false => ByteSize::of(elements, stored),
     }
 }
 
