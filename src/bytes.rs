@@ -1,8 +1,8 @@
 //! Byte counts, and small files that are read whole.
 //!
 //! A [`ByteSize`] prints in binary units ("1.50 GiB"), is parsed from "24GiB", and adds without overflow. Every amount of memory or
-//! disk in plans, errors and reports is one, so that units cannot be mixed up. [`read_whole`] reads a file of the program's own up to a
-//! limit, so that no file decides the size of an allocation. Input files are opened through [`crate::input`].
+//! disk in plans, errors and reports is a `ByteSize`, so that units cannot be mixed up. [`read_whole`] reads a file that the program
+//! itself wrote, up to a limit, so that no file decides the size of an allocation. Input files are opened through [`crate::input`].
 
 use std::fmt;
 use std::fs::File;
@@ -39,7 +39,7 @@ pub fn hex(bytes: &[u8]) -> String {
     text
 }
 
-/// The largest file of settings that is read: a `config.json`, a device map, a chat template. Real ones have kilobytes.
+/// The largest file of settings that is read: a `config.json`, a device map, a chat template. Real files have kilobytes.
 pub const LARGEST_SETTINGS: ByteSize = ByteSize(16 << 20);
 
 /// The largest record of a run that is read. Each matrix takes a few hundred bytes, so the largest models have less than a MiB.
@@ -141,8 +141,8 @@ impl fmt::Display for ByteSize {
 impl FromStr for ByteSize {
     type Err = Failure;
 
-    /// Reads "24GiB", "1.5 GB" (powers of 1000) or a plain number of bytes, in upper or lower case. "40Gb" and other units of two
-    /// letters that end in a small b are refused, because elsewhere they mean bits.
+    /// Reads "24GiB", "1.5 GB" (powers of 1000) or a plain number of bytes, in upper or lower case. Units of two letters that
+    /// end in a small b, as in "40Gb", are refused, because elsewhere they mean bits.
     fn from_str(text: &str) -> Result<Self, Failure> {
         let bad = |why: &str| {
             Failure::usage(format!("`{text}` is not an amount of memory: {why}"))

@@ -9,7 +9,7 @@
 //! hint: <hint>
 //! ```
 //!
-//! A message may quote an untrusted file. So no line of a failure holds a character that moves a terminal's cursor or begins another
+//! A message may quote an untrusted file. So no line of a failure holds a character that moves a terminal's cursor or begins a new
 //! line, and a long quotation is cut.
 //!
 //! Some file formats are read by library code that panics where it should return an error. [`blaming`] runs such a reader and turns
@@ -30,11 +30,11 @@ const LONGEST_HINT: usize = 1 << 16;
 /// return it through `?` or `.into()`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
-    /// The failure and its object: one line, lower case, no final period.
+    /// The failure and its object: a line in lower case, without a final period.
     pub message: String,
-    /// The numbers, one line each.
+    /// The numbers, a line each.
     pub details: Vec<String>,
-    /// A fix to type, if one is known.
+    /// A fix to type, if known.
     pub hint: Option<String>,
     /// The command line itself is wrong (exit code 2 instead of 1).
     pub is_usage: bool,
@@ -110,7 +110,7 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     Cow::Owned(escaped)
 }
 
-/// A printable line of about `longest` characters; the middle of a longer one is left out.
+/// A printable line of about `longest` characters; a longer line loses its middle.
 fn shown(line: String, longest: usize) -> String {
     let line = printable(&line).into_owned();
     let count = line.chars().count();

@@ -1,8 +1,8 @@
 //! Input files, all opened here: the first bytes of a file must agree with its role and its name.
 //!
-//! A download that failed half-way leaves other content under the right name: a git-lfs pointer, an HTML page, an archive. Read as
+//! A download that failed half-way leaves wrong content under the right name: a git-lfs pointer, an HTML page, an archive. Read as
 //! text, such content gives a wrong result without an error. So every file that a user or a publisher supplies is opened through
-//! [`open`], [`read`], [`read_settings`] or [`read_given`], with the content that the caller expects. Other content is an
+//! [`open`], [`read`], [`read_settings`] or [`read_given`], with the content that the caller expects. Unexpected content is an
 //! [`io::Error`] that holds a [`Mismatch`]; [`cannot_read`] turns it into a [`Failure`] with the remedy. Files of the program's own
 //! runs (locks, caches, records) are read through [`crate::bytes`].
 

@@ -1,6 +1,6 @@
 //! Settings of a run: everything a command line can ask for, as plain structs. Each default is written here once.
 //!
-//! One serialised [`Settings`] is the `settings` of `run.json`. Those of them that decide the result ([`Settings::deciding`]) are the
+//! A serialised [`Settings`] is the `settings` of `run.json`. The settings that decide the result ([`Settings::deciding`]) are the
 //! metadata of the mask file, and a resumed run is compared by them. A setting that is added here takes part in all three.
 
 mod device;
@@ -38,7 +38,7 @@ pub use quantize::QuantizeSettings;
 pub use recovery::{ALL_LINEAR, DISTILL_WEIGHT, RecoverySettings, RecoveryWay, TrainedKind};
 pub use width_drop::{WidthDropSettings, WidthOf, WidthShare};
 
-/// Pruning method unless one is named.
+/// Pruning method by default.
 pub const PRUNE_METHOD: &str = "wanda";
 /// Calibration samples, as in the reference.
 pub const NSAMPLES: u32 = 128;
@@ -65,7 +65,7 @@ pub struct Settings {
     /// Width that is dropped after layers and before anything else; `None` where layers keep their shapes.
     #[serde(flatten)]
     pub width_drop: Option<WidthDropSettings>,
-    /// A recovery training; `None` for other commands.
+    /// A recovery training; `None` without a training.
     #[serde(flatten)]
     pub recovery: Option<RecoverySettings>,
     /// Calibration samples, or the text of a training; `None` where the method uses none.
@@ -178,14 +178,14 @@ pub struct ModelSettings {
     pub model: PathBuf,
     /// `--revision`: branch, tag or commit on the hub; `None` for `main`.
     pub revision: Option<String>,
-    /// `--cache-dir`: folder of the hub's files; `None` for the one of the environment.
+    /// `--cache-dir`: folder of the hub's files; `None` for the environment's folder.
     pub cache_dir: Option<PathBuf>,
     /// `--dtype`.
     pub dtype: ComputeDtype,
 }
 
 impl ModelSettings {
-    /// A checkpoint with all other settings at their defaults.
+    /// A checkpoint with default settings.
     pub fn of(model: impl Into<PathBuf>) -> Self {
         Self { model: model.into(), revision: None, cache_dir: None, dtype: ComputeDtype::Auto }
     }
@@ -197,7 +197,7 @@ impl ModelSettings {
 pub enum ComputeDtype {
     /// The fastest the CPU has for the checkpoint's dtype.
     Auto,
-    /// One chain of f32 multiply-adds.
+    /// A single chain of f32 multiply-adds.
     F32,
     /// f32 as sums of products of bf16 parts, on AMX tiles.
     Bf16x3,
@@ -215,7 +215,7 @@ pub struct SparsitySettings {
     /// Options of the method.
     #[serde(flatten)]
     pub options: MethodOptions,
-    /// `--refine`: a refinement behind the method.
+    /// `--refine`: a refinement after the method.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub refine: Option<String>,
     /// `--permute-channels`.
@@ -336,7 +336,7 @@ pub struct EvaluationSettings {
     pub eval_windows: Option<u64>,
     /// `--max-perplexity`: the gate.
     pub max_perplexity: Option<f64>,
-    /// `--text-cache`: folder of token ids; `None` for the one of the environment.
+    /// `--text-cache`: folder of token ids; `None` for the environment's folder.
     pub text_cache: Option<PathBuf>,
 }
 
@@ -360,7 +360,7 @@ pub enum EvalSides {
     Pruned,
     /// The checkpoint as it is read.
     Dense,
-    /// The dense and the pruned model, in one sweep.
+    /// The dense and the pruned model, in the same sweep.
     Both,
     /// No evaluation.
     None,
@@ -381,7 +381,7 @@ impl EvalSides {
 /// Settings of `prune generate`.
 #[derive(Debug, Clone)]
 pub struct GenerateSettings {
-    /// The checkpoints that write, one after the other.
+    /// The checkpoints that write, in this order.
     pub models: Vec<ModelSettings>,
     /// Threads and memory.
     pub device: DeviceSettings,
@@ -406,7 +406,7 @@ pub struct PlanSettings {
     pub subject: PlanSubject,
     /// The run to plan.
     pub run: Settings,
-    /// `--inventory`: the description of another machine.
+    /// `--inventory`: a file that describes the machine to plan for; `None` for this machine.
     pub inventory: Option<PathBuf>,
     /// `--rank` of the factors of trainings; the default of `prune recover` if absent.
     pub rank: Option<usize>,

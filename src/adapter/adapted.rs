@@ -15,10 +15,10 @@ use super::stored::{read_rows, stored_dtype};
 use crate::checkpoint::{TensorEntry, WeightSource};
 use crate::linalg::StoredMatrix;
 
-/// Elements that are in f32 at a time in one read: 1 MiB, or one row if that is more.
+/// Elements that a read holds in f32 at a time: 1 MiB, or a whole row if a row is larger.
 const PIECE: usize = 1 << 18;
 
-/// Bytes of changes that stay in memory: several readers have a tensor each and read it in pieces. The latest one always stays.
+/// Bytes of changes that stay in memory: several readers have a tensor each and read it in pieces. The latest change always stays.
 const CACHED_BYTES: usize = 64 << 20;
 
 /// A base model with the changes of an adapter.
@@ -48,7 +48,7 @@ impl AdaptedSource {
         if let Some(change) = self.cached(tensor, None) {
             return Ok(Some(change));
         }
-        // Other readers go on while the factors are read.
+        // The cache is not locked here, so no reader waits while the factors are read.
         let Some(change) = self.adapter.change(tensor)? else {
             return Ok(None);
         };

@@ -1,4 +1,4 @@
-//! [`TensorChange`]: the change of one tensor, ready to be applied to its rows.
+//! [`TensorChange`]: the change of a tensor, ready to be applied to its rows.
 
 use std::ops::Range;
 
@@ -12,7 +12,8 @@ use crate::failure::Failure;
 /// Partial sums of a norm.
 const LANES: usize = 8;
 
-/// The change of one tensor of the base. Its factors are in memory; a tensor that replaces the base's is read when rows are asked for.
+/// The change of a tensor of the base. Its factors are in memory; a tensor that replaces the base's tensor is read when rows are
+/// asked for.
 #[derive(Debug)]
 pub struct TensorChange {
     pub(super) tensor: String,
@@ -21,7 +22,7 @@ pub struct TensorChange {
     pub(super) whole: Option<Stored>,
     pub(super) tokens: Option<TokenRows>,
     pub(super) product: Option<Panels>,
-    /// DoRA's m, one per row.
+    /// DoRA's m, by row.
     pub(super) magnitude: Option<Vec<f32>>,
 }
 
@@ -46,7 +47,7 @@ impl TensorChange {
     ///
     /// # Arguments
     /// * `rows`: rows of the tensor; a vector is one row
-    /// * `values`: `[rows, columns]`, the base's rows in f32, which become the adapted ones
+    /// * `values`: `[rows, columns]`, in f32: the base's rows, which become the adapted rows
     ///
     /// # Errors
     /// Fails when the adapter's file cannot be read, for elements there that are not finite, and for a row of zeros under DoRA.

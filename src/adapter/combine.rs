@@ -6,13 +6,13 @@
 //! magnitude_prune  A' = Σ w_A · top(A)                   top: the int(density · elements) largest |a|, others 0
 //! dare_linear      A' = Σ w_A · drop(A) / density        drop: an element stays with probability density
 //! ties, dare_ties  A' = Σ agree ∘ w_A · top(A) / max(1, Σ agree)
-//!                  agree: the sign of an element is the elected one, + where Σ top(A) ≥ 0 (total) or Σ sign(top(A)) ≥ 0 (frequency)
+//!                  agree: the element has the elected sign, + where Σ top(A) ≥ 0 (total) or Σ sign(top(A)) ≥ 0 (frequency)
 //!                  dare_ties: drop(A) / density for top(A)
 //! cat              A' = [w·s·A; …] stacked,  B' = [B, …] side by side
 //! ```
 //!
 //! B likewise with w_B. The combined adapter has scale 1. A and B are combined **separately**, so all kinds but `cat` are no merge of the
-//! deltas B A. Elections do not see weights. One adapter alone is always combined as `linear`.
+//! deltas B A. Elections do not see weights. A single adapter is always combined as `linear`.
 //!
 //! Differences from peft: of equal magnitudes the earlier element stays (peft: not defined). The draws are the caller's. Weights and
 //! densities may differ by adapter and tensor. If the first adapter uses rsLoRA, peft scales the combined factors by √r once more; here
@@ -57,7 +57,7 @@ pub enum MajoritySign {
     Frequency,
 }
 
-/// The part of an adapter in the combination of one tensor.
+/// The part of an adapter in the combination of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdapterShare {
     /// The weight.
@@ -66,8 +66,9 @@ pub struct AdapterShare {
     pub density: f64,
 }
 
-/// A source of uniform numbers of 32 bits: of an adapter by its place in the list, of a factor by its name (`<module>.lora_A` or
-/// `<module>.lora_B`), one for each of its elements. An element stays if its number is less than density · 2³².
+/// A source of uniform random numbers of 32 bits. It gets the place of an adapter in the list and the name of a factor
+/// (`<module>.lora_A` or `<module>.lora_B`), and fills in a number for each element of the factor. An element stays if its number is
+/// less than density · 2³².
 pub type Draws<'a> = dyn Fn(usize, &str, &mut [u32]) + 'a;
 
 /// Adapters that can be combined.
@@ -85,11 +86,11 @@ impl Combination {
     ///
     /// # Arguments
     /// * `majority_sign`: the election of `Ties` and `DareTies`
-    /// * `share`: the part of an adapter, by its index, in a tensor of the base; a tensor without one is left out
+    /// * `share`: the part of an adapter, by its index, in a tensor of the base; `None` leaves the adapter's tensor out
     ///
     /// # Errors
-    /// Fails without adapters, for a weight that is not finite, for a density that is negative, or zero with random drops, for adapters
-    /// with other changes than factors, and for ranks that differ (except `Cat`).
+    /// Fails without adapters, for a weight that is not finite, for a density that is negative (or zero with random drops), for an
+    /// adapter that changes a tensor by more than factors, and for factors of unequal shape or rank (`Cat` allows unequal ranks).
     pub fn new(
         adapters: Vec<Arc<Adapter>>,
         kind: CombinationKind,
@@ -128,7 +129,7 @@ impl Combination {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// The shape of the combined factors of one of the tensors.
+    /// The shape of the combined factors of a tensor.
     pub(super) fn shape(&self, tensor: &str) -> FactorShape {
         let mut shapes = self.shapes(tensor).map(|(_, shape)| shape);
         let first = shapes.next().expect("every tensor has an adapter");
@@ -141,13 +142,13 @@ impl Combination {
         }
     }
 
-    /// The base's copy that comes with the factors of a tensor. peft loads every copy over the one before.
+    /// The copy of the base's tensor that comes with the factors. peft loads the adapters' copies in order, so the last copy counts.
     pub(super) fn copy(&self, tensor: &str) -> Option<&Stored> {
         let mut adapters = self.adapters.iter().rev();
         adapters.find_map(|adapter| adapter.parts().get(tensor)?.whole.as_ref())
     }
 
-    /// Reads and combines the factors of one of the tensors.
+    /// Reads and combines the factors of a tensor.
     ///
     /// # Errors
     /// Fails when an adapter cannot be read, and for a combined element that is not finite.
@@ -182,7 +183,7 @@ impl Combination {
         adapters.filter_map(move |of| Some((of, of.parts().get(&tensor)?.factor_shape()?)))
     }
 
-    /// Checks that the factors of one tensor can be combined.
+    /// Checks that the factors of a tensor can be combined.
     fn check_shapes(&self, tensor: &str) -> Result<(), Failure> {
         let shapes: Vec<_> = self.shapes(tensor).collect();
         let compared = |shape: FactorShape| match self.kind {
@@ -254,7 +255,7 @@ impl Combination {
     }
 }
 
-/// The factors of one adapter.
+/// The factors of an adapter.
 struct AdapterFactors {
     index: usize,
     share: AdapterShare,
@@ -291,7 +292,7 @@ fn check_share(
     Ok(())
 }
 
-/// One factor of one adapter, after drops.
+/// A factor of an adapter, after drops.
 struct WeightedFactor {
     weight: f32,
     values: Vec<f32>,
@@ -329,7 +330,7 @@ fn sparse(
 /// 2³²: the numbers that can be drawn.
 const NUMBERS: f64 = 4_294_967_296.0;
 
-/// Writes zeros over all but the `kept` largest magnitudes; of equal ones, the earlier stay.
+/// Writes zeros over all but the `kept` largest magnitudes. On ties, earlier elements are kept.
 fn keep_largest(values: &mut [f32], kept: usize) {
     let mut order: Vec<usize> = (0..values.len()).collect();
     if kept > 0 && kept < values.len() {

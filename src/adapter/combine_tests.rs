@@ -4,8 +4,8 @@
 //!
 //! ```text
 //!        A                  B
-//! one    [ 1, -2, 3, 0.5]   [1,  2, -1]
-//! two    [-5, -4, 0, 2  ]   [2, -1, -3]
+//! first  [ 1, -2, 3, 0.5]   [1,  2, -1]
+//! second [-5, -4, 0, 2  ]   [2, -1, -3]
 //! ```
 
 use std::cell::RefCell;
@@ -83,7 +83,7 @@ use MajoritySign::{Frequency, Total};
 
 #[test]
 fn linear_adds_factors_by_the_root_of_weight_and_scale() {
-    // 2 one + 1 two; a density has no meaning.
+    // 2 first + 1 second; a density has no meaning.
     let b = [4.0, 3.0, -5.0];
     check(Linear, Total, 0.25, 0.5, [-3.0, -8.0, 6.0, 3.0], b);
     // A negative weight has its sign on A only.
@@ -100,11 +100,11 @@ fn magnitude_prune_adds_the_largest_elements() {
 
 #[test]
 fn ties_averages_what_has_the_elected_sign() {
-    // Sums of A: [-4, -6, 3, 2.5]. Agreeing: two; both: (2·-2 - 4) / 2; one; both: (2·0.5 + 2) / 2.
-    // Sums of B: [3, 1, -4]. Agreeing: both: (2·1 + 2) / 2; one; both: (2·-1 - 3) / 2.
+    // Sums of A: [-4, -6, 3, 2.5]. Agreeing: second; both: (2·-2 - 4) / 2; first; both: (2·0.5 + 2) / 2.
+    // Sums of B: [3, 1, -4]. Agreeing: both: (2·1 + 2) / 2; first; both: (2·-1 - 3) / 2.
     let b = [2.0, 4.0, -2.5];
     check(Ties, Total, 0.25, 1.0, [-5.0, -4.0, 6.0, 1.5], b);
-    // Signs are counted: one +, one - elect +.
+    // Signs are counted: a tie of + and - elects +.
     check(Ties, Frequency, 0.25, 1.0, [2.0, -4.0, 6.0, 1.5], b);
     // Elections do not see the weight.
     check(Ties, Total, -0.25, 1.0, [5.0, 0.0, 6.0, -0.5], b);
@@ -118,7 +118,7 @@ fn dare_divides_what_stays_by_the_density() {
     // The first two elements stay: A [2, -4, 0, 0] and [-10, -8, 0, 0], B [2, 4, 0] and [4, -2, 0].
     let a = [-6.0, -16.0, 0.0, 0.0];
     check(DareLinear, Total, 0.25, 0.5, a, [8.0, 6.0, 0.0]);
-    // Sums of A: [-8, -12, 0, 0]: two; both: (2·-4 - 8) / 2. Sums of B: [6, 2, 0]: both: (2·2 + 4) / 2; one: 2·4.
+    // Sums of A: [-8, -12, 0, 0]: second; both: (2·-4 - 8) / 2. Sums of B: [6, 2, 0]: both: (2·2 + 4) / 2; first: 2·4.
     let a = [-10.0, -8.0, 0.0, 0.0];
     check(DareTies, Total, 0.25, 0.5, a, [4.0, 8.0, 0.0]);
 }
@@ -159,7 +159,7 @@ fn cat_puts_ranks_side_by_side() {
         columns: 4,
         rank: 3,
         scale: 1.0,
-        // 0.5·4 one, -1·2 two.
+        // 0.5·4 first, -1·2 second.
         down: vec![2.0, -4.0, 6.0, 1.0, -2.0, 0.0, 0.0, 0.0, 0.0, -2.0, 0.0, 0.0],
         up: vec![1.0, 5.0, 6.0, 2.0, 7.0, 8.0, -1.0, 9.0, 10.0],
         is_embedding: false,
@@ -225,7 +225,7 @@ fn what_is_written_is_read_as_the_same_factors() {
     assert_eq!(names, ["embed.weight", "q.weight", "v.weight"]);
     for name in names {
         let expected = cat.factors(name, &half).unwrap();
-        // `v` has half the rank of the others.
+        // Only the second adapter has factors of `v`.
         assert_eq!(expected.rank, if name == "v.weight" { 2 } else { 4 });
         assert_eq!(opened.factors(name).unwrap(), Some(expected), "{name}");
     }

@@ -1,7 +1,7 @@
 //! A combination of adapters as a folder that peft loads: `adapter_config.json` and `adapter_model.safetensors`.
 //!
-//! Tensors are combined and written one after another, so the factors of one tensor are in memory. They are f32, and their scale is 1:
-//! `lora_alpha` is `r`, for modules of another rank by patterns. The config is written last.
+//! Tensors are combined and written in turn, so memory holds the factors of a single tensor. Factors are f32 with scale 1: `lora_alpha`
+//! equals `r`, which is the largest rank. Patterns give both numbers for modules of a smaller rank. The config is written last.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -55,7 +55,7 @@ impl Combination {
                     transposed(&factors.down, factors.columns),
                 ),
             };
-            // The bytes of a file are little endian, as those of every machine that this program is built for.
+            // Files are little endian, and so is every machine that this program is built for.
             output.put(bytemuck::cast_slice(&down))?;
             output.put(bytemuck::cast_slice(&up))?;
             if let Some(copy) = self.copy(tensor) {
@@ -102,7 +102,7 @@ impl Combination {
         encode_header(&BTreeMap::from([("format".into(), "pt".into())]), &infos)
     }
 
-    /// The config. Modules are named in full, so that no other module gets factors.
+    /// The config. It names modules in full, so that no module gets factors by mistake.
     fn config(&self) -> serde_json::Value {
         let modules = self.tensors().map(|tensor| (module_of(tensor), self.shape(tensor).rank));
         let ranks: BTreeMap<&str, usize> = modules.collect();

@@ -6,7 +6,7 @@
 //! module's path, else `r` and `lora_alpha`. The two patterns are independent of one another, as in peft 0.21.2.
 //!
 //! The tensors in the file say which modules are changed. peft passes over factors of a module that a list of `target_modules` does not
-//! name, so an adapter with such factors is refused: the two would make different models.
+//! name, so an adapter with such factors is refused: peft and this program would make different models.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -23,7 +23,7 @@ use crate::input::{read_settings, with_remedy};
 /// The name of the file in an adapter's folder.
 pub(super) const CONFIG_FILE: &str = "adapter_config.json";
 
-/// The largest rank that is read. Adapters have ranks of 4 to 1024; the factors of a larger one are larger than the base's tensor.
+/// The largest rank that is read. Adapters have ranks of 4 to 1024; above this limit, factors are larger than the base's tensor.
 pub(super) const MAX_RANK: usize = 16384;
 
 /// Settings that make an adapter something else than a change of weights, and the reason.
@@ -100,7 +100,7 @@ pub(super) struct AdapterConfig {
     pub(super) base_model: Option<String>,
     /// Every module with factors has a magnitude vector.
     pub(super) use_dora: bool,
-    /// `ensure_weight_tying`: of a tied base, embedding and head were trained as one.
+    /// `ensure_weight_tying`: embedding and head of a tied base stayed tied in training.
     pub(super) ensure_weight_tying: bool,
     use_rslora: bool,
     rank: usize,
@@ -205,7 +205,7 @@ impl AdapterConfig {
         Ok((rank, scale))
     }
 
-    /// Checks that a module with factors is one of `target_modules`.
+    /// Checks that `target_modules` names a module with factors.
     ///
     /// # Errors
     /// Fails for a module that peft would pass over.
@@ -264,7 +264,7 @@ fn is_set(value: &Value) -> bool {
 }
 
 /// The refusal of an initialisation that moved a part of the base's weights into the factors. When peft converts such an adapter
-/// (`path_initial_model_for_weight_conversion`), it doubles r and writes `init_lora_weights: true`, so a converted one is read.
+/// (`path_initial_model_for_weight_conversion`), it doubles r and writes `init_lora_weights: true`, so a converted adapter is read.
 fn changed_base(
     init: Option<&Value>,
     refused: &dyn Fn(String, &str) -> Failure,

@@ -3,7 +3,7 @@
 //! peft writes `base_model.model.<module>.lora_A.weight` and its relatives, without the name of the adapter. A key that does not
 //! belong to a LoRA is the full name of a tensor that replaces the base's.
 
-/// A part of the change of one tensor.
+/// A part of the change of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum ChangePart {
     /// A of a linear layer: `[r, in_features]`.
@@ -24,7 +24,7 @@ pub(super) enum ChangePart {
     Whole,
     /// A tensor of `modules_to_save` in an older spelling.
     SavedModule,
-    /// The base's tensor next to one of `modules_to_save`. peft does not use it.
+    /// The base's tensor, stored next to a tensor of `modules_to_save`. peft does not use it.
     Original,
     /// Rows of `trainable_token_indices`.
     Tokens,
@@ -57,7 +57,7 @@ const ENDINGS: &[(&str, &str, ChangePart)] = &[
     (".token_adapter.trainable_tokens_delta", ".weight", ChangePart::Tokens),
 ];
 
-/// Returns the name of the base's tensor and the part of its change; `None` for a key of another form.
+/// Returns the name of the base's tensor and the part of its change; `None` for an unknown key.
 pub(super) fn parse(key: &str) -> Option<(String, ChangePart)> {
     let rest = key.strip_prefix(PREFIX)?;
     for (ending, tensor, part) in ENDINGS {

@@ -7,7 +7,7 @@
 //! A linear layer has up = B and down = A. An embedding's change is (B A)ᵀ: up = Aᵀ and down = Bᵀ.
 //!
 //! `down` is cut into panels of [`WIDTH`] columns. The sums of a panel stay in registers over k, and a panel stays in the cache over
-//! rows. Products and sums are rounded one by one, so every CPU gives the same bits.
+//! rows. Every product and every sum is rounded, so every CPU gives the same bits.
 
 use pulp::{Arch, Simd, WithSimd};
 
@@ -17,7 +17,7 @@ const WIDTH: usize = 32;
 /// Two factors in f32 and their scale.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LowRank {
-    /// Rows of the base's tensor; a vector has one.
+    /// Rows of the base's tensor; 1 for a vector.
     pub rows: usize,
     /// Columns of the base's tensor.
     pub columns: usize,

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! The change of a tensor is computed in f32 row by row, when rows are asked for. So neither a full copy of the adapted model nor a
-//! full s·B·A exists. The semantics are those of peft 0.21.2 with `merge_and_unload`, except that no product is rounded to f16 or bf16.
+//! full s·B·A exists. The result is the model of peft's `merge_and_unload` (0.21.2), except that no product is rounded to f16 or bf16.
 //!
 //! | file | content |
 //! | --- | --- |
@@ -14,16 +14,16 @@
 //! | `identity` | the hash of an adapter, and the memory of its factors |
 //! | `keys` | keys of the file: tensor of the base, part of its change |
 //! | `patterns` | the keys of rank and alpha patterns, matched within bounds |
-//! | `stored` | one tensor of the file, widened to f32 |
-//! | `parts` | the parts of one change, checked against one another and the base |
+//! | `stored` | a tensor of the file, widened to f32 |
+//! | `parts` | the parts of a change, checked against one another and the base |
 //! | `opened` | [`Adapter`], an opened folder |
 //! | `low_rank` | [`LowRank`], two factors, and their product added to rows |
-//! | `change` | [`TensorChange`], the change of one tensor |
+//! | `change` | [`TensorChange`], the change of a tensor |
 //! | `adapted` | [`AdaptedSource`], base and adapter read as one model |
 //! | `combine` | [`Combination`], several adapters into one, factor by factor |
 //! | `combined_files` | a combination as a folder that peft loads |
 //! | `tied` | an adapter of a base whose head is its embedding |
-//! | `trained_files` | [`TrainedAdapter`], trained factors as such a folder |
+//! | `trained_files` | [`TrainedAdapter`], trained factors as a folder that peft loads |
 
 mod adapted;
 mod change;

@@ -117,7 +117,7 @@ impl Adapter {
     /// Checks every tensor against the base.
     ///
     /// # Errors
-    /// Fails when the base does not have a tensor that the adapter changes, or has it in another shape.
+    /// Fails when the base does not have a tensor that the adapter changes, or has it in a different shape.
     pub fn check(&self, base: &dyn WeightSource) -> Result<()> {
         for (tensor, parts) in &self.parts {
             let here = |failure: Failure| {
@@ -140,7 +140,7 @@ impl Adapter {
         self.parts.keys().map(String::as_str)
     }
 
-    /// Reads the change of one tensor; `None` if the adapter leaves it as it is.
+    /// Reads the change of a tensor; `None` if the adapter does not change it.
     ///
     /// # Errors
     /// Fails when the file cannot be read, or holds a number that is not finite.
@@ -149,7 +149,7 @@ impl Adapter {
         parts.map(|parts| parts.change(tensor)).transpose()
     }
 
-    /// Reads the factors of one tensor; `None` if the adapter has none for it.
+    /// Reads the factors of a tensor; `None` if the adapter has none for it.
     ///
     /// # Errors
     /// Fails as [`Adapter::change`] does.

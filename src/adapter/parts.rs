@@ -1,4 +1,4 @@
-//! [`Parts`]: the tensors of an adapter's file that change one tensor of the base, checked against one another.
+//! [`Parts`]: the tensors of an adapter's file that change a tensor of the base, checked against one another.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use super::stored::Stored;
 use crate::checkpoint::TensorEntry;
 use crate::failure::Failure;
 
-/// The change of one tensor of the base, before its factors are read.
+/// The change of a tensor of the base, before its factors are read.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Parts {
     /// A tensor in place of the base's.
@@ -28,7 +28,7 @@ pub(super) struct Parts {
 pub(super) enum ProductSource {
     /// A and B.
     Stored { down: Stored, up: Stored, is_embedding: bool, rank: usize, scale: f32 },
-    /// The bias of B; as a product, it has one row and rank 1.
+    /// The bias of B. As a product, it has 1 row and rank 1.
     Bias { bias: Stored, scale: f32 },
 }
 
@@ -264,7 +264,7 @@ impl ProductSource {
         }
     }
 
-    /// The change is one of a tensor of this shape.
+    /// Returns whether the change fits a tensor of this shape.
     fn fits(&self, shape: &[usize]) -> bool {
         let (rows, columns) = self.shape();
         match self {

@@ -1,8 +1,8 @@
 //! [`Patterns`]: the keys of `rank_pattern` and `alpha_pattern`, and the first that matches a module.
 //!
-//! peft matches a key by `re.match(rf"(.*\.)?({key})$", module)`. Nearly all keys are names with dots. They are compared byte by byte, where
-//! a dot without a backslash is any byte. All others are one set of regular expressions with a limit of its size, so a config that was made
-//! to do harm costs neither memory nor time. Classes such as `\w` are those of ASCII.
+//! peft matches a key by `re.match(rf"(.*\.)?({key})$", module)`. Nearly all keys are names with dots. Names are compared byte by byte,
+//! where a dot without a backslash is any byte. The rest of the keys form a set of regular expressions with a limit on its size. So a
+//! config that was made to do harm costs neither memory nor time. Classes such as `\w` cover ASCII only.
 
 use regex::bytes::{RegexSet, RegexSetBuilder};
 
@@ -77,7 +77,7 @@ impl<T: Copy> Patterns<T> {
     }
 }
 
-/// All expressions as one set.
+/// Compiles all expressions into a set.
 fn compiled(expressions: &[(String, String)]) -> Result<RegexSet, String> {
     let build = |texts: &[(String, String)]| {
         RegexSetBuilder::new(texts.iter().map(|(text, _)| text))
@@ -96,7 +96,7 @@ fn compiled(expressions: &[(String, String)]) -> Result<RegexSet, String> {
             AUTOMATON_BYTES >> 10
         ));
     }
-    // One of them is at fault.
+    // Finds the expression at fault.
     let alone = expressions.iter().find_map(|one| {
         let error = build(std::slice::from_ref(one)).err()?;
         Some((&one.1, error))

@@ -1,4 +1,4 @@
-//! [`Stored`]: one tensor of an adapter's file, widened to f32 when it is read.
+//! [`Stored`]: a tensor of an adapter's file, widened to f32 when it is read.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -66,7 +66,7 @@ impl Stored {
         self.file.read(&self.entry, start, bytes)
     }
 
-    /// Returns whether `other` has the same dtype, shape and bytes.
+    /// Returns whether two tensors have the same dtype, shape and bytes.
     ///
     /// # Errors
     /// Fails when a file cannot be read.

@@ -38,7 +38,7 @@ pub(super) fn waves(name: &str, shape: &[usize], seed: f32) -> TestTensor {
 }
 
 impl TestTensor {
-    /// The same in another dtype.
+    /// The same values, stored as `dtype`.
     pub(super) fn stored_as(mut self, dtype: StoredDtype) -> Self {
         self.dtype = dtype;
         self

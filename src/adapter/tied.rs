@@ -1,6 +1,7 @@
 //! Adapters of a base whose head is its embedding: the tensors that embedding and head had in training.
 //!
-//! peft 0.21 wraps the modules that it trains. The other one of the two keeps the base's tensor, so the output is tied only if
+//! peft 0.21 wraps the modules that it trains. If it trains only the embedding or only the head, the untrained module keeps the base's
+//! tensor. So the output is tied only if
 //!
 //! | embedding | head | |
 //! | --- | --- | --- |
@@ -11,8 +12,9 @@
 //! | a tensor or tokens | the same bytes | |
 //! | factors | factors | with `ensure_weight_tying` |
 //!
-//! In every other case the two differ, and the output has a head of its own. Factors of the embedding alone are such a case. There
-//! `merge_and_unload` of peft adds them to the storage that the two share, which is not the model that was trained.
+//! If no row of the table applies, embedding and head differ, and the output has a head of its own. An example is an adapter with
+//! factors of the embedding alone and without `ensure_weight_tying`. There, `merge_and_unload` of peft adds the factors to the storage
+//! that embedding and head share, which is not the model that was trained.
 
 use anyhow::Result;
 

@@ -1,7 +1,7 @@
 //! Trained factors as a folder that peft loads: `adapter_config.json` and `adapter_model.safetensors`, with a card.
 //!
-//! The factors of one layer are in memory. They are f32. The config is written last. peft adds s·B·A to the whole weight: it knows no mask,
-//! so pruned weights of the base are not zero behind its adapter. The model that `prune recover` merges keeps its zeros.
+//! Memory holds the factors of a single layer, in f32. The config is written last. peft adds s·B·A to the whole weight: it knows no mask,
+//! so pruned weights of the base are not zero once peft has added the adapter. The model that `prune recover` merges keeps its zeros.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write as _};
@@ -61,7 +61,7 @@ impl TrainedAdapter {
                 let values = factors(layer).map_err(io::Error::other)?;
                 self.check(matrices, &values)?;
                 for values in values {
-                    // The bytes of a file are little endian, as those of every machine that this program is built for.
+                    // Files are little endian, and so is every machine that this program is built for.
                     out.write_all(bytemuck::cast_slice(&values))?;
                 }
             }

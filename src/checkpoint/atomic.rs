@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use crate::disk;
 use crate::failure::Failure;
 
-/// Writes `bytes` to `path` so that a crash leaves either the old file or the new one, never a part.
+/// Writes `bytes` to `path`. A crash leaves the old file or the whole new file, never a part.
 ///
 /// # Errors
 /// Fails when the folder of `path` does not exist or cannot be written; an old file at `path` then stays.
@@ -16,7 +16,7 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
     write_atomic_with(path, &mut |out| out.write_all(bytes))
 }
 
-/// Writes a file in pieces so that a crash leaves either the old file or the new one.
+/// Writes a file in pieces. A crash leaves the old file or the whole new file.
 ///
 /// # Errors
 /// Fails as [`write_atomic`], and with the error of `write`.
@@ -27,7 +27,7 @@ pub fn write_atomic_with(
     write_growing(path, &mut |file| write(file))
 }
 
-/// Writes a file in pieces, and its beginning once the rest is known, so that a crash leaves either the old file or the new one.
+/// Writes a file in pieces, and its beginning once the rest is known. A crash leaves the old file or the whole new file.
 ///
 /// # Errors
 /// Fails as [`write_atomic_with`].

@@ -24,7 +24,7 @@ pub(super) fn row_and_column(entry: &TensorEntry, at: usize) -> (usize, usize) {
     (at / columns, at % columns)
 }
 
-/// Elements equal to 0, of either sign: all bits but the sign are zero. 0 for types other than f32, f16 and bf16.
+/// The number of elements equal to 0, of either sign: all bits but the sign are zero. Always 0 unless the type is f32, f16 or bf16.
 pub(super) fn count_zeros(dtype: Dtype, bytes: &[u8]) -> u64 {
     match dtype {
         Dtype::F32 => {
@@ -48,7 +48,7 @@ pub(super) struct FloatBits {
     pub(super) exponent: u32,
 }
 
-/// The bits of f32, f16 and bf16; `None` for every other type.
+/// The bit layout of `dtype`; `None` unless it is f32, f16 or bf16.
 pub(super) fn float_bits(dtype: Dtype) -> Option<FloatBits> {
     let (magnitude, exponent) = match dtype {
         Dtype::F32 => (0x7fff_ffff, 0x7f80_0000),

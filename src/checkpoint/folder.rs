@@ -1,4 +1,4 @@
-//! The safetensors files of a folder, and the refusal of a folder without usable ones.
+//! The safetensors files of a folder, and the refusal of a folder without usable weights.
 //!
 //! This file looks only at names; `source` opens the files. Pickled weights are never opened, because loading a pickle can run code.
 
@@ -14,7 +14,7 @@ use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::input::{self, Expected};
 
-/// The largest index that is read. An index has a line of JSON per tensor; the largest published ones have 10 MB.
+/// The largest index that is read. An index has a line of JSON per tensor; published indices have up to 10 MB.
 const LARGEST_INDEX: ByteSize = ByteSize(64 << 20);
 
 const AGAIN: &str = "download this file again";

@@ -1,8 +1,8 @@
-//! The header of one safetensors file: an 8-byte little-endian length, a JSON object (tensor name → dtype, shape,
+//! The header of a safetensors file: an 8-byte little-endian length, a JSON object (tensor name → dtype, shape,
 //! byte range), then the tensors' bytes without holes.
 //!
-//! The numbers in a header decide later reads and allocations. So every number is checked here against the length of the file, the
-//! length of the header before anything is allocated. A refusal names the file, the tensor and both numbers.
+//! The numbers in a header decide later reads and allocations. So every number is checked here against the length of the file, and
+//! the length of the header is checked before anything is allocated. A refusal names the file, the tensor and both numbers.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
@@ -24,8 +24,9 @@ pub(super) const LENGTH_BYTES: u64 = 8;
 /// The largest header, as in the `safetensors` library; a model of 405B has less than 1 MB.
 pub(super) const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// Commas and colons of the largest header. A tensor takes eleven and, opened, half a KiB; so this bounds memory and time, which the bytes of
-/// a header do not: 98 MB of empty tensors took a minute and 2.7 GB. The largest published files hold a few thousand tensors.
+/// The most commas and colons in a header. A tensor takes eleven of them and, once opened, half a KiB of memory. So this number
+/// bounds memory and time, which the size of a header does not: 98 MB of empty tensors took a minute and 2.7 GB. The largest
+/// published files hold a few thousand tensors.
 const MOST_SEPARATORS: usize = 3 << 19;
 
 /// The JSON key that holds free text instead of a tensor.

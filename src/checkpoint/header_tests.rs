@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::test_files::{file_bytes, file_with_header, folder, mixed_tensors, write};
 use super::{Checkpoint, WeightSource};
 
-/// The error of `open` for a folder with this one file, without the folder's path.
+/// The error of `open` for a folder that holds only this file, without the folder's path.
 fn message(file: &[u8]) -> String {
     let folder = folder();
     write(folder.path(), "model.safetensors", file);

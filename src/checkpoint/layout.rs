@@ -1,7 +1,8 @@
 //! [`Layout`]: the files of an output, and the position of every tensor in them. It is known before the first weight.
 //!
-//! An output has the layout of its source ([`Layout::of`]) or a new one ([`Layout::new`]), as the output of a view has
-//! ([`Checkpoint::view`]). A new one has the names and the index that Hugging Face gives to shards: `model-00001-of-00003.safetensors` and `model.safetensors.index.json`.
+//! An output has the layout of its source ([`Layout::of`]) or a new layout ([`Layout::new`]). The output of a view
+//! ([`Checkpoint::view`]) has a new layout. In a new layout, shards have the names and the index that Hugging Face gives them:
+//! `model-00001-of-00003.safetensors` and `model.safetensors.index.json`.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
@@ -173,7 +174,7 @@ impl Layout {
         &self.entries
     }
 
-    /// The tensor `name` with its position in the output, if there is one.
+    /// The tensor `name` with its position in the output; `None` if the output does not have it.
     pub fn entry(&self, name: &str) -> Option<&TensorEntry> {
         self.position(name).and_then(|at| self.entries.get(at))
     }
@@ -184,7 +185,7 @@ impl Layout {
         files.map(|file| ByteSize(file.file_bytes)).sum()
     }
 
-    /// The content of `model.safetensors.index.json`; `None` for an output without one.
+    /// The content of `model.safetensors.index.json`; `None` for an output without an index.
     pub fn index_json(&self) -> Option<Vec<u8>> {
         let file_of = |entry: &TensorEntry| self.files[entry.shard].file_name.as_str();
         let entries = self.entries.iter();
@@ -248,8 +249,8 @@ fn cut(tensors: Vec<PlannedTensor>, shard_bytes: u64) -> anyhow::Result<Vec<Vec<
 
 /// Gives the tensors of a file their offsets.
 ///
-/// torch refuses to view bytes as elements unless they begin at a multiple of the element's size. Tensors with an odd number of small
-/// elements can break that for a later one; with the larger elements first, none can.
+/// torch refuses to view bytes as elements unless they begin at a multiple of the element's size. A tensor with an odd number of
+/// small elements can break that for a later tensor. With the larger elements first, every tensor is aligned.
 fn place(tensors: &mut [Named]) {
     if !is_aligned_after_packing(tensors) {
         tensors.sort_by_key(|(_, info)| Reverse(info.dtype.bitsize()));

@@ -1,4 +1,4 @@
-//! [`MaskWriter`]: masks as packed bits in one safetensors file, written one by one, in any order.
+//! [`MaskWriter`]: masks as packed bits in a safetensors file, written one by one, in any order.
 //!
 //! All sizes are known before the first mask. So the file gets its header and its whole length before the work begins, under a
 //! partial name, and no mask stays in memory. The file is read back before it gets its final name.
@@ -30,7 +30,7 @@ const LAYOUT: &str = "one uint8 tensor per pruned matrix [out_features, in_featu
 
 const LAYOUT_VERSION: &str = "1";
 
-/// Writes the masks of one run; see the module's first lines.
+/// Writes the masks of a run; see the module's first lines.
 #[derive(Debug)]
 pub struct MaskWriter {
     path: PathBuf,
@@ -135,8 +135,9 @@ impl MaskWriter {
         Ok(Self { path: path.to_path_buf(), partial, file, masks: layout.masks })
     }
 
-    /// Opens the file that an earlier process left, finished or not, and compares each mask of `finished` (matrix → SHA-256 of its bits, in
-    /// hex) with its hash. Also returns the names of masks with another hash. `None` if the file is missing or has another layout.
+    /// Opens the file that an earlier process left, finished or not, and compares each mask of `finished` (matrix → SHA-256 of its
+    /// bits, in hex) with its hash. Also returns the names of damaged masks: the hash differs, or no matrix has the name. Returns
+    /// `None` if the file is missing or its layout is different.
     ///
     /// # Errors
     /// Fails when the file cannot be read or renamed.
@@ -200,7 +201,7 @@ impl MaskWriter {
     /// Writes the packed `bits` of the matrix `name`.
     ///
     /// # Errors
-    /// Fails when the matrix is unknown, has another number of bits, was written before, or the disk refuses.
+    /// Fails when the matrix is unknown, `bits` has the wrong length, the mask was written before, or the disk refuses.
     pub fn write(&mut self, name: &str, bits: &[u8]) -> anyhow::Result<()> {
         let Some(slot) = self.masks.get_mut(name) else {
             anyhow::bail!("no mask of `{name}` was announced");
@@ -271,7 +272,7 @@ mod tests {
     use crate::run::Silent;
 
     fn matrices() -> BTreeMap<String, [usize; 2]> {
-        // 15 bits and 8: two bytes and one.
+        // 15 bits take two bytes, 8 bits take one.
         [("b".to_owned(), [2, 4]), ("a".to_owned(), [3, 5])].into()
     }
 

@@ -2,8 +2,8 @@
 //!
 //! `create` allocates every file as `<name>.partial`. A thread begins a tensor, writes its bytes in order in pieces of any size, and
 //! finishes it; only then its hash is recorded. No tensor is held whole. `sync` returns the hashes of tensors that are on the disk.
-//! Another process continues with `reopen`: those tensors are compared with their hashes, and all others are written again.
-//! `finish` reads everything back and gives the files their names, `config.json` last.
+//! A later process continues with `reopen`: it compares the synced tensors with these hashes, and writes every unsynced or damaged
+//! tensor again. `finish` reads everything back and gives the files their names, `config.json` last.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -45,8 +45,8 @@ impl MergedWriter {
     /// Creates the folder `target` and allocates every file of `layout` in it. Old `*.partial` files are replaced.
     ///
     /// # Errors
-    /// Fails when `target` is one of the `sources` or lies in one, holds other weights, or has no room for the output. Without room,
-    /// no partial file stays.
+    /// Fails when `target` is or lies in a folder of `sources`, holds weights that this output does not replace, or has no room for
+    /// the output. Without room, no partial file stays.
     pub fn create(
         layout: Layout,
         target: &Path,
@@ -61,10 +61,11 @@ impl MergedWriter {
 
     /// Opens the files that an earlier process left in `target`, published or not, and compares each tensor of `finished` (name →
     /// SHA-256 in hex, from [`MergedWriter::sync`]) with its hash. Returns the names of damaged tensors, which are to be written again.
-    /// Returns `None`, and changes nothing, if a file is missing or belongs to another output, or a published one is damaged.
+    /// Returns `None`, and changes nothing, if a file is missing or does not fit the layout, or if a tensor is damaged after files were
+    /// published.
     ///
     /// # Errors
-    /// Fails when `target` is one of the `sources` or lies in one, and when a file cannot be read or renamed.
+    /// Fails when `target` is or lies in a folder of `sources`, and when a file cannot be read or renamed.
     pub fn reopen(
         layout: Layout,
         target: &Path,
@@ -102,7 +103,7 @@ impl MergedWriter {
     /// Begins the tensor `name` at its first byte; the bytes of an unfinished stream are overwritten.
     ///
     /// # Errors
-    /// Fails when the layout has no such tensor, when the tensor was finished before, and while another stream writes it.
+    /// Fails when the layout has no such tensor, when the tensor was finished before, and while it has an open stream.
     pub fn begin(&self, name: &str) -> anyhow::Result<TensorStream<'_>> {
         let Some(at) = self.layout().position(name) else {
             anyhow::bail!("tensor `{name}` is not in the layout of the output");
@@ -130,8 +131,8 @@ impl MergedWriter {
         at.is_some_and(|at| self.progress[at].digest.get().is_some())
     }
 
-    /// Waits until every tensor that was finished before this call is on the disk. Returns their SHA-256 in hex, by name. Other
-    /// threads may write meanwhile.
+    /// Waits until every tensor that was finished before this call is on the disk. Returns the SHA-256 of these tensors in hex, by
+    /// name. Threads may go on writing meanwhile.
     ///
     /// # Errors
     /// Fails when the disk refuses.
@@ -147,13 +148,14 @@ impl MergedWriter {
     }
 
     /// Reads every file back and checks it, then gives the files their names. The index of the layout is published unless `published`
-    /// has one.
+    /// has an index.
     ///
-    /// The check compares headers and the SHA-256 of every tensor with the written ones, and counts the zeros of each `expected` matrix
-    /// and its N:M groups. The bytes may come from the page cache.
+    /// The check compares every header and the SHA-256 of every tensor with what was written. It counts the zeros of each `expected`
+    /// matrix and its N:M groups. The bytes may come from the page cache.
     ///
     /// # Errors
-    /// Fails when a tensor is not finished, when a file cannot be read or written, or any check fails; then nothing was renamed.
+    /// Fails when a tensor is not finished, when any check fails, and when a file cannot be read, written or renamed. After a failed
+    /// check, no file was renamed.
     pub fn finish(
         self,
         mut published: Published,
@@ -225,7 +227,7 @@ impl TensorStream<'_> {
             );
         }
         let digest = self.hasher.finalize_reset().into();
-        // No other stream of this tensor exists, so it is not recorded yet.
+        // This is the tensor's only stream, so the tensor is not recorded yet.
         let recorded = self.progress.digest.set(digest);
         recorded.map_err(|_| anyhow::anyhow!("tensor `{}` was written twice", self.entry.name))
     }

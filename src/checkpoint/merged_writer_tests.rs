@@ -1,4 +1,4 @@
-//! Outputs with a new layout: threads that write in pieces, another process that continues, and refusals.
+//! Outputs with a new layout: threads that write in pieces, a second process that continues, and refusals.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -76,7 +76,7 @@ fn threads_write_tensors_in_pieces_and_the_output_loads() -> anyhow::Result<()> 
     let [a, b, c] = &tensors();
     let begun = Barrier::new(2);
     std::thread::scope(|scope| {
-        // Both are in one file; 7 bytes end inside an element.
+        // Both are in the same file; 7 bytes end inside an element.
         for tensor in [a, b] {
             let (writer, begun) = (&writer, &begun);
             scope.spawn(move || {
@@ -177,7 +177,7 @@ fn another_process_continues_and_writes_damaged_tensors_again() -> anyhow::Resul
     assert!(Checkpoint::open(out.path()).is_err());
     assert_eq!(writer.finish(with_config(), &[], &Silent)?, expected);
 
-    // The files of another layout are none of this one's.
+    // A layout with a different tensor does not accept these files.
     let tensors =
         vec![PlannedTensor { name: "a.weight".into(), dtype: Dtype::F32, shape: vec![8, 16] }];
     let other = MergedWriter::reopen(
@@ -206,7 +206,7 @@ fn a_tensor_takes_its_own_bytes_once_and_from_one_stream() -> anyhow::Result<()>
     );
     assert_eq!(says(stream.finish()), "tensor `c.norm` has 64 bytes, 60 were written");
     assert!(!writer.is_recorded(&c.name));
-    // A dropped stream leaves nothing: the next one begins at byte 0.
+    // A dropped stream leaves nothing: the next stream begins at byte 0.
     writer.begin(&c.name)?.write(&[7; 64])?;
     assert!(writer.sync()?.is_empty());
     write_tensor(&writer, c, 16)?;

@@ -1,7 +1,7 @@
-//! The failure for a tensor that a model needs and a checkpoint lacks, with the reason that the other names show.
+//! The failure for a tensor that a model needs and a checkpoint lacks, with the reason, which the checkpoint's names show.
 //!
-//! Trainings save models under wrappers, whose names stand before those of the tensors; and a head may be stored under one of two
-//! names if it is the embedding.
+//! A training may save a model inside a wrapper, which puts its own name before the names of the tensors. A head that is the embedding
+//! may be stored under either of two names.
 
 use super::source::WeightSource;
 use crate::failure::Failure;
@@ -77,7 +77,7 @@ pub(super) fn missing(
     failure.hint("check that config.json and the weights belong together, or download them again")
 }
 
-/// The command that gives the tensors of a folder other names. `new` is a Python expression of the name `k`.
+/// The command that renames the tensors of a folder. `new` is a Python expression: the new name, from the old name `k`.
 fn rename(place: &str, new: &str) -> String {
     format!(
         "rename its tensors: python -c \"import glob; from safetensors.torch import load_file as l, save_file as s; \

@@ -1,11 +1,11 @@
 //! Checkpoint folders of safetensors shards. A folder is opened without reading its weights, read by positioned reads, and written
-//! with the same layout or a new one, tensor by tensor.
+//! with the same layout or a new layout, tensor by tensor.
 //!
 //! | file | content |
 //! | --- | --- |
 //! | `folder` | the shards of a folder, and the refusal of unusable folders |
 //! | `not_a_model`, `missing` | the refusal of a path that is no model, and of a missing tensor: the reason, and a way out |
-//! | `header` | the header of one shard: parse, check, write |
+//! | `header` | the header of a shard: parse, check, write |
 //! | `source` | [`Checkpoint`], the [`WeightSource`] over open files |
 //! | `layout` | [`Layout`], the files of an output and the positions of its tensors |
 //! | `writer` | [`CheckpointWriter`], which writes a model with the layout of its source |
@@ -16,9 +16,9 @@
 //! | `publish` | the final names of the written files, and the files beside them |
 //! | `verify`, `verify_tensor` | checks of the written files before they get their names |
 //! | `elements` | stored elements as bits: zeros, changes, positions |
-//! | `scan` | one pass over a tensor: zeros, N:M groups, differences from another checkpoint |
-//! | `masks` | [`MaskWriter`], packed masks in one file |
-//! | `sidecars` | config, tokenizer and licence files, copied with the weights; cards, which may get other names |
+//! | `scan` | one pass over a tensor: zeros, N:M groups, differences from a second checkpoint |
+//! | `masks` | [`MaskWriter`], packed masks in a file |
+//! | `sidecars` | config, tokenizer and licence files, copied with the weights; cards, which may get new names |
 //! | `atomic` | small files that appear whole or not at all |
 //! | `sealed` | such files with their length and hash, from which a later process continues |
 //! | `names` | names of files |
@@ -55,7 +55,7 @@ mod header_tests;
 mod source_tests;
 #[cfg(test)]
 mod test_files;
-// These put symbolic links and positioned writes to work, which have other names elsewhere.
+// These tests use symbolic links and positioned writes, whose functions have different names outside Unix.
 #[cfg(all(test, unix))]
 mod merged_writer_tests;
 #[cfg(all(test, unix))]

@@ -15,5 +15,5 @@ pub const MERGE_CONFIG_FILE: &str = "merge_config.yml";
 /// The suffix of an unfinished file; no loader opens it.
 pub const PARTIAL_SUFFIX: &str = ".partial";
 
-/// Bytes of one piece of a copy or a check, enough for the full speed of a disk. The memory plan counts two of them.
+/// Bytes of a piece of a copy or a check, enough for the full speed of a disk. The memory plan counts two pieces.
 pub(crate) const CHUNK_BYTES: usize = 8 << 20;

@@ -19,7 +19,7 @@ const CHECKPOINT: &str = "checkpoint-";
 /// The beginning of the names of folders in the hub's cache.
 const CACHED_MODEL: &str = "models--";
 
-/// Returns the failure for a path that exists and is no model folder; `None` where it may be one.
+/// Returns the failure for a path that exists and is no model folder; `None` where it may be a model folder, or does not exist.
 pub fn not_a_model(path: &Path) -> Option<Failure> {
     if path.is_file() {
         return Some(file(path));
@@ -107,7 +107,7 @@ fn adapter(path: &Path) -> Failure {
         ))
 }
 
-/// The snapshot in a folder `models--owner--name` of the hub's cache: of its `main`, else the only one.
+/// The snapshot in a folder `models--owner--name` of the hub's cache: the snapshot of `main`, else the first by name.
 fn snapshot_of(path: &Path) -> Option<PathBuf> {
     let snapshots = path.join("snapshots");
     let main = fs::read_to_string(path.join("refs").join("main"));

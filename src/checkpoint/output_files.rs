@@ -57,7 +57,7 @@ pub(super) struct ReopenedFiles {
 impl OutputFiles {
     /// Creates the folder `target` and allocates every file in it. Old `*.partial` files are replaced.
     ///
-    /// Fails when `target` holds other weights, or has no room. Without room, no partial file stays.
+    /// Fails when `target` holds weights that this output does not replace, or has no room. Without room, no partial file stays.
     pub(super) fn create(
         layout: Layout,
         target: &Path,
@@ -80,8 +80,8 @@ impl OutputFiles {
     }
 
     /// Opens the files that an earlier process left in `target`, published or not, and compares each tensor of `finished` (name →
-    /// SHA-256 in hex) with its hash. Returns `None`, and changes nothing, if a file is missing or belongs to another output, or a
-    /// published one is damaged. `phase` names the comparison.
+    /// SHA-256 in hex) with its hash. Returns `None`, and changes nothing, if a file is missing or does not fit the layout, or if a
+    /// tensor is damaged after files were published. `phase` names the comparison.
     pub(super) fn reopen(
         layout: Layout,
         target: &Path,
@@ -161,7 +161,7 @@ impl OutputFiles {
         &self.layout
     }
 
-    /// Another handle of every file, with its path.
+    /// A second handle of every file, with its path.
     ///
     /// Fails when the system has no more open files.
     pub(super) fn handles(&self) -> anyhow::Result<Vec<(PathBuf, File)>> {
@@ -178,7 +178,7 @@ impl OutputFiles {
     pub(super) fn put(&self, entry: &TensorEntry, start: u64, bytes: &[u8]) -> anyhow::Result<()> {
         let shard = &self.shards[entry.shard];
         let written = disk::write_all_at(&shard.file, bytes, entry.offset + start);
-        // Set after the write: a sync of another thread that clears it earlier may miss these bytes.
+        // Set after the write: a concurrent sync that clears it earlier may miss these bytes.
         shard.is_dirty.store(true, Ordering::Release);
         written.map_err(|error| {
             cannot_write(&shard.partial, &error)
@@ -187,7 +187,7 @@ impl OutputFiles {
         })
     }
 
-    /// Waits until all bytes of finished [`OutputFiles::put`]s are on the disk. Only one thread may do so at a time.
+    /// Waits until all bytes of finished [`OutputFiles::put`]s are on the disk. Only one thread may call it at a time.
     pub(super) fn sync(&self) -> anyhow::Result<()> {
         for shard in &self.shards {
             if shard.is_dirty.swap(false, Ordering::AcqRel) {

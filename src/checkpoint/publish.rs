@@ -64,7 +64,7 @@ pub(super) fn publish(
     published: &Published,
     verification: &Verification,
 ) -> anyhow::Result<()> {
-    // Another process may have finished this model while this one slept.
+    // Another process may have finished this model while this process slept.
     for OutputShard { partial, file, .. } in &shards {
         if !disk::is_at(file, partial).map_err(|error| cannot_write(partial, &error))? {
             return Err(Failure::new(format!("`{}` has disappeared", partial.display()))
@@ -93,8 +93,8 @@ pub(super) fn publish(
     put_late(target, published)
 }
 
-/// Copies and writes all files except the late ones, and adds the hashes of all. An attempt with other settings may have left other
-/// cards.
+/// Copies and writes all files except the [`LATE`] files, and adds the hashes of all files to `sums`. Removes stale cards, which an
+/// earlier attempt with different settings may have left.
 fn put_early(
     target: &Path,
     published: &Published,

@@ -1,4 +1,4 @@
-//! An output that another process continues, and tensors that are copied early.
+//! An output that a second process continues, and tensors that are copied early.
 
 use std::fs;
 use std::path::Path;
@@ -109,7 +109,7 @@ fn missing_and_different_files_cannot_be_reopened() -> anyhow::Result<()> {
 
 #[test]
 fn unchanged_tensors_are_copied_piece_by_piece_until_told_to_stop() -> anyhow::Result<()> {
-    // Three pieces, the last one short.
+    // Three pieces, of which the last is short.
     let tensors = [
         counting("a.weight", Dtype::F32, &[4, 8]),
         counting("b.embedding", Dtype::F32, &[600, 256]),

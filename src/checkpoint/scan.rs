@@ -1,5 +1,5 @@
 //! One pass over a stored tensor: zeros, the fewest zeros of its N:M groups, elements that are not finite, and differences from the
-//! same tensor of another checkpoint.
+//! same tensor of a second checkpoint.
 //!
 //! Each thread reads and checks its own pieces, so memory is two pieces per thread for a tensor of any size. Sums and minima do not
 //! depend on the order of the pieces.
@@ -19,7 +19,7 @@ const BLOCK: usize = 32;
 /// Bytes that a thread reads at once: many blocks of any element size, and little memory for any number of threads.
 const PIECE_BYTES: u64 = 256 << 10;
 
-/// The result for a tensor. Elements are examined only in f32, f16 and bf16; other types have only `compared.is_identical`.
+/// The result for a tensor. Elements are counted only in f32, f16 and bf16; `compared.is_identical` is known for every type.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Scan {
     /// Elements equal to 0, of either sign.
@@ -29,7 +29,7 @@ pub struct Scan {
     /// For each of [`GROUP_SIZES`], the fewest zeros in any aligned group along the last dimension; `None` where that
     /// dimension is not a multiple of the group.
     pub fewest_zeros: [Option<u32>; GROUP_SIZES.len()],
-    /// The comparison with the same tensor of another checkpoint, if there is one.
+    /// The comparison with the same tensor of a second checkpoint; `None` without a second checkpoint.
     pub compared: Option<Compared>,
 }
 
@@ -40,7 +40,7 @@ pub struct Compared {
     pub is_identical: bool,
     /// Elements that are zero in both.
     pub zeros_before: u64,
-    /// Elements that are neither +0 nor equal to the other's bits.
+    /// Elements that are not +0 and whose bits differ from the second checkpoint's.
     pub changed: u64,
     /// The first changed element.
     pub first_changed: Option<ChangedElement>,
@@ -55,7 +55,7 @@ pub struct ChangedElement {
     pub row: usize,
     /// Its column.
     pub column: usize,
-    /// Its value in the other checkpoint.
+    /// Its value in the second checkpoint.
     pub before: f32,
     /// Its value here.
     pub now: f32,
@@ -64,7 +64,7 @@ pub struct ChangedElement {
 /// Examines every element of `entry`, a tensor of `checkpoint`, and compares it with `other`, the same tensor elsewhere.
 ///
 /// # Errors
-/// Fails when a file cannot be read, and when `other` has another dtype or shape.
+/// Fails when a file cannot be read, and when the two tensors differ in dtype or shape.
 pub fn scan_tensor(
     checkpoint: &dyn WeightSource,
     entry: &TensorEntry,
@@ -123,7 +123,7 @@ impl Scan {
         }
     }
 
-    /// Adds the result of another piece.
+    /// Adds the result of a piece.
     fn and(mut self, other: Self) -> Self {
         self.zeros += other.zeros;
         self.non_finite += other.non_finite;
@@ -210,7 +210,7 @@ fn scan_elements<const BYTES: usize>(scan: &mut Scan, bits: FloatBits, now: &[u8
         let counts = zeros_in_groups(zeros);
         scan.zeros += u64::from(counts[GROUP_SIZES.len() - 1]);
         for (at, m) in GROUP_SIZES.into_iter().enumerate() {
-            // A minimum of 0 cannot fall, and a word equal to the last one adds no information.
+            // A minimum of 0 cannot fall, and a word equal to the last word adds no information.
             let Some(fewest) = scan.fewest_zeros[at].as_mut().filter(|fewest| **fewest > 0) else {
                 continue;
             };
@@ -279,7 +279,7 @@ mod tests {
     use super::super::{SINGLE_FILE, TensorEntry};
     use super::*;
 
-    /// A checkpoint of the one matrix `w`.
+    /// A checkpoint with the single matrix `w`.
     fn checkpoint(folder: &Path, dtype: Dtype, shape: [usize; 2], values: &[f32]) -> Checkpoint {
         let data = values.iter().flat_map(|&value| element(dtype, value)).collect();
         let tensor = TestTensor { name: "w".into(), dtype, shape: shape.to_vec(), data };
@@ -325,7 +325,7 @@ mod tests {
 
     #[test]
     fn pieces_add_up_to_the_tensor() {
-        // Three pieces of f32 and a rest: 65536 elements each. The last block holds one zero less than all others.
+        // Three pieces of 65536 f32 elements and a rest. The last block holds 15 zeros, every earlier block 16.
         let (rows, columns) = (205, 1024);
         let mut values: Vec<f32> = (0..rows * columns).map(|at| (at % 2) as f32).collect();
         let last = rows * columns - 2;

@@ -76,11 +76,11 @@ fn no_seal() -> io::Error {
     io::Error::new(ErrorKind::InvalidData, why)
 }
 
-/// Writes a JSON object so that a crash leaves either the old file or the new one. The file is JSON, too, with the seal as its first
-/// field.
+/// Writes the text of a JSON object, which is not checked. A crash leaves the old file or the whole new file. The file is JSON, too,
+/// with the seal as its first field.
 ///
 /// # Errors
-/// Fails as [`write_atomic`], and for text that is no object.
+/// Fails as [`write_atomic`].
 pub fn write_sealed_json(path: &Path, object: &str) -> anyhow::Result<()> {
     let rest = object.strip_prefix('{').unwrap_or(object);
     let seal = Seal::new(rest.len() as u64, Sha256::new_with_prefix(rest));
@@ -90,14 +90,14 @@ pub fn write_sealed_json(path: &Path, object: &str) -> anyhow::Result<()> {
 /// Checks the content of a file of [`write_sealed_json`].
 ///
 /// # Errors
-/// Fails with the difference where the content is not the one that was written.
+/// Fails if the content differs from what was written; the error names the difference.
 pub fn check_sealed_json(content: &[u8]) -> io::Result<()> {
     let (line, rest) = content.split_at_checked(HEAD).ok_or_else(no_seal)?;
     let seal = Seal::parse(line).ok_or_else(no_seal)?;
     seal.check(&Seal::new(rest.len() as u64, Sha256::new_with_prefix(rest)))
 }
 
-/// Writes a file in pieces so that a crash leaves either the old file or the new one.
+/// Writes a file in pieces. A crash leaves the old file or the whole new file.
 ///
 /// # Errors
 /// Fails as [`write_atomic_with`](super::write_atomic_with).
@@ -138,7 +138,7 @@ impl Write for HashedContent<'_> {
 /// Opens a file of [`write_sealed_with`] and reads it once to compare it with its seal. Returns a reader of the content.
 ///
 /// # Errors
-/// Fails when the file cannot be read, and with the difference where the content is not the one that was written.
+/// Fails when the file cannot be read, and when its content differs from what was written; the error names the difference.
 pub fn open_sealed(path: &Path) -> io::Result<BufReader<File>> {
     let mut file = BufReader::with_capacity(PIECE, File::open(path)?);
     let mut line = [0; HEAD];

@@ -77,17 +77,17 @@ pub fn sidecars_in(folder: &Path) -> anyhow::Result<Vec<String>> {
 /// The card of a model: the page that the hub shows of its folder.
 pub const CARD_FILE: &str = "README.md";
 
-/// The most models whose cards lie in one folder.
+/// The most models whose cards a folder can hold.
 const MOST_CARDS: usize = 8;
 
-/// Returns whether a name is that of a model's card, or of the card of a model it was made from: `README.source.md`, then
-/// `README.source.source.md`.
+/// Returns whether a name belongs to a card: `README.md` is the card of the model itself; `README.source.md`, then
+/// `README.source.source.md`, are the cards of the models it was made from.
 pub(super) fn is_card(name: &str) -> bool {
     let inner = name.strip_prefix("README").and_then(|name| name.strip_suffix(".md"));
     inner.is_some_and(|inner| (0..MOST_CARDS).any(|older| inner == ".source".repeat(older)))
 }
 
-/// The name under which a model that is made from this one keeps a card; `None` for the oldest.
+/// The name that the card `name` gets in the folder of a model made from this model; `None` for the oldest card.
 pub fn card_of_source(name: &str) -> Option<String> {
     let kept = format!("{}.source.md", name.strip_suffix(".md")?);
     is_card(&kept).then_some(kept)
@@ -116,14 +116,14 @@ pub fn cards_in(folder: &Path) -> io::Result<Vec<String>> {
 pub struct OwnFiles {
     /// Names and contents.
     pub written: Vec<(&'static str, Vec<u8>)>,
-    /// Files of the source's folder that get another name: their names there, and here.
+    /// Files of the source's folder that are renamed: their names there, and here.
     pub copied: Vec<(String, String)>,
 }
 
 /// Checks that the sidecars of `folder` can be read, before the run computes anything.
 ///
 /// # Errors
-/// Fails for the first unreadable one, and as [`sidecars_in`].
+/// Fails for the first unreadable file, and as [`sidecars_in`].
 pub fn check_sidecars(folder: &Path) -> anyhow::Result<()> {
     let cards = cards_in(folder).unwrap_or_default();
     for name in sidecars_in(folder)?.into_iter().chain(cards) {
@@ -212,7 +212,7 @@ mod tests {
             "config.json",
         ];
         assert_eq!(sidecars_in(folder.path())?, expected);
-        // Records belong to a model, and are no sidecars of the next one.
+        // A record belongs to a single model, so the next model does not get it as a sidecar.
         for name in ["SHA256SUMS", "pruning.json", "merging.json", "merge_config.yml"] {
             fs::write(folder.path().join(name), name)?;
             assert!(is_model_file(name), "{name}");

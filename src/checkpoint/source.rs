@@ -25,7 +25,7 @@ const FINGERPRINT_BYTES: usize = 512;
 
 /// A source of weights: tensors by name, their bytes by range.
 pub trait WeightSource: Send + Sync {
-    /// The position of the tensor `name`, if there is one.
+    /// The position of the tensor `name`; `None` if the source does not have it.
     fn entry(&self, name: &str) -> Option<&TensorEntry>;
 
     /// Fills `buffer` with the stored bytes of `entry`, from byte `start` of its data. May be called from many threads.
@@ -47,7 +47,7 @@ pub trait WeightSource: Send + Sync {
     /// Returns the tensor `name`, which must have this `shape` and be stored as f32, f16 or bf16.
     ///
     /// # Errors
-    /// Fails when the tensor is missing, has another shape or another dtype; the message names both.
+    /// Fails when the tensor is missing, and when its shape or dtype is wrong; the message then names the expected and the found value.
     fn require(&self, name: &str, shape: &[usize]) -> anyhow::Result<&TensorEntry> {
         let Some(entry) = self.entry(name) else {
             return Err(missing(self, name, shape).into());
@@ -74,7 +74,7 @@ pub trait WeightSource: Send + Sync {
     }
 }
 
-/// One open safetensors file of a checkpoint.
+/// An open safetensors file of a checkpoint.
 #[derive(Debug)]
 pub struct Shard {
     /// Its name in the folder.
@@ -85,7 +85,7 @@ pub struct Shard {
     pub file_bytes: u64,
     /// The position in the file where the tensors' bytes begin.
     pub data_start: u64,
-    /// The header of the file that is written from this one.
+    /// The header of the output file that is written from this shard.
     pub(super) output_header: OutputHeader,
     file: File,
 }
@@ -168,7 +168,7 @@ impl Checkpoint {
         })
     }
 
-    /// Opens one safetensors file of a folder by itself. Reads only its header.
+    /// Opens a single safetensors file of a folder. Reads only its header.
     ///
     /// # Errors
     /// Fails when the file cannot be opened, and when its header disagrees with itself or with the length of the file.
@@ -185,11 +185,11 @@ impl Checkpoint {
         })
     }
 
-    /// The tensors of this checkpoint under other names: `rename` returns the new name, or `None` for a tensor that is left out. The
+    /// The tensors of this checkpoint under new names: `rename` returns the new name, or `None` for a tensor that is left out. The
     /// view reads the same files. Its output has files of its own, [`super::Layout::of`].
     ///
     /// # Errors
-    /// Fails when two tensors get one name.
+    /// Fails when two tensors get the same name.
     pub fn view(&self, rename: &dyn Fn(&str) -> Option<String>) -> anyhow::Result<Self> {
         let mut entries: Vec<TensorEntry> = Vec::new();
         let mut by_name: HashMap<String, usize> = HashMap::new();
@@ -211,8 +211,8 @@ impl Checkpoint {
         })
     }
 
-    /// This checkpoint with the tensors of `other` in place of its own of the same names, whatever their shapes. It reads the files of both.
-    /// Its output has files of its own, [`super::Layout::of`].
+    /// This checkpoint, with each tensor of `other` in place of its own tensor of the same name, whatever the shapes. It reads the
+    /// files of both checkpoints. Its output has files of its own, [`super::Layout::of`].
     ///
     /// # Errors
     /// Fails for a tensor that this checkpoint does not have, and when the system has no more open files.
@@ -276,7 +276,7 @@ impl Checkpoint {
     }
 
     /// SHA-256 over [`Checkpoint::identity`] and a few bytes from the beginning, the middle and the end of every tensor. It distinguishes
-    /// checkpoints of one architecture without reading them whole; two that differ only in other bytes share it.
+    /// checkpoints of the same architecture without reading them whole. Checkpoints that differ only in unread bytes share it.
     pub fn fingerprint(&self) -> anyhow::Result<String> {
         let pieces: anyhow::Result<Vec<[u8; 3 * FINGERPRINT_BYTES]>> = self
             .entries

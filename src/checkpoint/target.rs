@@ -1,5 +1,5 @@
-//! Checks of the output folder before the first weight: it is not the source's folder, holds no other weights, and has room. So a
-//! full disk is found before the work.
+//! Checks of the output folder before the first weight: it is not the source's folder, holds no weights that the output does not
+//! replace, and has room. So a full disk is found before the work.
 
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -18,7 +18,7 @@ use crate::disk::positioned::read_exact_at;
 use crate::failure::Failure;
 use crate::run::{Events, Meter};
 
-/// An open weight file of the output, one for each of [`Layout::files`].
+/// An open weight file of the output: the file of an entry of [`Layout::files`].
 #[derive(Debug)]
 pub(super) struct OutputShard {
     /// `<name>.partial`, its path until it is finished.
@@ -43,8 +43,8 @@ fn partial_of(path: &Path) -> PathBuf {
     name.into()
 }
 
-/// The files that an earlier process allocated for this output, and the final names of those it published; `None` if a file is
-/// missing or different. Changes nothing.
+/// Opens the files that an earlier process allocated for this output. Returns them with the final names of all published files;
+/// `None` if a file is missing or different. Changes nothing.
 pub(super) fn left_behind(
     layout: &Layout,
     target: &Path,

@@ -26,7 +26,7 @@ pub(super) fn counting(name: &str, dtype: Dtype, shape: &[usize]) -> TestTensor 
     TestTensor { name: name.into(), dtype, shape: shape.to_vec(), data }
 }
 
-/// One element in its stored bytes.
+/// The stored bytes of an element.
 pub(super) fn element(dtype: Dtype, value: f32) -> Vec<u8> {
     match dtype {
         Dtype::F32 => value.to_le_bytes().to_vec(),
@@ -78,7 +78,7 @@ pub(super) fn mixed_tensors() -> Vec<TestTensor> {
     ]
 }
 
-/// `mixed_tensors` in one file, with a few sidecars.
+/// `mixed_tensors` in a single file, with a few sidecars.
 pub(super) fn write_single(folder: &Path, format: Option<&str>) {
     write(folder, "model.safetensors", &file_bytes(format, &mixed_tensors()));
     write_sidecars(folder);
@@ -109,7 +109,7 @@ fn write_sidecars(folder: &Path) {
     }
 }
 
-/// Writes one file of a test folder.
+/// Writes a file of a test folder.
 pub(super) fn write(folder: &Path, name: &str, bytes: &[u8]) {
     fs::write(folder.join(name), bytes).expect("the temporary folder is writable");
 }

@@ -140,7 +140,7 @@ pub(super) fn wrong(shard: &WrittenShard<'_>, why: String) -> Failure {
     Failure::new(format!("verification failed in `{}`: {why}", shard.path.display()))
 }
 
-/// The failure for bytes that differ from the written ones: the cause is outside this program.
+/// The failure for bytes that differ from what was written: the cause is outside this program.
 pub(super) fn wrong_bytes(shard: &WrittenShard<'_>, why: String) -> Failure {
     wrong(shard, why).hint("check the disk and memory, then run again")
 }

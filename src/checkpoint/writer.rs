@@ -1,11 +1,13 @@
 //! [`CheckpointWriter`]: writes a checkpoint with the layout of its source, tensor by tensor, in any order.
 //!
-//! The output has the names, dtypes, shapes and shards of the source, so its headers are known before the first weight. A source that
-//! is a view ([`Checkpoint::view`]) has the same, but for the files, which are new. `create`
-//! allocates every file as `<name>.partial` in its final size, so that a full disk is found before the work. `write` writes a tensor
-//! to its position. `finish` copies the other tensors, reads everything back, and then gives the files their names, `config.json`
-//! last. If the process is killed at any moment, the target folder does not load as a model. Another process continues with
-//! `reopen`: tensors that were synced and recorded are compared with their hashes, all others are written again.
+//! The output has the names, dtypes, shapes and shards of the source, so its headers are known before the first weight. If the source
+//! is a view ([`Checkpoint::view`]), the shards are new.
+//!
+//! `create` allocates every file as `<name>.partial` in its final size, so that a full disk is found before the work. `write` writes a
+//! tensor to its position. `finish` copies the unwritten tensors, reads everything back, and then gives the files their names,
+//! `config.json` last. If the process is killed at any moment, the target folder does not load as a model. A later process continues
+//! with `reopen`: it compares the tensors that were synced and recorded with their hashes, and writes every unrecorded or damaged
+//! tensor again.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
@@ -58,15 +60,15 @@ enum Pace {
     Beside,
 }
 
-/// Bytes copied at once while other threads compute; a memory plan counts them with the program's own memory.
+/// Bytes that [`Pace::Beside`] copies at once; a memory plan counts them with the program's own memory.
 const SMALL_PIECE: u64 = 256 << 10;
 
 impl CheckpointWriter {
     /// Creates the folder `target` and allocates every file of the output in it. Old `*.partial` files are replaced.
     ///
     /// # Errors
-    /// Fails when `target` is the source's folder or lies in it, holds other weights, or has no room for the output. Without room, no
-    /// partial file stays.
+    /// Fails when `target` is the source's folder or lies in it, holds weights that this output does not replace, or has no room for
+    /// the output. Without room, no partial file stays.
     pub fn create(
         source: &Arc<Checkpoint>,
         target: &Path,
@@ -88,7 +90,7 @@ impl CheckpointWriter {
         }
     }
 
-    /// Declares the tensors that will be rewritten; the others may be copied early.
+    /// Declares the tensors that will be rewritten. Tensors that are not named may be copied early.
     pub fn will_write<'n>(&mut self, names: impl IntoIterator<Item = &'n str>) {
         let names: HashSet<&str> = names.into_iter().collect();
         let others = self.files.layout().tensors().iter().enumerate();
@@ -101,7 +103,7 @@ impl CheckpointWriter {
 
     /// Opens the files that an earlier process left in `target`, published or not, and compares each tensor of `finished` (name →
     /// SHA-256 in hex, from [`CheckpointWriter::sync`]) with its hash. Returns `None`, and changes nothing, if a file is missing or
-    /// belongs to another output, or a published one is damaged.
+    /// does not fit the layout, or if a tensor is damaged after files were published.
     ///
     /// # Errors
     /// Fails when `target` is the source's folder or lies in it, and when a file cannot be read or renamed.
@@ -138,7 +140,7 @@ impl CheckpointWriter {
         }
     }
 
-    /// The current model: written tensors from the output, all others from the source.
+    /// The current model: written tensors come from the output, unwritten tensors from the source.
     ///
     /// # Errors
     /// Fails when the system has no more open files.
@@ -156,7 +158,7 @@ impl CheckpointWriter {
     /// Writes the whole tensor `name`: its elements in the source's dtype, row-major, little-endian.
     ///
     /// # Errors
-    /// Fails when the tensor is unknown, `bytes` has another length than the source's tensor, the tensor was written before,
+    /// Fails when the tensor is unknown, `bytes` does not have the length of the source's tensor, the tensor was written before,
     /// or the disk refuses.
     pub fn write(&mut self, name: &str, bytes: &[u8]) -> anyhow::Result<()> {
         let Some(at) = self.files.layout().position(name) else {
@@ -185,10 +187,10 @@ impl CheckpointWriter {
         Ok(())
     }
 
-    /// Writes the vector `name` of the source with its elements in another order: `order[new] = old`.
+    /// Writes the vector `name` of the source with its elements in a new order: `order[new] = old`.
     ///
     /// # Errors
-    /// Fails as [`CheckpointWriter::write`], and when the source cannot be read or has another number of elements.
+    /// Fails as [`CheckpointWriter::write`], and when the source cannot be read or the tensor does not have `order.len()` elements.
     pub fn write_permuted(&mut self, name: &str, order: &[usize]) -> anyhow::Result<()> {
         let entry = self.source.entry(name);
         let entry = entry.with_context(|| format!("tensor `{name}` is not in the source"))?;
@@ -232,14 +234,14 @@ impl CheckpointWriter {
         Ok(())
     }
 
-    /// Copies the other tensors from the source, reads every file back and checks it, then gives the files their names.
+    /// Copies the unwritten tensors from the source, reads every file back and checks it, then gives the files their names.
     ///
-    /// The check compares headers and the SHA-256 of every tensor with the written ones, and counts the zeros of each `expected` matrix
-    /// and its N:M groups. With [`VerifyLevel::Full`] it also compares rewritten tensors with the source, element by element. The bytes
-    /// may come from the page cache.
+    /// The check compares every header and the SHA-256 of every tensor with what was written. It counts the zeros of each `expected`
+    /// matrix and its N:M groups. With [`VerifyLevel::Full`] it also compares rewritten tensors with the source, element by element.
+    /// The bytes may come from the page cache.
     ///
     /// # Errors
-    /// Fails when a file cannot be read or written, or any check fails; then nothing was renamed.
+    /// Fails when any check fails, and when a file cannot be read, written or renamed. After a failed check, no file was renamed.
     pub fn finish(
         mut self,
         expected: &[ExpectedMatrix],

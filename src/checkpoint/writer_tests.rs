@@ -194,7 +194,7 @@ fn violated_group_is_named_by_row_and_column() -> anyhow::Result<()> {
     let (source, out) = (folder(), folder());
     write_single(source.path(), Some("pt"));
     let mut data = pruned("a.weight", Dtype::F32);
-    // Row 2, columns 4 to 7: element 20 is a pruned one.
+    // Row 2, columns 4 to 7: element 20 was pruned and gets its value back.
     data[20 * 4..21 * 4].copy_from_slice(&element(Dtype::F32, 21.0));
     let mut writer = start(source.path(), out.path())?;
     writer.write("a.weight", &data)?;
@@ -295,7 +295,7 @@ fn other_weights_in_the_target_are_refused_and_old_partials_replaced() -> anyhow
     write(out.path(), "model-00001-of-00009.safetensors.partial", b"from another");
     start(source.path(), out.path())?.finish(&[], VerifyLevel::Full, &Silent)?;
     assert_eq!(fs::read_dir(out.path())?.count(), 5);
-    // The same output again replaces the old one.
+    // The same output again replaces the old output.
     start(source.path(), out.path())?.finish(&[], VerifyLevel::Full, &Silent)?;
     for name in ["model-00001-of-00002.safetensors", "model.safetensors.index.json"] {
         write(out.path(), name, b"");

@@ -1,4 +1,4 @@
-//! [`PartialModel`]: the model during a run. Written tensors come from the output, all others from the source.
+//! [`PartialModel`]: the model during a run. Written tensors come from the output, unwritten tensors from the source.
 //!
 //! A resumed run propagates its samples through the finished layers on the disk.
 

@@ -114,8 +114,8 @@ impl Console {
         self.write(&visible(text));
     }
 
-    /// Writes to standard output and says whether somebody reads it. A reader who has left (`prune eval | true`) does not turn a finished
-    /// run into a failed one; a full disk does.
+    /// Writes to standard output and says whether somebody reads it. A run does not fail because its reader has left
+    /// (`prune eval | true`), but it fails on a full disk.
     fn write(&self, text: &str) -> bool {
         let mut stdout = std::io::stdout();
         let written = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
@@ -154,7 +154,7 @@ impl Console {
         is_read
     }
 
-    /// A result that is a record: as one JSON object with `--json`, else as `text`.
+    /// Prints a record: as a JSON object with `--json`, else as `text`.
     pub fn record<T: serde::Serialize>(&self, record: &T, text: &str) -> Result<()> {
         if self.prints_json {
             let mut json = serde_json::to_string_pretty(record)?;
@@ -219,7 +219,7 @@ impl Console {
         self.release_folders();
     }
 
-    /// Prints the profile of `--profile` on standard error, after the table: `--json` stays one object.
+    /// Prints the profile of `--profile` on standard error, after the table: with `--json`, standard output holds the record alone.
     pub(super) fn profile(&self, manifest: &Manifest) {
         let profile = manifest.profile.as_ref();
         let text = profile.map_or(String::new(), report::profile::text);
@@ -263,12 +263,12 @@ impl Console {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // A panic elsewhere cannot leave more than a stale bar behind.
+        // A panic elsewhere leaves at most a stale bar.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// One line on standard error. Whoever read it may be gone (`2> >(head -1)`): that must not end a run of hours.
+/// Writes a line to standard error. Its reader may have left (`2> >(head -1)`), which must not end a run of hours.
 pub(super) fn print_line(text: &str) {
     let _ = writeln!(std::io::stderr(), "{}", visible(text));
 }
@@ -289,7 +289,7 @@ impl State {
         }
     }
 
-    /// Keeps count, and draws bars or writes a line where one is due.
+    /// Keeps count, and draws bars or writes a line if it is due.
     fn follow(&mut self, form: Form, is_shown: bool, event: &Event) {
         match event {
             Event::SweepStarted { layers, finished, passes } => {

@@ -20,7 +20,7 @@ pub(super) struct Ending {
 }
 
 impl Ending {
-    /// Releases all folders, and removes the temporary one.
+    /// Releases all folders, and removes the temporary folder.
     pub(super) fn release_folders(self) {
         lock::release_all();
         if let Some(folder) = self.temporary {

@@ -1,7 +1,7 @@
-//! Command lines of other pruning programs, in the words of this program: the tip under a command line that is refused.
+//! Command lines of foreign pruning programs, in the words of this program: the tip under a command line that is refused.
 //!
 //! Users replace `python main.py` by `prune` and keep their flags. The tables have the flags and values of Wanda, DSnoT, OWL and SparseGPT
-//! that mean something here under another name. A translation is shown only if the whole command line then parses.
+//! that have a different name here. A translation is shown only if the whole command line then parses.
 
 use std::ffi::OsString;
 
@@ -21,7 +21,7 @@ const COMMANDS: [(&str, &str); 9] = [
     ("chat", "generate"),
 ];
 
-/// Scripts, and the command they are here. Any other script is pruning.
+/// Scripts that do not prune, and the command that does their work here. All scripts not listed prune.
 const SCRIPTS: [(&str, &str); 3] =
     [("use_pruned_model.py", "generate"), ("evaluate_ppl.py", "eval"), ("eval.py", "eval")];
 
@@ -185,7 +185,7 @@ fn flags(line: &mut Vec<Argument>) -> Option<()> {
     Some(())
 }
 
-/// Methods that are a flag after another method: DSnoT and OWL. `None` for a pair that is not defined.
+/// Writes DSnoT and OWL as a base method and a flag. `None` if the combination is not defined.
 fn methods(line: &mut Vec<Argument>) -> Option<()> {
     let initial = line.iter().position(|(flag, _)| flag == "--initial-method");
     let initial = initial.and_then(|at| line.remove(at).1);

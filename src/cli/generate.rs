@@ -116,7 +116,7 @@ struct SamplingArgs {
     ignore_eos: bool,
 }
 
-/// Runs the command: the text goes to standard output as it comes, or one JSON object at the end.
+/// Runs the command: the text goes to standard output as it comes, or a JSON object at the end.
 pub fn command(args: &GenerateArgs, console: &Console) -> Result<()> {
     let settings = args.settings()?;
     if args.messages.json {

@@ -1,4 +1,4 @@
-//! `prune inspect`: what a checkpoint holds, and whether it is a pruned copy of a dense one.
+//! `prune inspect`: what a checkpoint holds, and whether it is a pruned copy of a dense checkpoint.
 
 use std::path::PathBuf;
 

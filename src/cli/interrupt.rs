@@ -72,7 +72,7 @@ pub(super) fn watch(console: &Arc<Console>) {
     drop(watching);
 }
 
-/// Ends the process because it has lost its lock of `folder`. Anything it still wrote could damage another run.
+/// Ends the process because it has lost its lock of `folder`. Anything it still wrote could damage the run of the next owner.
 pub(super) fn end_for_another(folder: &str, why: &str) {
     let words = format!(
         "error: this process has lost its lock of `{folder}`\n  {why}\n\

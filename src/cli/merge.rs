@@ -368,7 +368,7 @@ impl MergeArgs {
     }
 }
 
-/// The methods, and hidden ones that the recipe refuses with the reason.
+/// Names of the methods, and hidden names that the recipe refuses with the reason.
 fn method_names() -> Vec<PossibleValue> {
     let of_models = METHODS.iter().map(|method| method.declaration().name);
     let others = OTHER_METHODS.map(|name| PossibleValue::new(name).hide(true));

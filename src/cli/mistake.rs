@@ -106,7 +106,7 @@ fn explain_value(error: &mut clap::Error) {
 
 /// A flag that its command does not have.
 fn explain_flag(error: &mut clap::Error) {
-    // clap's other advice is to put `--` before the flag, which makes a model's name of it.
+    // clap also advises to put `--` before the flag, which would make it the name of a model.
     error.remove(ContextKind::Suggested);
     let Some(flag) = text(error, ContextKind::InvalidArg) else {
         return;
@@ -179,8 +179,8 @@ fn advise(error: &mut clap::Error, advice: String) {
     error.insert(ContextKind::Suggested, advice);
 }
 
-/// Returns the candidates that `given` is a misspelling of, the nearest alone. One letter in four may be wrong, but no digit: a
-/// number decides the meaning of a name.
+/// Returns the nearest candidates that `given` may be a misspelling of. A quarter of its letters, from 1 to 3, may be wrong, but no
+/// digit: a number decides the meaning of a name.
 fn meant<'a>(given: &str, candidates: impl Iterator<Item = &'a str>) -> Vec<String> {
     let digits = |text: &str| -> String { text.chars().filter(char::is_ascii_digit).collect() };
     let given = given.to_lowercase();

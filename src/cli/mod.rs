@@ -1,4 +1,4 @@
-//! The command line: one file per command, groups of flags in `args`, the console that draws events.
+//! The command line: a file per command, groups of flags in `args`, the console that draws events.
 //!
 //! Only this room and `main.rs` print: results to standard output, everything else to standard error.
 //!
@@ -8,9 +8,9 @@
 //! | `demo` | `prune demo`: flags, table and explanation |
 //! | `ending` | state for the end of the process: the message about unfinished files, and the folders to release or remove |
 //! | `eval` | `prune eval`: flags and table |
-//! | `foreign` | command lines of other pruning programs, in the words of this program |
+//! | `foreign` | command lines of foreign pruning programs, in the words of this program |
 //! | `generate` | `prune generate`: flags, and the text as it comes |
-//! | `inspect` | `prune inspect`: what a checkpoint holds, and whether it is a pruned copy of a dense one |
+//! | `inspect` | `prune inspect`: what a checkpoint holds, and whether it is a pruned copy of a dense checkpoint |
 //! | `interrupt` | signals and panics |
 //! | `layer_drop` | flags of smaller models: layers that are dropped |
 //! | `make_checkpoint` | `prune make-checkpoint` (hidden): a random model of any shape, for tests, benches and scale runs |
@@ -30,7 +30,7 @@
 //! | `sparsity` | flags of the sparsity: method, refinement, ratios and patterns |
 //! | `sweep` | `prune sweep`: flags, checks of the lists, and the table |
 //! | `terminal` | the terminal as the bars see it |
-//! | `values` | values of flags with their help, for enums of other rooms |
+//! | `values` | values of flags with their help, for enums defined outside this room |
 //! | `width_drop` | flags of smaller models: width that is dropped |
 
 pub mod args;
@@ -194,7 +194,7 @@ impl Cli {
     }
 }
 
-/// The whole command line as clap knows it, with what this build and this machine can do behind `--version`.
+/// The whole command line as clap knows it. `--version` also prints what this build and this machine can do.
 pub fn command() -> clap::Command {
     let version = env!("CARGO_PKG_VERSION");
     Cli::command().long_version(format!("{version}\n{}", machine::describe()))
@@ -275,7 +275,7 @@ fn not_utf8(argument: &OsStr) -> Failure {
         .hint("rename the file or folder, or name it by a link: ln -s OLD NEW")
 }
 
-/// Works as the process that renders chat templates for another one. Its errors have no reader.
+/// Serves the process that started this process: renders chat templates. Errors have no reader.
 fn render_chat_templates() -> ExitCode {
     let served = process::serve(std::io::stdin(), std::io::stdout());
     ExitCode::from(u8::from(served.is_err()))

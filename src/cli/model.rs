@@ -49,7 +49,7 @@ impl ModelArgs {
         Ok(self.of(model))
     }
 
-    /// These flags for another checkpoint.
+    /// The settings of these flags for the checkpoint `model`.
     pub(super) fn of(&self, model: PathBuf) -> ModelSettings {
         ModelSettings {
             model,

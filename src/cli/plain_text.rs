@@ -1,8 +1,9 @@
 //! Text that a terminal may show: no control characters of models, recipes, texts and file names reach it.
 //!
-//! An escape sequence in the name of a tensor could change the title of a window or hide lines; a bidirectional override shows letters in
-//! another order. So everything that the console prints passes [`visible`]: messages, tables, and JSON, where the escapes mean the same
-//! characters. Text that `prune generate` writes is data where standard output is a file or a pipe. It is shown by [`visible`] on a terminal.
+//! An escape sequence in the name of a tensor could change the title of a window or hide lines; a bidirectional override reorders
+//! letters. So everything that the console prints passes [`visible`]: messages, tables, and JSON, where the escapes mean the same
+//! characters. Text that `prune generate` writes is data where standard output is a file or a pipe, and stays as it is there. On a
+//! terminal it passes [`visible`].
 
 use std::borrow::Cow;
 use std::ffi::OsStr;

@@ -41,7 +41,7 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    /// The sweep begins, with all layers but those that are finished.
+    /// The sweep begins with the unfinished layers.
     pub(super) fn start_sweep(&mut self, layers: usize, finished: usize, passes: u64) {
         self.sweep = Some(SweepProgress {
             began: Instant::now(),
@@ -115,7 +115,7 @@ impl Progress {
         }
         let rate = self.done as f64 / elapsed;
         let mut text = match self.training {
-            // A step may take minutes; tokens are comparable with other programs.
+            // A step may take minutes. Tokens per second can be compared between programs.
             Some((loss, tokens)) => {
                 let speed = three_digits(rate * tokens as f64);
                 format!("loss {loss:.4} | {speed} tokens/s")

@@ -100,7 +100,7 @@ fn upload(manifest: &Manifest) -> Option<String> {
     let name = report::card::model_name(&manifest.model.name(), pruning, drop);
     let repository = format!("YOUR_NAME/{name}");
     let mut words = vec!["hf", "upload", &repository, &output.model];
-    // Where run folder and model folder are one: the record of the run has paths of this machine.
+    // The model folder may be the run folder. Its run.json names paths of this machine.
     if Path::new(&output.model).join("run.json").exists() {
         words.extend(["--exclude", "run.json"]);
     }

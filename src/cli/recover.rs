@@ -292,7 +292,7 @@ impl RecoverArgs {
             alpha: training.alpha,
             target_modules: training.target_modules.clone(),
             train_norms: training.train_norms,
-            // Another name for the same optimizer is the same run. An unknown one is refused with the model at hand.
+            // An alias of an optimizer means the same run. An unknown name is refused later, when the model is at hand.
             optim: find(&optimizer.optim)
                 .map_or(optimizer.optim.as_str(), |kind| kind.name)
                 .to_string(),

@@ -45,7 +45,7 @@ pub struct ReportArgs {
 /// Writes the report and prints the names of its files.
 ///
 /// # Errors
-/// Fails for what is not a finished run of this version or an older one, and when the files cannot be written.
+/// Fails if a folder is not a finished run of this or an older version, and if the files cannot be written.
 pub fn command(args: &ReportArgs, console: &Console) -> Result<()> {
     let runs = load(&args.runs, console)?;
     let out = match (&args.out, runs.as_slice()) {
@@ -107,7 +107,7 @@ fn load(paths: &[PathBuf], console: &Console) -> Result<Vec<Found>> {
 /// The run folder and its manifest, which must be there.
 fn locate(path: &Path) -> Result<(PathBuf, PathBuf)> {
     let shown = path.display();
-    // The folder of a bare name is the current one.
+    // A bare name lies in the current folder.
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     let folder = folder.unwrap_or(Path::new("."));
     let refused = |why: String| Failure::usage(why).hint("name the folder that --save named");
@@ -197,7 +197,7 @@ fn names(runs: &[Found]) -> Vec<String> {
     (1..=longest)
         .map(tails)
         .find(|names| names.iter().collect::<BTreeSet<_>>().len() == names.len())
-        // Two files in one folder: told apart by number.
+        // Files in the same folder are told apart by number.
         .unwrap_or_else(|| {
             tails(1)
                 .into_iter()

@@ -129,7 +129,7 @@ enum PropagateArg {
 
 impl SparsityArgs {
     /// # Errors
-    /// Fails when the file of `--layer-ratios` cannot be read, and for `--use-variant` with another method than Wanda.
+    /// Fails when the file of `--layer-ratios` cannot be read, and for `--use-variant` with a method that is not Wanda.
     pub(super) fn settings(&self) -> Result<SparsitySettings> {
         let layer_ratios = self.layer_ratios.as_deref().map(LayerRatios::load);
         Ok(SparsitySettings {

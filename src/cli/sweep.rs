@@ -210,7 +210,7 @@ impl SweepArgs {
     }
 }
 
-/// The names of methods, and hidden among them those with a refinement.
+/// The names of methods, and hidden names of methods with a refinement.
 fn techniques() -> Vec<PossibleValue> {
     let refined = |method: &str| {
         let names = REFINEMENTS.iter().map(|step| format!("{method}+{}", step.name()));

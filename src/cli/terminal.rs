@@ -1,8 +1,8 @@
 //! The terminal as the bars see it.
 //!
-//! `indicatif` fills every line with spaces up to the terminal's width and lets the terminal begin the next one. The `^C` that a
-//! terminal writes when somebody interrupts then stands on a line below the bars, all lines are taken away one too low, and the
-//! first bar stays. Here a line is ended by a line feed instead, and nothing stands behind the last one.
+//! `indicatif` fills every line with spaces up to the terminal's width and lets the terminal begin the next line. The `^C` that a
+//! terminal writes when somebody interrupts then stands on a line below the bars. So the erasing starts a line too low, and the first
+//! bar stays. Here a line feed ends each line instead, and nothing follows the last line.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,7 +20,7 @@ const ERASE_REST: &str = "\x1b[K";
 #[derive(Debug)]
 struct Unfilled {
     term: Term,
-    /// A line was written and the next one has not begun.
+    /// A line was written and the next line has not begun.
     at_end: AtomicBool,
 }
 

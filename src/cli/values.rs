@@ -1,4 +1,4 @@
-//! Values of flags with their help, for enums of other rooms.
+//! Values of flags with their help, for enums defined outside this room.
 
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
@@ -10,13 +10,13 @@ use crate::settings::{
     TrainedKind, TrimScope,
 };
 
-/// Other names of f32.
+/// Aliases of f32.
 pub(super) const F32: &[&str] = &["float32", "fp32", "torch.float32"];
 
-/// Other names of f16.
+/// Aliases of f16.
 pub(super) const F16: &[&str] = &["float16", "fp16", "half", "torch.float16"];
 
-/// Other names of bf16.
+/// Aliases of bf16.
 pub(super) const BF16: &[&str] = &["bfloat16", "torch.bfloat16"];
 
 impl ValueEnum for ComputeDtype {

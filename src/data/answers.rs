@@ -1,10 +1,10 @@
-//! The tokens of one line of training data, and the tokens that loss counts on.
+//! The tokens of a line of training data, and the tokens that loss counts on.
 //!
 //! Loss counts on all tokens of a text, and on the answers of a conversation: the assistant's messages, or a completion. An answer is
 //! found by prefixes, for any template. The conversation before it is rendered with the place of an answer
-//! (`add_generation_prompt`), and the conversation with it is rendered without. The answer's tokens begin where the tokens of the
-//! first differ from those of the whole conversation, and end where those of the second do. So they contain the end of the turn, which
-//! the model must learn to write. If a token spans the border, it is the first that differs, and loss counts on it.
+//! (`add_generation_prompt`), and the conversation with it is rendered without. The answer's tokens begin where the tokens of the whole
+//! conversation first differ from the first rendering, and end where they first differ from the second rendering. So they contain the
+//! end of the turn, which the model must learn to write. If a token spans the border, it is the first that differs, and loss counts on it.
 //!
 //! Some templates render an answer differently once a message follows (they remove its thoughts, or trim it). No loss counts on that
 //! answer, and it is counted as unmatched.
@@ -21,7 +21,7 @@ use crate::failure::Failure;
 /// The role of the messages that loss counts on.
 const ANSWERS: &str = "assistant";
 
-/// Tokens, and the flags of those that loss counts on.
+/// Tokens, and a flag per token: true if loss counts on it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(super) struct MarkedTokens {
     pub(super) tokens: Vec<u32>,
@@ -36,7 +36,7 @@ pub(super) struct MarkedTokens {
 /// * a text: its ids with the tokenizer's special tokens, then the end-of-text token; no token for an empty text
 /// * a conversation: the ids of the rendered template, which contains its special tokens
 /// * a prompt and a completion: a conversation of two messages; without a template the ids of both as one text, then the end-of-text
-///   token, with loss behind the ids of the prompt alone
+///   token, with loss from the first id that differs from the ids of the prompt alone
 ///
 /// Fails when a conversation has no template, the template refuses it, and when the text cannot be tokenized.
 pub(super) fn marked_tokens(
@@ -127,7 +127,7 @@ fn conversation(
     Ok(marked)
 }
 
-/// The ids of a text, ended by the end-of-text token if the tokenizer has one.
+/// Ends the ids of a text with the end-of-text token, unless the tokenizer has none.
 fn with_end(mut ids: Vec<u32>, tokenizer: &Tokenizer) -> Vec<u32> {
     if let Some(end) = tokenizer.eos()
         && ids.last() != Some(&end)

@@ -119,7 +119,8 @@ pub(super) fn short(hex: &str) -> String {
     hex.chars().take(32).collect()
 }
 
-/// Opens a file of token ids: the file behind its header, the number of ids, the checksum. `None` if it is absent or truncated.
+/// Opens a file of token ids. Returns the file, read up to the end of its header, the number of ids and the checksum; `None` if the file
+/// is absent or truncated.
 fn open_tokens(path: &Path) -> Option<(File, usize, [u8; 32])> {
     let mut file = File::open(path).ok()?;
     let mut header = [0u8; TOKENS_HEADER];

@@ -1,9 +1,9 @@
 //! Calibration samples: the parts of the text that statistics are computed from.
 //!
-//! The rules are those of SparseGPT's and Wanda's loaders. From a joined text of T tokens, each sample has a start uniform in
-//! [0, T − seqlen − 1]. From documents, each sample draws documents until one has more than seqlen tokens, then a start uniform in
-//! [0, len − seqlen − 1]. All draws are from one CPython stream after `random.seed(seed)`, with replacement. One rule differs: the
-//! reference draws forever if no document is long enough; this program stops and proposes a length.
+//! The rules come from SparseGPT's and Wanda's loaders. From a joined text of T tokens, each sample has a start uniform in
+//! [0, T − seqlen − 1]. From documents, each sample draws documents until a document has more than seqlen tokens, then a start uniform in
+//! [0, len − seqlen − 1]. All draws are from one CPython stream after `random.seed(seed)`, with replacement. One rule differs:
+//! the reference draws forever if no document is long enough; this program stops and proposes a length.
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -20,8 +20,8 @@ use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::run::{Event, Events, TextProtocol};
 
-/// Draws in a row without a fitting document after which the draw fails. In C4, about one document in 200 has more than 4096
-/// tokens, and one in 1000 more than 8192. So many failed draws take seconds to a minute, and mean that no document fits.
+/// Draws in a row without a fitting document after which the draw fails. In C4, about 1 document in 200 has more than 4096
+/// tokens, and 1 in 1000 more than 8192. So many failed draws take seconds to a minute, and mean that no document fits.
 const PATIENCE: usize = 20_000;
 /// Ids kept of fitting documents: 64 MiB. They help if there are few, long documents, which are drawn many times.
 const KEPT_IDS: usize = 16 << 20;
@@ -53,7 +53,7 @@ pub struct Calibration {
 /// Draws the calibration samples.
 ///
 /// # Errors
-/// Fails when the text cannot be read (see [`Source::check`]), has too few tokens for one sample, cannot be tokenized,
+/// Fails when the text cannot be read (see [`Source::check`]), has too few tokens for a sample, cannot be tokenized,
 /// or when 20,000 documents drawn in a row are too short.
 pub fn calibration(
     source: &Source,
@@ -161,9 +161,9 @@ impl Samples {
         Ok(())
     }
 
-    /// Draws one start in a text of more than seqlen ids and takes the sample there.
+    /// Draws a start in a text of more than seqlen ids and takes the sample there.
     fn take(&mut self, ids: &[u32], random: &mut PythonRandom) {
-        // The reference's bound is inclusive, and one less than the last possible start.
+        // The reference's bound is inclusive, and lies 1 below the last possible start.
         let start = random.randint(0, (ids.len() - self.seqlen - 1) as u64) as usize;
         self.tokens.extend_from_slice(&ids[start..start + self.seqlen]);
         self.starts.push(start as u64);

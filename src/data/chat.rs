@@ -40,7 +40,7 @@ impl ChatTemplate {
     /// Reads the template of a model folder.
     ///
     /// # Errors
-    /// Fails when there is no template, or when one of the files cannot be read. The message names the files.
+    /// Fails when there is no template, or when a file cannot be read. The message names the files.
     pub fn load(folder: &Path) -> Result<Self> {
         let found = Self::find(folder)?;
         Ok(found.ok_or_else(|| {
@@ -56,7 +56,7 @@ impl ChatTemplate {
     /// Reads the template of a model folder; `None` if there is none.
     ///
     /// # Errors
-    /// Fails when one of the files cannot be read. The message names it.
+    /// Fails when a file cannot be read. The message names the file.
     pub fn find(folder: &Path) -> Result<Option<Self>> {
         let config_path = folder.join("tokenizer_config.json");
         let config: Value = match read(&config_path)? {
@@ -228,7 +228,7 @@ mod tests {
 
     #[test]
     fn a_template_of_the_llama_kind_is_rendered_as_python_would() {
-        // Llama 3's way: a loop, Python's strip and slices, the tokens' names, a date only where one is given.
+        // Llama 3's way: a loop, Python's strip and slices, the tokens' names, a date only if `strftime_now` is defined.
         let template = "{{- bos_token }}\n{%- if strftime_now is defined %}\n{{ strftime_now('%d') }}\n{%- endif %}\n\
             {%- if messages[0]['role'] == 'system' %}\n    {%- set said = messages[0]['content'].strip() %}\n    \
             {%- set messages = messages[1:] %}\n{%- else %}\n    {%- set said = '' %}\n{%- endif %}\n[{{ said }}]\n\

@@ -9,7 +9,7 @@ use flate2::read::GzDecoder;
 
 use super::role::Role;
 
-/// The text of a role: one story per line.
+/// The text of a role, with a story on each line.
 ///
 /// # Errors
 /// Never for the assets of this program.

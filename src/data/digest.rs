@@ -42,7 +42,7 @@ mod tests {
 
     #[test]
     fn ids_hash_as_int32_little_endian() {
-        // python: hashlib.sha256(numpy.array([1, 15043, 3186], numpy.int32).tobytes()).hexdigest() equals that of these bytes.
+        // python: hashlib.sha256(numpy.array([1, 15043, 3186], numpy.int32).tobytes()).hexdigest() gives the hash of these bytes.
         let bytes = [1, 0, 0, 0, 0xc3, 0x3a, 0, 0, 0x72, 0x0c, 0, 0];
         assert_eq!(of_ids(&[1, 15043, 3186]), of_bytes(&bytes));
         // The published test vector of the standard (FIPS 180-2, "abc").

@@ -2,7 +2,7 @@
 //!
 //! One pass over the file finds its lines and its hash; then a document costs one positioned read. Gzipped files and parquet are
 //! unpacked to JSON lines on the way. The unpacked text is kept in the [`TextCache`], or in a temporary file if there is no cache.
-//! A copy in the cache is used only if the hashes of the source and of the copy are those in its name.
+//! A copy in the cache is used only if its name holds the hashes of the source and of the copy.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read};
@@ -37,9 +37,9 @@ const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
 /// The stored form of a file of documents. Its first bytes decide, because names are often wrong about compression.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Format {
-    /// One JSON object per line.
+    /// A JSON object per line.
     Lines,
-    /// The same, gzipped (several members are read as one).
+    /// Gzipped JSON lines (several gzip members are read in sequence).
     GzippedLines,
     /// Parquet with a string column `text`.
     Parquet,
@@ -61,7 +61,7 @@ impl Format {
     }
 }
 
-/// One line of a file of documents. Other fields are skipped.
+/// A line of a file of documents. All fields except `text` are skipped.
 #[derive(Deserialize)]
 struct Document {
     text: String,
@@ -78,8 +78,8 @@ pub(super) struct Documents {
 
 impl Documents {
     /// Opens a file of documents. Reads all of it once, and unpacks it if it is packed and the cache has no copy.
-    /// Fails when the file cannot be read or is damaged, has a line of more than 64 MiB or the memory budget allows, or no document, and when neither the cache
-    /// nor the folder for temporary files can hold the unpacked text.
+    /// Fails when the file cannot be read or is damaged, when it has no document, when a line has more than 64 MiB or more than the memory
+    /// budget allows, and when neither the cache nor the folder for temporary files can hold the unpacked text.
     pub(super) fn open(
         path: &Path,
         format: Format,
@@ -114,7 +114,7 @@ impl Documents {
             return Ok(found);
         }
         match Self::unpack_into(folder, &prefix, path, format, events) {
-            // Another place may help against a failing write, but not against a damaged source.
+            // A temporary file may help against a failing write, but not against a damaged source.
             Err(error) if error.is::<WriteFailed>() => {
                 events.warn(format!(
                     "cannot keep documents in the cache: {error}; using a temporary file instead"
@@ -129,7 +129,7 @@ impl Documents {
         Self { source: source.to_path_buf(), copy, text, index }
     }
 
-    /// Number of documents, at least one.
+    /// Number of documents, at least 1.
     pub(super) fn count(&self) -> u64 {
         self.index.count()
     }
@@ -139,7 +139,7 @@ impl Documents {
         hex(&self.index.sha256)
     }
 
-    /// The text of one document, counted from 0.
+    /// The text of document `number`, counted from 0.
     /// Fails when its line is not a JSON object with a string `text` (the message names file and line), or cannot be read.
     pub(super) fn text(&mut self, number: u64) -> Result<String> {
         let (start, line) = self.line(number)?;
@@ -149,7 +149,7 @@ impl Documents {
         }
     }
 
-    /// The first byte of one line, counted from 0, and its bytes, without the mark of UTF-8 at the beginning of a file.
+    /// The first byte of line `number`, counted from 0, and the bytes of the line, without the mark of UTF-8 at the beginning of a file.
     /// Fails when it cannot be read.
     pub(super) fn line(&self, number: u64) -> Result<(u64, Vec<u8>)> {
         let (start, mut line) = self
@@ -168,7 +168,7 @@ impl Documents {
         number.map_or_else(|_| format!("byte {start}"), |number| format!("line {number}"))
     }
 
-    /// The failure of a line, with the name of the unpacked copy if there is one.
+    /// Adds the name of the unpacked copy to the failure of a line, if the copy has a name.
     pub(super) fn of_copy(&self, failure: Failure) -> Failure {
         match &self.copy {
             Some(copy) => {
@@ -268,7 +268,7 @@ fn unpack(path: &Path, format: Format, copy: &File, events: &dyn Events) -> Resu
     })
 }
 
-/// Makes the index of a file of documents: one phase of the run.
+/// Makes the index of a file of documents: a phase of the run.
 fn index<'a>(
     path: &Path,
     mut indexer: LineIndexer<'a>,
@@ -311,7 +311,7 @@ pub(super) fn check(path: &Path, format: Format) -> Result<()> {
     }
 }
 
-/// The longest first line that is checked before any work. A longer one is checked when its turn comes.
+/// The longest first line that is checked before any work. A longer line is checked when its turn comes.
 const LONGEST_FIRST: u64 = 1 << 20;
 
 /// The first line of a file that is not blank.

@@ -1,8 +1,8 @@
 //! A text turned into ids piece by piece, in memory that does not grow with the text.
 //!
 //! The caller pushes the text in portions of any size. The tokenizer's [`CutRule`](super::text_cut::CutRule) cuts it into pieces,
-//! worker threads encode the pieces, and their ids are joined in order. The ids equal those of one call over the whole text, on any
-//! number of threads. Without a rule, or without a place to cut, it *is* one call over the whole text.
+//! worker threads encode the pieces, and their ids are joined in order. The ids equal the ids of one call over the whole
+//! text, on any number of threads. Without a rule, or without a place to cut, it *is* one call over the whole text.
 
 use anyhow::{Context, Result};
 use rayon::ThreadPool;
@@ -14,13 +14,13 @@ use crate::failure::Failure;
 
 /// A piece ends at the first safe place after this many bytes. A worker takes 1.5 MiB for it, see [`footprint`](super::footprint).
 pub(super) const PIECE_BYTES: usize = 16 << 10;
-/// Pieces per worker in a batch. One of them is encoded while the text of the others waits in memory.
+/// Pieces per worker in a batch. The worker encodes a piece while the text of its next pieces waits in memory.
 pub(super) const PIECES_PER_WORKER: usize = 4;
 /// Workers at most. Each worker has its own tables (see [`footprint`](super::footprint)), and eight encode any usual text in seconds.
 pub(super) const MOST_WORKERS: usize = 8;
 
-/// The longest text that is encoded in one call. A call takes about 120 bytes per byte of text: 3.8 GiB. If texts can be cut, a text
-/// of words never has a piece of this length.
+/// The longest text that is encoded in one call. A call takes about 120 bytes per byte of text: 3.8 GiB. If texts can be cut, a
+/// text of words never has a piece of this length.
 pub(super) const LONGEST_PIECE: usize = 32 << 20;
 
 pub(super) struct Encoder<'a> {
@@ -43,7 +43,7 @@ impl<'a> Encoder<'a> {
         Self::with_pieces(tokenizer, PIECE_BYTES, progress)
     }
 
-    /// The same with pieces of another size.
+    /// An encoder whose pieces end at the first safe place after `piece_bytes` bytes.
     pub(super) fn with_pieces(
         tokenizer: &'a Tokenizer,
         piece_bytes: usize,

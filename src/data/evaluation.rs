@@ -33,7 +33,7 @@ pub struct Evaluation {
 /// Cuts the evaluation text into windows of `seqlen` tokens, at most `max_windows`.
 ///
 /// # Errors
-/// Fails when the text cannot be read (see [`Source::check`]), has too few tokens for one window, or cannot be tokenized.
+/// Fails when the text cannot be read (see [`Source::check`]), has too few tokens for a window, or cannot be tokenized.
 pub fn evaluation(
     source: &Source,
     tokenizer: &Tokenizer,

@@ -1,7 +1,7 @@
 //! The order in which training takes its examples: a pure function of the seed and the step, so a resumed run needs no state.
 //!
-//! An epoch is one permutation of all examples, CPython's `random.Random((seed << 32) + epoch).shuffle(list(range(n)))`. The epochs
-//! stand one behind the other in one endless sequence. Step s with n examples takes the places s·n to s·n + n − 1 of it, also over
+//! An epoch is a permutation of all examples, CPython's `random.Random((seed << 32) + epoch).shuffle(list(range(n)))`. The epochs
+//! form an endless sequence. Step s with n examples takes the places s·n to s·n + n − 1 of it, also over
 //! the border of two epochs.
 
 use anyhow::Result;
@@ -35,11 +35,11 @@ impl ExampleOrder {
         Ok(Self { sequence: OrderKind::Shuffled { examples, seed } })
     }
 
-    /// An order given as rows, such as the batches of a recorded run. Their indices stand one behind the other, and begin again
-    /// behind the last.
+    /// An order given as rows, such as the batches of a recorded run. The rows are joined, and begin again after the
+    /// last index.
     ///
     /// # Errors
-    /// Fails when the rows have no index, or one that is not below `examples`.
+    /// Fails when the rows have no index, or an index that is not below `examples`.
     pub fn from_rows(rows: &[Vec<usize>], examples: usize) -> Result<Self> {
         let given = rows.concat();
         if given.is_empty() {

@@ -1,7 +1,7 @@
-//! Training examples from a text: windows of one stream of tokens, or one example per document.
+//! Training examples from a text: windows of a stream of tokens, or an example per document.
 //!
-//! Texts that are tokenized as one (WikiText-2, PTB, plain files, the demo's stories) give windows as for evaluation. Documents and
-//! lines of JSON become marked tokens one by one ([`answers`](super::answers)). Reading ends with the last example that is asked for.
+//! Texts that are tokenized as a whole (WikiText-2, PTB, plain files, the demo's stories) give windows as for evaluation. Documents and
+//! lines of JSON become marked tokens line by line ([`answers`](super::answers)). Reading ends with the last example that is asked for.
 
 use std::time::Instant;
 
@@ -25,8 +25,8 @@ const REPORTED: u64 = 64;
 /// The way in which documents become examples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Packing {
-    /// All tokens are one stream, cut into windows of `seqlen`. A window may hold several documents, which see each other. The rest of
-    /// the stream is dropped.
+    /// All tokens form a stream, cut into windows of `seqlen`. A window may hold several documents, and attention reaches across their
+    /// borders. The rest of the stream is dropped.
     Packed,
     /// A document is an example: cut at `seqlen`, or padded.
     PerDocument,
@@ -39,7 +39,7 @@ pub struct ExampleRequest {
     pub seqlen: usize,
     /// The way in which documents become examples.
     pub packing: Packing,
-    /// Examples that are needed, such as those of one step.
+    /// Examples that are needed, such as the examples of a step.
     pub at_least: usize,
     /// Examples that are enough; all of the text if `None`.
     pub at_most: Option<usize>,
@@ -90,7 +90,7 @@ impl Source {
 ///
 /// # Errors
 /// Fails when the text cannot be read or tokenized, when a line is not a training example (the message names it), when the template
-/// refuses a conversation or is missing, when one joined text shall be divided into documents, and when there are fewer examples than
+/// refuses a conversation or is missing, when a joined text shall be divided into documents, and when there are fewer examples than
 /// `at_least`.
 pub fn examples(
     source: &Source,
@@ -137,13 +137,13 @@ pub fn examples(
     }
 }
 
-/// The failure of one line.
+/// Adds the place of a line to its failure.
 fn at_line(mut failure: Failure, place: &str, path: &str) -> Failure {
     failure.message = format!("{place} of `{path}`: {}", failure.message);
     failure
 }
 
-/// Cuts a text that is tokenized as one.
+/// Cuts a text that is tokenized as a whole.
 fn of_joined(
     source: &Source,
     tokenizer: &Tokenizer,
@@ -175,7 +175,7 @@ fn of_joined(
 enum Lines {
     /// A file of documents, and its path.
     OfFile(Documents, String),
-    /// The demo text, one story per line.
+    /// The demo text, a story per line.
     Stories(String),
 }
 
@@ -242,7 +242,7 @@ struct Tally {
     unmatched: usize,
 }
 
-/// Makes examples of lines, one by one.
+/// Makes examples of lines, line by line.
 fn of_lines(
     source: &Source,
     lines: &Lines,

@@ -1,7 +1,7 @@
-//! Training examples: token ids of one length, and the tokens that loss counts on.
+//! Training examples: token ids of equal length, and the tokens that loss counts on.
 //!
-//! An example is one row of `seqlen` tokens. A shorter one is padded at its end with its last token. Attention looks back only, so
-//! no real token sees the padding, and no loss counts on it. The first token of an example follows none, so it is never a target.
+//! An example is a row of `seqlen` tokens. A shorter example is padded at its end with its last token. Attention looks back only, so
+//! no real token sees the padding, and no loss counts on it. The first token of an example follows no token, so it is never a target.
 
 use anyhow::Result;
 
@@ -39,7 +39,7 @@ impl Examples {
     /// * `tokens`: `[examples, seqlen]` row-major
     ///
     /// # Errors
-    /// Fails when there is no example, when `seqlen` is below 2, and when `tokens` has another shape.
+    /// Fails when there is no example, when `seqlen` is below 2, and when `tokens` does not have `examples · seqlen` elements.
     pub fn from_tokens(tokens: Vec<u32>, examples: usize, seqlen: usize) -> Result<Self> {
         check_seqlen(seqlen)?;
         if examples == 0 || examples.checked_mul(seqlen) != Some(tokens.len()) {
@@ -79,7 +79,7 @@ impl Examples {
         Self { protocol, ..self }
     }
 
-    /// Number of examples, at least one.
+    /// Number of examples, at least 1.
     pub fn len(&self) -> usize {
         self.lengths.len()
     }
@@ -94,17 +94,17 @@ impl Examples {
         self.seqlen
     }
 
-    /// The tokens of one example, `[seqlen]`, with the padding.
+    /// The tokens of an example, `[seqlen]`, with the padding.
     pub fn tokens_of(&self, example: usize) -> &[u32] {
         &self.tokens[example * self.seqlen..][..self.seqlen]
     }
 
-    /// Number of tokens of one example, without the padding.
+    /// Number of tokens of an example, without the padding.
     pub fn length_of(&self, example: usize) -> usize {
         self.lengths[example]
     }
 
-    /// The targets of one example, `[seqlen]`: at each position the token that follows, and `None` if no loss counts on it and at the
+    /// The targets of an example, `[seqlen]`: at each position the token that follows, and `None` if no loss counts on it and at the
     /// last position.
     pub fn targets_of(&self, example: usize) -> Vec<Option<u32>> {
         let following = self.tokens_of(example).iter().zip(self.flags_of(example));
@@ -112,7 +112,7 @@ impl Examples {
         targets.skip(1).chain([None]).collect()
     }
 
-    /// Number of targets of one example, at least one.
+    /// Number of targets of an example, at least 1.
     pub fn predicted(&self, example: usize) -> usize {
         count(self.flags_of(example))
     }
@@ -138,12 +138,12 @@ impl Examples {
         ByteSize(tokens.0.saturating_add(ByteSize::of(examples, 8).0))
     }
 
-    /// Splits the examples: those to train on, and those held out. The order of both is that of the text.
+    /// Splits the examples into the examples to train on and the held-out examples, both in the order of the text.
     ///
     /// The held-out examples are the first of CPython's `random.Random(seed).shuffle(list(range(n)))`.
     ///
     /// # Errors
-    /// Fails when one of the parts has no example.
+    /// Fails when a part has no example, and when a share is not between 0 and 1.
     pub fn split(mut self, held_out: HeldOut, seed: u64) -> Result<(Self, Self)> {
         let examples = self.len();
         let count = held_out.of(examples)?;
@@ -179,7 +179,7 @@ impl Examples {
         Ok((self.recorded_as(kept), other.recorded_as(held)))
     }
 
-    /// Removes the other examples in place.
+    /// Keeps the examples that `is_kept` selects, in place.
     fn keep(&mut self, is_kept: impl Fn(usize) -> bool) {
         let seqlen = self.seqlen;
         let mut kept = 0;
@@ -201,7 +201,7 @@ impl Examples {
 }
 
 impl HeldOut {
-    /// The number of examples held out of `examples`, of which at least one stays on each side.
+    /// The number of examples to hold out of `examples`. Fails unless both sides have at least 1 example.
     fn of(self, examples: usize) -> Result<usize> {
         let (count, asked) = match self {
             Self::Count(count) => (count, format!("{count} examples")),
@@ -231,7 +231,7 @@ impl HeldOut {
     }
 }
 
-/// Refuses examples in which no token follows another.
+/// Refuses examples that are too short to have a token to predict.
 pub(super) fn check_seqlen(seqlen: usize) -> Result<()> {
     if seqlen >= 2 {
         return Ok(());
@@ -282,7 +282,7 @@ impl ExampleBuilder {
         self.len() >= self.at_most
     }
 
-    /// Adds one example of any length, unless it has no target or the list is full. What exceeds `seqlen` is cut off.
+    /// Adds an example of any length, unless it has no target or the list is full. Tokens beyond `seqlen` are cut off.
     /// Fails when there is no memory.
     pub(super) fn push(&mut self, tokens: &[u32], is_target: &[bool]) -> Result<()> {
         if self.is_full() {
@@ -362,7 +362,7 @@ mod tests {
             &[
                 (&[1, 2], &[true, true]),
                 (&[1, 2, 3, 4, 5], &[false, false, true, false, true]),
-                // No target: none at all, only the first token, only behind the cut, one token, no token.
+                // No target: none at all, only the first token, only after the cut, a single token, no token.
                 (&[1, 2, 3], &[false; 3]),
                 (&[1, 2, 3], &[true, false, false]),
                 (&[1, 2, 3, 4, 5], &[false, false, false, false, true]),

@@ -12,8 +12,8 @@
 //! ```
 //!
 //! `retained` stays until the run ends: the library keeps the tables of a pattern. Resident memory after tokenizing a text of 9.8 MiB and
-//! dropping the tokenizer, less that of a tokenizer without a pattern (Llama 2's), with 1, 2 and 8 threads: 1.8, 2.1 and 5.2 MiB with
-//! GPT-2's pattern, 1.1, 2.5 and 1.4 MiB with Llama 3's.
+//! dropping the tokenizer, less the memory that a tokenizer without a pattern (Llama 2's) leaves, with 1, 2 and 8 threads: 1.8, 2.1 and
+//! 5.2 MiB with GPT-2's pattern, 1.1, 2.5 and 1.4 MiB with Llama 3's.
 //!
 //! The constants are resident anonymous memory, measured on Linux with glibc and the tokenizers of Llama 2 (93,249 entries) and
 //! Llama 3 (408,147), each written with indentation, without it, and with merges as strings:
@@ -56,9 +56,9 @@ const IDS: u64 = 12;
 const PIECE: u64 = 950;
 /// Bytes per byte of a text that is encoded in one call, in tenths.
 const WHOLE: u64 = 1200;
-/// The text size that stands for a file of documents. It covers the index of its lines (8 MiB) and one document at a time.
+/// The text size that stands for a file of documents. It covers the index of its lines (8 MiB) and a document at a time.
 const DOCUMENTS: ByteSize = ByteSize(16 << 20);
-/// The size of one document, where a document is encoded in one call.
+/// The size of a document, where a document is encoded in one call.
 const DOCUMENT: ByteSize = ByteSize(1 << 20);
 /// Memory of a pattern after its last use, and the part of each worker.
 const PATTERN: ByteSize = ByteSize(3 << 19);
@@ -209,7 +209,7 @@ pub fn load_tokenizer(tokenizer: TokenizerSize) -> ByteSize {
     tokenizer.json + ByteSize::of(tokenizer.entries, each)
 }
 
-/// The peak of loading a tokenizer and tokenizing one text. For several texts, the largest peak counts.
+/// The peak of loading a tokenizer and tokenizing a text. For several texts, the largest peak counts.
 ///
 /// # Arguments
 /// * `tokenizer` - from [`TokenizerSize::of`]
@@ -311,7 +311,7 @@ mod tests {
 
     #[test]
     fn the_plan_is_near_what_was_measured() {
-        // High-water mark of the resident set less 3.6 MiB of program, and 9.8 MiB of text where there was one; two threads.
+        // High-water mark of the resident set, less 3.6 MiB of program and, where a text was tokenized, 9.8 MiB of text; two threads.
         let text = ByteSize(10_318_839);
         let llama_2 = TokenizerSize {
             json: ByteSize(3_619_016),

@@ -1,8 +1,8 @@
-//! Texts that are tokenized as one: the joined rows of WikiText-2, the first documents of C4's validation split, or a plain file.
+//! Texts that are tokenized as a whole: the joined rows of WikiText-2, the first documents of C4's validation split, or a plain file.
 //!
-//! The conventions are those of published perplexities (SparseGPT's and Wanda's loaders over the hub's `wikitext-2-raw-v1` and
-//! `allenai/c4`). Training rows are joined with one space, test rows with two newlines, the first 1100 validation documents with
-//! one space, and the Penn Treebank's sentences with one space in both roles. Each joined text has the ids of one tokenizer call
+//! The conventions are the same as for published perplexities (SparseGPT's and Wanda's loaders over the hub's `wikitext-2-raw-v1` and
+//! `allenai/c4`). Training rows are joined with a space, test rows with two newlines, the first 1100 validation documents with
+//! a space, and the Penn Treebank's sentences with a space in both roles. Each joined text has the ids of one tokenizer call
 //! ([`Encoder`]), so it has at most one beginning-of-text token, at its start.
 
 use std::fmt;
@@ -120,7 +120,7 @@ impl fmt::Display for Enough {
 
 impl std::error::Error for Enough {}
 
-/// Size, hash and origin of a text, from one pass over it.
+/// Size, hash and origin of a text, from a pass over it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct TextDigest {
     pub(super) bytes: u64,
@@ -159,7 +159,7 @@ impl<'a> JoinedText<'a> {
         Ok(TextDigest { bytes, sha256: hex(&hasher.finalize()), convention })
     }
 
-    /// Reads the text once more, for its ids. Returns them, and true if they are those of the whole text; `at_most` ids are enough.
+    /// Reads the text once more, for its ids. Returns the ids, and true if they cover the whole text; `at_most` ids are enough.
     fn encode(
         &mut self,
         digest: &TextDigest,
@@ -263,12 +263,12 @@ impl<'a> Joiner<'a> {
     }
 }
 
-/// Adds the rows of one WikiText-2 file: unchanged parquet rows, or the lines of a raw file by the hub's rule.
+/// Adds the rows of a WikiText-2 file: unchanged parquet rows, or the lines of a raw file by the hub's rule.
 fn read_rows(path: &Path, lines: LineMemory, joiner: &mut Joiner<'_>) -> Result<()> {
     if Format::of(path, Expected::Rows)? == Format::Parquet {
         return TextColumn::open(path)?.for_each(&mut |row| joiner.push(row));
     }
-    // The rule of the hub's loader: a line of white space becomes the empty row, any other line keeps its newline.
+    // The rule of the hub's loader: a line of white space becomes the empty row, and a line with text keeps its newline.
     let mut push = |line: &str| joiner.push(if is_blank(line) { "" } else { line });
     for_each_line(path, lines, &mut |line| {
         if !line.contains('\r') {

@@ -1,7 +1,7 @@
 //! The places of the lines of a large text, found in one pass over it. Blank lines do not count, as for the hub's JSON reader.
 //!
-//! An index has at most [`MOST_MARKS`] marks. Up to a million lines have one mark each; in a longer text every second, fourth, …
-//! line has one, and the reader walks from there.
+//! An index has at most [`MOST_MARKS`] marks. Up to a million lines have a mark each; in a longer text every second, fourth, …
+//! line has a mark, and the reader walks from there.
 
 use std::fmt;
 use std::fs::File;
@@ -21,7 +21,7 @@ const MOST_MARKS: usize = 1 << 20;
 /// Bytes of text handled at once.
 const CHUNK: usize = 1 << 20;
 
-/// A failure to write, which another place may not have. Shows the system's message.
+/// A failure to write the copy: the caller may write it elsewhere. Shows the system's message.
 #[derive(Debug)]
 pub(super) struct WriteFailed(pub(super) io::Error);
 

@@ -1,16 +1,17 @@
-//! The memory of one long line, and the longest line that a memory budget allows.
+//! The memory of a long line, and the longest line that a memory budget allows.
 //!
-//! A line is whole in memory while it becomes tokens, so a file of one line would decide the memory of a run. L = bytes of the line, P =
-//! bytes of its longest part without a place to cut:
+//! A line is whole in memory while it becomes tokens, so a file of one line would decide the memory of a run. L = bytes of the line,
+//! P = bytes of its longest part without a place to cut:
 //!
 //! ```text
 //! line  = REST + tokenizer + PER_BYTE · L
 //! piece = REST + tokenizer + PER_UNCUT · P
 //! ```
 //!
-//! A byte of a line takes up to two in the buffer that grows with the line, one in its text, four to eight as a token id (a token has at
-//! least one byte, and a growing list is half empty), and one in the flags of a training. Measured with the tokenizer of stories260k:
-//! 5 bytes per byte for a line of 40.5 MiB of words (204.8 MiB in all), and 138 to 141 for 1, 2 and 3 MiB of one letter.
+//! A byte of a line takes up to 2 bytes in the buffer that grows with the line, 1 byte in its text, 4 to 8 bytes as a token id (a token
+//! has at least 1 byte, and a growing list is half empty), and 1 byte in the flags of a training. Measured with the tokenizer of
+//! stories260k: 5 bytes per byte for a line of 40.5 MiB of words (204.8 MiB in all), and 138 to 141 for 1, 2 and 3 MiB of a repeated
+//! letter.
 
 use std::path::Path;
 

@@ -1,14 +1,14 @@
 //! Text in, token ids out: the tokenizer, the corpora, the calibration samples and the evaluation windows.
 //!
 //! The room's promise is sameness: the same text, tokenizer and seed give the ids that the Python reference (locuslab/wanda
-//! over Hugging Face `datasets`) gives, and a [`TextProtocol`](crate::run::TextProtocol) records enough to prove it. Texts are read from local files only,
-//! which the caller downloaded, or are built in. [`Source::find`] finds the files of a text, [`Source::check`] and
-//! [`Source::outlook`] look at them before any work starts, and [`calibration()`] and [`evaluation()`] read them when the ids are
-//! needed.
+//! over Hugging Face `datasets`) gives, and a [`TextProtocol`](crate::run::TextProtocol) records enough to prove it. Texts are read
+//! from local files only, which the caller downloaded, or are built in. [`Source::find`] finds the files of a text,
+//! [`Source::check`] and [`Source::outlook`] look at them before any work starts, and [`calibration()`] and [`evaluation()`] read
+//! them when the ids are needed.
 //!
 //! | file | content |
 //! | --- | --- |
-//! | `answers` | the tokens of one line of training data, and the tokens that loss counts on |
+//! | `answers` | the tokens of a line of training data, and the tokens that loss counts on |
 //! | `cache` | a folder for data that is slow to compute: unpacked documents, and token ids |
 //! | `calibration` | calibration samples: the parts of the text that statistics are computed from |
 //! | `chat` | a model's chat template |
@@ -19,28 +19,28 @@
 //! | `encoder` | a text turned into ids piece by piece, in memory that does not grow with the text |
 //! | `evaluation` | evaluation windows: the text that perplexity is measured on |
 //! | `example_order` | the order in which training takes its examples |
-//! | `example_source` | training examples from a text: windows of one stream of tokens, or one example per document |
-//! | `examples` | training examples: token ids of one length, and the tokens that loss counts on |
+//! | `example_source` | training examples from a text: windows of a stream of tokens, or an example per document |
+//! | `examples` | training examples: token ids of equal length, and the tokens that loss counts on |
 //! | `footprint` | the memory of tokenizing, for the memory plan: from the size of a tokenizer and the size of a text |
-//! | `joined` | texts that are tokenized as one |
+//! | `joined` | texts that are tokenized as a whole |
 //! | `line_index` | the places of the lines of a large text, found in one pass over it |
-//! | `line_memory` | the memory of one long line, and the longest line that a memory budget allows |
+//! | `line_memory` | the memory of a long line, and the longest line that a memory budget allows |
 //! | `outlook` | the size of a text, and the presence of its ids in the cache: the facts that its memory is planned with |
 //! | `parquet_shape` | bounds for sizes that a parquet file announces |
 //! | `parquet_text` | the string column `text` of a parquet file, row by row |
 //! | `python_random` | CPython's `random.Random`, so that `--seed 0` draws the samples that the Python reference draws |
 //! | `role` | the purpose of a text |
 //! | `same_text` | comparison of two sources by what is read |
-//! | `source` | the files of a dataset in one role, found once and handed on |
+//! | `source` | the files of a dataset for a role, found once and handed on |
 //! | `splits` | the files of a split in a folder |
 //! | `staged` | files that are written under a temporary name and renamed when they are complete |
 //! | `text_cut` | places where a text may be cut, so that the pieces have the ids of the whole text |
 //! | `text_file` | UTF-8 text files: read in portions or line by line, with the place of the first byte that is not UTF-8 |
-//! | `text_stream` | token ids to text, one token at a time, with whole characters only |
+//! | `text_stream` | token ids to text, token by token, with whole characters only |
 //! | `tokenizer` | text to token ids and back, with the special tokens that `transformers` would add |
 //! | `tokenizer_bounds` | bounds of a `tokenizer.json` whose library follows it without any: replacements that lengthen a text |
 //! | `tokenizer_config` | `tokenizer_config.json`, and the facts that it states in addition to `tokenizer.json` |
-//! | `training_line` | one line of training data, parsed from JSON: a text, a conversation, or a prompt with its completion |
+//! | `training_line` | a line of training data, parsed from JSON: a text, a conversation, or a prompt with its completion |
 //! | `unpacked` | the limit for the text of a packed file |
 
 mod answers;

@@ -15,7 +15,7 @@ use crate::run::Silent;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TextOutlook {
     /// The size of the text as it is tokenized. `None` for a file of documents, which would have to be unpacked first: calibration
-    /// tokenizes documents one by one, and evaluation joins 1100 of them.
+    /// tokenizes each document alone, and evaluation joins 1100 of them.
     pub text: Option<ByteSize>,
     /// The ids are in the cache, and the text is read for its hash only. False for documents.
     pub is_cached: bool,
@@ -24,7 +24,7 @@ pub struct TextOutlook {
 impl Source {
     /// Reads a text once, portion by portion, for its size and its hash. Does not tokenize it.
     ///
-    /// After a change of `tokenizer_config.json`, `is_cached` may be true although the cached ids are those of the old settings.
+    /// After a change of `tokenizer_config.json`, `is_cached` may be true although the cached ids belong to the old settings.
     /// `tokenizer.json` in `model_folder` is hashed but not loaded.
     ///
     /// # Errors

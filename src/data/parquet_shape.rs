@@ -1,12 +1,12 @@
 //! Bounds for sizes that a parquet file announces.
 //!
 //! The `parquet` crate (60.1) checks the sizes of lists and strings against the bytes of the file, and the place of each page.
-//! It trusts three other sizes and allocates memory for them: the members of a column group, the unpacked bytes of a page, and
+//! It trusts three more sizes and allocates memory for them: the members of a column group, the unpacked bytes of a page, and
 //! the values of a dictionary. It also follows groups within groups by recursion. And it unpacks gzip and brotli to their end, also
-//! beyond the size that the page announces. This file checks these five before the crate reads them; every other error is the
-//! crate's own.
+//! beyond the size that the page announces. This file checks these five before the crate reads them; the crate reports
+//! every further error.
 //!
-//! The footer and the page headers are structures of Thrift's compact protocol: fields by id, each with a type. The ids are those of
+//! The footer and the page headers are structures of Thrift's compact protocol: fields by id, each with a type. The ids come from
 //! `parquet.thrift` in the parquet-format project.
 
 use std::fs::File;
@@ -84,7 +84,7 @@ fn check_members(members: &[i64]) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks the pages of one column in one row group: `length` bytes of `file` from byte `begin` on. Fails when the column reaches
+/// Checks the pages of a column in a row group: `length` bytes of `file` from byte `begin` on. Fails when the column reaches
 /// beyond the file, when a page or a dictionary is too large, when a page of gzip or brotli unpacks to more than it announces, when
 /// a header is malformed, and when reading fails.
 pub(super) fn check_pages(
@@ -115,13 +115,13 @@ pub(super) fn check_pages(
                 "a dictionary of {unpacked} bytes announces {dictionary_values} values"
             ));
         }
-        // The crate refuses a page of negative size, and one that ends behind its column.
+        // The crate refuses a page of negative size, and a page that ends after its column.
         let Ok(packed) = u64::try_from(packed) else {
             return Ok(());
         };
         let page = at.saturating_add(length);
         at = page.saturating_add(packed);
-        // The levels of a page are not packed. The crate refuses negative ones.
+        // The levels of a page are not packed. The crate refuses levels of negative size.
         let levels = u64::try_from(levels).unwrap_or(0).min(packed);
         let begin = page.saturating_add(levels);
         let most = u64::try_from(unpacked).unwrap_or(0);
@@ -169,7 +169,7 @@ struct PageHeader {
     length: u64,
     unpacked: i64,
     packed: i64,
-    /// Bytes of levels before the packed ones, in a page of the second version.
+    /// Bytes of levels before the packed bytes, in a page of the second version.
     levels: i64,
     dictionary_values: i64,
 }
@@ -206,7 +206,7 @@ fn read_at(mut file: &File, at: u64, length: u64) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// A walk over one structure. `tell` receives the path of field ids of each integer, and of each structure with `None`. Members of
+/// A walk over a structure. `tell` receives the path of field ids of each integer, and of each structure with `None`. Members of
 /// a list have the path of the list.
 struct Walk<'a, 'w> {
     bytes: &'a [u8],
@@ -222,7 +222,7 @@ impl<'a, 'w> Walk<'a, 'w> {
         Some(bytes.len() - walk.bytes.len())
     }
 
-    /// A structure: fields, each with the difference of its id to the previous one, up to a zero.
+    /// A structure: fields, each with the difference of its id to the previous id, up to a zero byte.
     fn structure(&mut self, depth: usize) -> Option<()> {
         let mut id = 0i16;
         loop {
@@ -296,7 +296,7 @@ impl<'a, 'w> Walk<'a, 'w> {
         Some(())
     }
 
-    /// An integer of seven bits a byte, the lowest first. The eighth bit announces another byte.
+    /// An integer of seven bits a byte, the lowest first. The eighth bit says that a byte follows.
     fn varint(&mut self) -> Option<u64> {
         let mut number = 0;
         for shift in (0..64).step_by(7) {
@@ -344,7 +344,7 @@ mod tests {
     #[test]
     fn malformed_structures_are_refused() {
         for bytes in [
-            // A string of 9 bytes, of which one follows.
+            // A string of 9 bytes, of which only 1 follows.
             &[0x18, 9, 1][..],
             // A list of 16383 members, and a map of 200.
             &[0x19, 0xf5, 0xff, 0x7f, 1],
@@ -373,7 +373,7 @@ mod tests {
             }
             bytes.push(left as u8);
         };
-        // 1 type, 2 uncompressed_page_size, 3 compressed_page_size, each a step of one; 7 dictionary_page_header, 1 num_values.
+        // 1 type, 2 uncompressed_page_size, 3 compressed_page_size, each id 1 above the last; 7 dictionary_page_header, 1 num_values.
         number(&[0x15], 2);
         number(&[0x15], unpacked);
         number(&[0x15], packed);

@@ -3,7 +3,7 @@
 //! The generator is Makoto Matsumoto's and Takuji Nishimura's MT19937 (1998), from the `rand_mt` crate. CPython seeds and reads it
 //! in its own way (`Modules/_randommodule.c`, `Lib/random.py`): the 32-bit words of the seed go through `init_by_array`,
 //! `getrandbits` takes the *top* bits of an output, and `randint` rejects rather than scales. Two details keep the draws in
-//! step: the number of bits is that of n, not of n−1 (n = 1024 takes 11 bits), and n = 1 still consumes outputs until a bit is 0.
+//! step: a draw takes as many bits as n has, not n−1 (n = 1024 takes 11 bits), and n = 1 still consumes outputs until a bit is 0.
 
 use rand_mt::Mt;
 
@@ -19,14 +19,14 @@ impl PythonRandom {
         Self::with_key([seed as u32, (seed >> 32) as u32, 0])
     }
 
-    /// The generator after `random.seed((seed << 32) + part)`: one stream for each part of a run with one seed.
+    /// The generator after `random.seed((seed << 32) + part)`: each part of a run has its own stream, and all parts share the seed.
     pub fn of_part(seed: u64, part: u32) -> Self {
         Self::with_key([part, seed as u32, (seed >> 32) as u32])
     }
 
     /// The generator of an integer of 96 bits, its lowest word first.
     fn with_key(key: [u32; 3]) -> Self {
-        // CPython's key has as many words as the number needs, and one for 0.
+        // CPython's key has as many words as the number needs, and 1 word for 0.
         let words = key.iter().rposition(|word| *word != 0).unwrap_or(0) + 1;
         Self { generator: Mt::new_with_key(key.into_iter().take(words)) }
     }
@@ -42,7 +42,7 @@ impl PythonRandom {
         (f64::from(high) * 67_108_864.0 + f64::from(low)) / 9_007_199_254_740_992.0
     }
 
-    /// `random.getrandbits(bits)` for at most 64 bits: the top bits of one output, or a whole output below the top bits of
+    /// `random.getrandbits(bits)` for at most 64 bits: the top bits of an output, or a whole output below the top bits of
     /// the next. 0 bits give 0 and consume nothing; more than 64 are read as 64.
     pub fn getrandbits(&mut self, bits: u32) -> u64 {
         match bits {
@@ -73,7 +73,7 @@ impl PythonRandom {
         low + self.below(high.saturating_sub(low).saturating_add(1))
     }
 
-    /// `random.shuffle(items)`: exchanges each item, from the last to the second, with one at or before its place.
+    /// `random.shuffle(items)`: swaps each item, from the last to the second, with an item at or before its place.
     pub fn shuffle<T>(&mut self, items: &mut [T]) {
         for last in (1..items.len()).rev() {
             let other = self.below(last as u64 + 1) as usize;

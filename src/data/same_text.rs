@@ -1,4 +1,4 @@
-//! Comparison of two sources by what is read: a path, a copy and another packing of one split are the same text.
+//! Comparison of two sources by what is read: a file and its copy are the same text, and so are raw and parquet files of a split.
 
 use std::fs;
 use std::path::Path;
@@ -10,8 +10,8 @@ use super::source::{Files, Source};
 use crate::run::Silent;
 
 impl Source {
-    /// Returns true if both read one file or a copy of it, or rows that join to one text, as a raw file and parquet may. A file that
-    /// cannot be read is like no other: reading it for its ids gives the error.
+    /// Returns true if both read the same file or a copy of it, or rows that join to the same text, as a raw file and parquet may. A file
+    /// that cannot be read equals no file: reading it for its ids gives the error.
     pub fn is_same_text(&self, other: &Self, cache: &TextCache) -> bool {
         let of_other = other.paths();
         let mut paths = self.paths().iter();

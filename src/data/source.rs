@@ -1,4 +1,4 @@
-//! The files of a dataset in one role, found once and handed on.
+//! The files of a dataset for a role, found once and handed on.
 //!
 //! [`Source::find`] turns the value of `--dataset` into paths. [`Source::check`] reads the beginning of each file, before any work
 //! starts. [`calibration()`](super::calibration()) and [`evaluation()`](super::evaluation()) read the whole text.
@@ -15,7 +15,7 @@ use super::{splits, text_file};
 use crate::failure::Failure;
 use crate::input::{self, Expected};
 
-/// The files of a dataset in one role.
+/// The files of a dataset for a role.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Source {
     pub(super) role: Role,
@@ -30,9 +30,9 @@ pub struct Source {
 pub(super) enum Files {
     /// WikiText-2: raw files or parquet parts, in order. Their rows are joined into one text.
     Rows(Vec<PathBuf>),
-    /// Penn Treebank: a file with one sentence per line. The sentences are joined into one text.
+    /// Penn Treebank: a file with a sentence per line. The sentences are joined into one text.
     Sentences(PathBuf),
-    /// A file of documents (C4, JSON lines, parquet), which are drawn one by one.
+    /// A file of documents (C4, JSON lines, parquet). Each document is drawn separately.
     Documents(PathBuf, Format),
     /// A file that is one text.
     Plain(PathBuf),
@@ -147,7 +147,7 @@ fn find_in_folder(name: Option<Name>, folder: &Path, role: Role) -> Result<Files
     }
 }
 
-/// The kind of one file, by the dataset's name, the file's extension and its first bytes.
+/// The kind of a file, by the dataset's name, the file's extension and its first bytes.
 fn file(name: Option<Name>, path: PathBuf, role: Role) -> Result<Files> {
     let extension = path.extension().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
     refuse_unsupported(&path, &extension)?;
@@ -185,7 +185,7 @@ fn refuse_unsupported(path: &Path, extension: &str) -> Result<()> {
     Ok(())
 }
 
-/// Resolves a leading `~/`. The shell does not resolve it behind `wikitext2:`.
+/// Resolves a leading `~/`. The shell does not resolve it after `wikitext2:`.
 fn expand_home(path: &Path) -> PathBuf {
     match (path.strip_prefix("~"), std::env::var_os("HOME")) {
         (Ok(rest), Some(home)) => Path::new(&home).join(rest),

@@ -1,4 +1,4 @@
-//! The files of a split in a folder. The names are those of the published archives and of the hub's repositories.
+//! The files of a split in a folder. The names come from the published archives and the hub's repositories.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -55,7 +55,7 @@ pub(super) fn wikitext2(folder: &Path, role: Role) -> Result<Vec<PathBuf>> {
         .into())
 }
 
-/// Finds the shard of C4 in a folder (the hub's repository, or its `en/`): the reference's shard, else the only one of the split.
+/// Finds the shard of C4 in a folder (the hub's repository, or its `en/`): the reference's shard, else the only shard of the split.
 pub(super) fn c4(folder: &Path, role: Role) -> Result<PathBuf> {
     let (split, reference) = match role {
         Role::Calibration => ("c4-train", "c4-train.00000-of-01024.json.gz"),
@@ -119,7 +119,7 @@ fn matching(folder: &Path, prefix: &str, suffix: &str) -> Vec<PathBuf> {
     found
 }
 
-/// Checks that no part is missing. The hub names parts `train-00000-of-00002.parquet`; fewer parts would silently be another text.
+/// Checks that no part is missing. The hub names parts `train-00000-of-00002.parquet`; fewer parts would silently change the text.
 fn check_all_parts(folder: &Path, parts: &[PathBuf]) -> Result<()> {
     let announced = parts.iter().filter_map(|path| {
         let (_, count) = path.file_stem()?.to_str()?.rsplit_once("-of-")?;

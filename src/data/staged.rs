@@ -1,7 +1,7 @@
 //! Files that are written under a temporary name and renamed when they are complete.
 //!
 //! The writer holds a lock on its unfinished file. A file whose lock is free was left by a process that ended, on this machine or on
-//! another one that shares the folder; [`remove_abandoned`] removes it.
+//! any machine that shares the folder; [`remove_abandoned`] removes it.
 
 use std::env;
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -67,14 +67,14 @@ fn create(folder: &Path, name: &str) -> io::Result<(File, PathBuf)> {
         let path = folder.join(format!(".{name}.{}-{count}{SUFFIX}", std::process::id()));
         let mut options = OpenOptions::new();
         match options.read(true).write(true).create_new(true).open(&path) {
-            // Another process may have taken the file for an abandoned one before it was locked.
+            // Before the lock, a second process may have taken the file for abandoned and removed it: then the next name.
             Ok(file)
                 if !matches!(file.try_lock(), Err(TryLockError::WouldBlock)) && path.exists() =>
             {
                 return Ok((file, path));
             }
             Ok(_) => {}
-            // A process with the same id, on another machine or an earlier one: the next name.
+            // A process with the same id made the file, earlier or on a machine that shares the folder: the next name.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             Err(error) => return Err(error),
         }
@@ -116,7 +116,7 @@ mod tests {
     fn files_of_ended_processes_are_removed_and_files_being_written_stay() {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let staged = Staged::in_folder(folder.path(), "documents-x-").expect("create");
-        // Left behind by a process that was killed: nothing holds its lock.
+        // Left by a process that was killed: nothing holds its lock.
         let left = folder.path().join(".documents-y-.12345-0.partial");
         fs::write(&left, "half").expect("write");
         let other = folder.path().join("tokens-x.bin");

@@ -61,7 +61,7 @@ impl RecordedEvents {
     }
 }
 
-/// Writes a parquet file of one string column in the hub's form: nullable, compressed by snappy; one row group per slice.
+/// Writes a parquet file with a string column in the hub's form: nullable, compressed by snappy; a row group per slice.
 pub(super) fn write_parquet(path: &Path, column: &str, groups: &[&[String]]) {
     let groups: Vec<Vec<Option<&str>>> =
         groups.iter().map(|rows| rows.iter().map(|row| Some(row.as_str())).collect()).collect();
@@ -73,7 +73,7 @@ pub(super) fn write_nullable_parquet(path: &Path, column: &str, groups: &[Vec<Op
     write_packed_parquet(path, column, groups, Compression::SNAPPY);
 }
 
-/// Writes such a file with another codec.
+/// Writes such a file with the codec `packing`.
 pub(super) fn write_packed_parquet(
     path: &Path,
     column: &str,

@@ -1,8 +1,8 @@
-//! Places where a text may be cut, so that the ids of the pieces in sequence are exactly those of the whole text.
+//! Places where a text may be cut, so that the ids of the pieces in sequence are exactly the ids of the whole text.
 //!
 //! Tokenizing a text in one call takes many times its size in memory, so long texts are encoded in pieces. A cut is safe only if
 //! no step of the tokenizer reaches across it. [`CutRule::of`] knows three kinds of tokenizers and proves the rule from
-//! `tokenizer.json`. Any other tokenizer has no rule, and its texts are encoded whole.
+//! `tokenizer.json`. A tokenizer of no known kind has no rule, and its texts are encoded whole.
 //!
 //! *Added tokens* (`<s>`, `<|eot_id|>`) are searched first, in the raw text, for all kinds. Apart from spaces around it, no added token
 //! may contain white space or "▁", or begin or end with a letter. Then none can overlap or touch a cut "letter, space, letter" or
@@ -10,12 +10,12 @@
 //!
 //! *Spaces become "▁"* (Llama 2: `Prepend` and `Replace`; or `Replace` alone; or `Metaspace` with any `prepend_scheme`). The cut is before
 //! a space between two letters. `Prepend` puts "▁" before each stretch of text between added tokens, so the piece after the cut begins
-//! after the space, and `Prepend` restores the space. In the other two kinds the piece keeps its space; it then begins with "▁", and no
-//! scheme adds another one. `Metaspace` with `split` never lets a token reach over such a place. If the whole text is one word of byte-pair
-//! merges, a merge over the cut would make a token with "▁" directly after another character. All results of merges are in the vocabulary,
-//! so there is no such merge if the vocabulary has no such token. Merges within a side are ordered by rank, then position, and do not
-//! depend on the other side. Four more conditions: "▁" is in the vocabulary (a run of unknown characters ends there), no drop-out, no
-//! affixes for the first and last parts of words, and no `ignore_merges`.
+//! after the space, and `Prepend` restores the space. With `Replace` alone and with `Metaspace`, the piece keeps its space; it then begins
+//! with "▁", and no scheme adds a second "▁". `Metaspace` with `split` never lets a token reach over such a place. If the whole text is a
+//! single word of byte-pair merges, a merge over the cut would make a token with "▁" directly after a letter. All results of merges are in
+//! the vocabulary, so there is no such merge if the vocabulary has no such token. Merges within a side are ordered by rank, then position,
+//! and do not depend on the text across the cut. Four more conditions: "▁" is in the vocabulary (a run of unknown characters ends there),
+//! no drop-out, no affixes for the first and last parts of words, and no `ignore_merges`.
 //!
 //! *Byte level with a known pattern* (GPT-2's, also as `use_regex`; Llama 3's). Each pre-token is encoded alone, so a cut is safe if the
 //! pattern begins a match there in any context, and looks at nothing beyond. It does before a space that follows a letter: the alternatives
@@ -36,7 +36,7 @@ const LLAMA_3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p
 /// The sign for a space in SentencePiece's vocabularies.
 const SPACE: char = '▁';
 
-/// The safe cuts for one tokenizer.
+/// The safe cuts for a tokenizer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct CutRule {
     /// The normalizer puts a space before every piece, so the piece omits the space at the cut.
@@ -76,8 +76,8 @@ impl CutRule {
             .or_else(|| spaces_replaced(&normalizer, &pre_tokenizer, tokenizer.get_model()))
     }
 
-    /// The first safe cut at byte `from` or after it; `from` is at least 1. A cut depends on one character on each side, so a text
-    /// that grows is searched again from its last byte.
+    /// The first safe cut at byte `from` or after it; `from` is at least 1. A cut depends on one character on each side, so a
+    /// text that grows is searched again from its last byte.
     pub(super) fn find(self, text: &str, from: usize) -> Option<TextCut> {
         let bytes = text.as_bytes();
         (from.max(1)..bytes.len().saturating_sub(1)).find_map(|at| {
@@ -101,7 +101,7 @@ impl CutRule {
     }
 }
 
-/// The rule for byte-level tokenizers with one of the known patterns.
+/// The rule for byte-level tokenizers with a known pattern.
 fn byte_level(normalizer: &Value, pre_tokenizer: &Value) -> Option<CutRule> {
     if !normalizer.is_null() {
         return None;
@@ -185,7 +185,7 @@ fn no_merge_reaches_over_a_space(model: &BPE) -> bool {
     vocabulary.contains_key("▁") && vocabulary.keys().all(|token| !has_space_inside(token))
 }
 
-/// True if "▁" follows another character in a token.
+/// True if a token has "▁" after a character that is not "▁".
 fn has_space_inside(token: &str) -> bool {
     token.trim_start_matches(SPACE).contains(SPACE)
 }

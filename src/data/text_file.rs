@@ -73,7 +73,8 @@ pub(super) fn for_each_portion(
 }
 
 /// Gives every line of a file to `take`, with its newline. The last line may have no newline.
-/// Fails when the file cannot be read, is not UTF-8 or has a line that is too long for the memory budget or [`LONGEST_LINE`], and when `take` fails.
+/// Fails when the file cannot be read, is not UTF-8 or has a line that is too long for the memory budget or [`LONGEST_LINE`], and when
+/// `take` fails.
 pub(super) fn for_each_line(
     path: &Path,
     lines: LineMemory,
@@ -96,7 +97,7 @@ pub(super) fn for_each_line(
                 .hint("check that it is a text of lines; one without them is read by its path alone, as a .txt file")
                 .into());
         }
-        // The byte of a newline is part of no other character, so a line never ends within one.
+        // No character of several bytes contains the byte of a newline, so a line never ends within a character.
         let text = std::str::from_utf8(&line)
             .map_err(|error| not_utf8(path, offset + error.valid_up_to() as u64))?;
         take(text)?;

@@ -1,4 +1,4 @@
-//! Token ids to text, one token at a time, with whole characters only.
+//! Token ids to text, token by token, with whole characters only.
 //!
 //! The stream of the `tokenizers` crate does the work: it decodes a window of the last tokens, because a character may be
 //! spread over several tokens, and decoders drop the space at the beginning of a text. It has no end for bytes that never become a
@@ -63,7 +63,7 @@ impl<'t> TextStream<'t> {
     }
 }
 
-/// A stream behind some tokens, or an empty stream if they have no whole character.
+/// A stream that has read the tokens of `context`, or an empty stream if they have no whole character.
 fn stream_after<'t>(tokenizer: &'t Tokenizer, context: &[u32]) -> Result<DecodeStream<'t>> {
     let mut stream = tokenizer.decode_stream();
     let mut has_text = false;

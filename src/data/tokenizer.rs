@@ -41,7 +41,7 @@ pub struct Tokenizer {
     largest_id: u32,
     /// The token that ends a text, by `tokenizer_config.json`.
     eos: Option<u32>,
-    /// Set only if `tokenizer_config.json` asks for other special tokens than `tokenizer.json` adds.
+    /// Set only if `tokenizer_config.json` and `tokenizer.json` add different special tokens.
     pub(super) special: Option<SpecialTokens>,
     /// Facts about which `tokenizer_config.json` and `tokenizer.json` disagree.
     warnings: Vec<String>,
@@ -78,8 +78,8 @@ impl Tokenizer {
     /// Reads `tokenizer.json` of a model folder, and `tokenizer_config.json` if it exists.
     ///
     /// # Errors
-    /// Fails when the folder has no `tokenizer.json` (the hint tells how to convert a `tokenizer.model`), when one of the two files
-    /// is damaged, or when the configuration asks for a special token that the vocabulary lacks.
+    /// Fails when the folder has no `tokenizer.json` (the hint tells how to convert a `tokenizer.model`), when a file is damaged,
+    /// or when the configuration asks for a special token that the vocabulary lacks.
     pub fn load(model_folder: &Path) -> Result<Self> {
         let path = model_folder.join("tokenizer.json");
         let bytes = match input::read(&path, LARGEST, Expected::Json) {
@@ -140,7 +140,8 @@ impl Tokenizer {
     }
 
     /// SHA-256 of `tokenizer.json` in hex, as `sha256sum` prints it. A mark follows if `tokenizer_config.json` changes the space before
-    /// a text ("…-space") or the special tokens ("…+bos", "…+bos+eos", "…+plain"), because the same file then gives other ids.
+    /// a text ("…-space", "…+space") or the special tokens ("…+bos", "…+eos", "…+bos+eos", "…+plain"), because the same file then gives
+    /// different ids.
     pub fn sha256(&self) -> &str {
         &self.sha256
     }
@@ -150,8 +151,8 @@ impl Tokenizer {
         self.largest_id
     }
 
-    /// The ids of a text with special tokens, equal to those of one call over the whole text. If cuts are proven safe for this
-    /// tokenizer, several threads encode a long text in pieces, and memory does not grow with the text.
+    /// The ids of a text with special tokens, equal to the ids of one call over the whole text. If cuts are proven safe for
+    /// this tokenizer, several threads encode a long text in pieces, and memory does not grow with the text.
     ///
     /// # Errors
     /// Fails when the tokenizer's model cannot express the text (no unknown token and no byte fallback).
@@ -215,7 +216,7 @@ impl Tokenizer {
         Ok(self.encoded(text, false)?.get_ids().to_vec())
     }
 
-    /// One call of the library. `encode_fast` skips the offsets, which are not needed. The encoding holds a string per token, too.
+    /// A call of the library. `encode_fast` skips the offsets, which are not needed. The encoding holds a string per token, too.
     fn encoded(&self, text: &str, has_special_tokens: bool) -> Result<Encoding> {
         let encoding =
             blaming(self.damaged.clone(), || self.inner.encode_fast(text, has_special_tokens))?;
@@ -224,7 +225,7 @@ impl Tokenizer {
         })?)
     }
 
-    /// The safe cuts and the special ids of this tokenizer; `None` if one of them cannot be proven.
+    /// The safe cuts and the special ids of this tokenizer; `None` if the cuts or the ids cannot be proven.
     fn find_cuts(&self) -> Option<Cuts> {
         let rule = CutRule::of(&self.inner)?;
         // A piece is encoded without special tokens, so the post-processor must add none then.
@@ -304,7 +305,7 @@ impl Tokenizer {
         }
     }
 
-    /// The special tokens of `tokenizer_config.json`; `None` if it names another class or has no `add_bos_token`.
+    /// The special tokens of `tokenizer_config.json`; `None` if it names no Llama class or has no `add_bos_token`.
     fn configured_special_tokens(
         &self,
         config: &TokenizerConfig,
@@ -385,7 +386,7 @@ impl Tokenizer {
     }
 }
 
-/// The mark behind the hash if the configuration overrules `tokenizer.json`.
+/// The mark after the hash if the configuration overrules `tokenizer.json`.
 fn suffix(has_bos: bool, has_eos: bool) -> &'static str {
     match (has_bos, has_eos) {
         (true, true) => "+bos+eos",

@@ -12,7 +12,7 @@ use crate::failure::Failure;
 
 /// The most times that the replacements of a tokenizer may lengthen a text.
 const MOST_TIMES: usize = 64;
-/// The longest text that is put before another one.
+/// The longest text that a tokenizer may put before each text, in bytes.
 const LONGEST_PREFIX: usize = 1 << 10;
 
 /// Checks the normalizer or the decoder of a tokenizer.

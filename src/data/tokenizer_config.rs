@@ -1,6 +1,6 @@
 //! `tokenizer_config.json`, and the facts that it states in addition to `tokenizer.json`.
 //!
-//! Two files may disagree about one fact: the tokens around a text, the space before it, the added tokens. transformers 4 follows
+//! Two files may disagree about the same fact: the tokens around a text, the space before it, the added tokens. transformers 4 follows
 //! `tokenizer_config.json` for the Llama classes, transformers 5 often follows `tokenizer.json`. The table of outcomes is in
 //! docs/datasets.md; every disagreement gives a warning that names the key and the side that is used.
 
@@ -33,7 +33,7 @@ pub(super) enum PrefixSpace {
 impl PrefixSpace {
     pub(super) const ALL: [Self; 3] = [Self::OfFile, Self::Removed, Self::Added];
 
-    /// The mark after a tokenizer's hash, because the same file then gives other ids.
+    /// The mark after a tokenizer's hash, because the same file then gives different ids.
     pub(super) fn mark(self) -> &'static str {
         match self {
             Self::OfFile => "",
@@ -105,7 +105,7 @@ impl TokenizerConfig {
         ))
     }
 
-    /// The warning for added tokens of this file that `tokenizer.json` has under another id, or lacks; `None` where they agree.
+    /// The warning for added tokens of this file that `tokenizer.json` has under a different id, or lacks; `None` where they agree.
     pub(super) fn added_tokens_warning(
         &self,
         id_of: &dyn Fn(&str) -> Option<u32>,
@@ -133,7 +133,7 @@ impl TokenizerConfig {
     /// pre-tokenizer of any class.
     ///
     /// # Errors
-    /// Fails when a changed part is not one of the library.
+    /// Fails when the library does not accept a changed part.
     pub(super) fn set_prefix_space(
         &self,
         tokenizer: &mut tokenizers::Tokenizer,
@@ -217,7 +217,7 @@ fn part<T: DeserializeOwned>(value: Value) -> Result<T> {
     Ok(serde_json::from_value(value)?)
 }
 
-/// Returns whether a part, or one of its sequence, is of a type.
+/// Returns whether a part, or a member of its sequence, is of a type.
 fn has_part(part: &Value, sequence: &str, kind: &str) -> bool {
     let mut inner = part[sequence].as_array().into_iter().flatten();
     part["type"] == kind || inner.any(|part| part["type"] == kind)

@@ -1,6 +1,6 @@
-//! One line of training data, parsed from JSON: a text, a conversation, or a prompt with its completion.
+//! A line of training data, parsed from JSON: a text, a conversation, or a prompt with its completion.
 //!
-//! A line must be of exactly one kind. Other fields are skipped, and values of a wrong type are refused, so a misspelt or half-written
+//! A line must be of exactly one kind. Unknown fields are skipped, and values of a wrong type are refused, so a misspelt or half-written
 //! data set is an error with its place, and is not trained on.
 
 use serde_json::{Map, Value};
@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 use super::documents::found_in;
 use crate::failure::Failure;
 
-/// The remedy for a line of another form.
+/// The remedy for a line of no known form.
 pub(super) const FORMS: &str = "write {\"text\": \"...\"}, {\"messages\": [{\"role\": \"user\", \"content\": \"...\"}, {\"role\": \"assistant\", \"content\": \"...\"}]} \
      or {\"prompt\": \"...\", \"completion\": \"...\"} on every line";
 
@@ -17,7 +17,8 @@ pub(super) const FORMS: &str = "write {\"text\": \"...\"}, {\"messages\": [{\"ro
 pub(super) enum TrainingLine {
     /// A text, on which all loss counts.
     Text(String),
-    /// Messages with `role` and `content`, for the chat template. They are objects as the file has them, because templates read other fields.
+    /// Messages with `role` and `content`, for the chat template. They are objects as the file has them, because templates may read
+    /// more fields.
     Conversation(Vec<Value>),
     /// A prompt and the completion that loss counts on.
     Completion { prompt: String, completion: String },

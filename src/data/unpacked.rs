@@ -14,7 +14,7 @@ const MOST_TIMES: u64 = 100;
 /// A size that every file may unpack to.
 const LEAST: u64 = 64 << 20;
 
-/// The unpacked bytes of one file.
+/// The unpacked bytes of a file.
 #[derive(Debug)]
 pub(super) struct Unpacked<'a> {
     path: &'a Path,

@@ -7,7 +7,7 @@
 //! | --- | --- |
 //! | `kill` | the process ends as with `kill -9`; a write does its first half |
 //! | `fail` | the operation fails with an input/output error; a write does its first half |
-//! | `full` | this write and every later one find the disk full |
+//! | `full` | this write and every later write find the disk full |
 //! | `forget` | every unsynced change is undone, then the process ends: a power cut |
 //! | `wait` | two seconds pass, so that a test can send a signal at this place |
 //! | `room` | counts no operation: every file system reports `n` free bytes |
@@ -59,7 +59,7 @@ struct FaultProgress {
 enum Undo {
     /// Overwritten bytes of a file, and its earlier length.
     Bytes { file: File, offset: u64, before: Vec<u8>, length: u64 },
-    /// The earlier contents under a name, `None` for no file. The file itself may have another name now.
+    /// The earlier contents under a name, `None` for no file. The file itself may have a new name now.
     Name { path: PathBuf, before: Option<Vec<u8>> },
     /// A renamed file.
     Renamed { from: PathBuf, to: PathBuf },
@@ -71,7 +71,7 @@ fn fault() -> Option<&'static Fault> {
         .get_or_init(|| {
             let text = std::env::var(VARIABLE).ok()?;
             let parsed = parse(&text);
-            // A test with an unknown fault must not run without one.
+            // A test with an unknown fault must not run as if it had asked for no fault.
             Some(parsed.unwrap_or(Fault { what: What::Kill, at: 1, progress: Mutex::default() }))
         })
         .as_ref()
@@ -256,7 +256,7 @@ fn identity(file: &File) -> io::Result<(u64, u64)> {
     Ok((metadata.dev(), metadata.ino()))
 }
 
-/// One identity for all files: every sync counts for all of them.
+/// The same identity for all files: a sync of any file counts for all files.
 #[cfg(not(unix))]
 fn identity(_: &File) -> io::Result<(u64, u64)> {
     Ok((0, 0))

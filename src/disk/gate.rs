@@ -1,6 +1,6 @@
-//! The end of all changes: before the process releases its folders, later operations wait for ever, and those under way end.
+//! The end of all changes: before the process releases its folders, operations under way end, and later operations wait for ever.
 //!
-//! Other threads run until the process has ended. Without this gate they could change a file of a folder that another process
+//! Threads of a process run until it has ended. Without this gate they could change a file of a folder that another process
 //! has taken meanwhile.
 
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, TryLockError};
@@ -25,7 +25,7 @@ impl Gate {
         self.under_way.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Closes the gate once no operation is under way. Returns `false` where one was not done within `patience`.
+    /// Closes the gate once no operation is under way. Returns `false` if an operation is not done within `patience`.
     pub(super) fn close(&self, patience: Duration) -> bool {
         let began = Instant::now();
         loop {

@@ -25,13 +25,13 @@ use crate::bytes::ByteSize;
 /// Every change passes here.
 static GATE: gate::Gate = gate::Gate::new();
 
-/// Ends all changes of this process: waits for those under way, and holds later ones for ever. Returns `false`, and holds nothing,
-/// where one is not done within `patience`. The end of the process calls it before it releases folders.
+/// Ends all changes of this process: waits for operations under way, and holds later operations for ever. Returns `false`, and holds
+/// nothing, if an operation is not done within `patience`. The end of the process calls it before it releases folders.
 pub fn close(patience: Duration) -> bool {
     GATE.close(patience)
 }
 
-/// Creates an empty file for reading and writing, or empties an existing one.
+/// Creates an empty file for reading and writing, or empties an existing file.
 pub fn create(path: &Path) -> io::Result<File> {
     #[cfg(feature = "faults")]
     faults::before_create(path)?;
@@ -59,7 +59,7 @@ pub fn write_all_at(file: &File, bytes: &[u8], offset: u64) -> io::Result<()> {
 /// system cannot reserve room. (Compressing file systems agree and reserve none.)
 ///
 /// # Errors
-/// Fails when the disk is full, and with other errors of the system.
+/// Fails with the error of the system, for example when the disk is full.
 pub fn reserve(file: &File, length: u64) -> io::Result<bool> {
     // A write of no bytes that extends the file.
     #[cfg(feature = "faults")]
@@ -97,7 +97,7 @@ pub fn sync(file: &File) -> io::Result<()> {
     file.sync_all()
 }
 
-/// Renames a file, and replaces an existing one of that name.
+/// Renames the file `from` to `to`, and replaces an existing file there.
 pub fn rename(from: &Path, to: &Path) -> io::Result<()> {
     #[cfg(feature = "faults")]
     faults::before_rename(from, to)?;
@@ -128,7 +128,7 @@ pub fn is_at(file: &File, path: &Path) -> io::Result<bool> {
         let open = file.metadata()?;
         Ok((open.dev(), open.ino()) == (named.dev(), named.ino()))
     }
-    // On other systems, open files keep their names.
+    // Outside Unix, open files keep their names.
     #[cfg(not(unix))]
     {
         let _ = (file, named);
@@ -171,7 +171,7 @@ fn sync_names(_: &Path) -> io::Result<()> {
 pub struct Room {
     /// The number of the file system.
     pub device: u64,
-    /// Free bytes without those reserved for the superuser; quotas are not considered.
+    /// Free bytes without the superuser's reserve; quotas are not considered.
     pub free: ByteSize,
 }
 

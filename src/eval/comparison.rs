@@ -1,4 +1,4 @@
-//! Comparison of a checkpoint with the dense one it may have been made from: kept, changed and missing weights.
+//! Comparison of a checkpoint with the dense checkpoint it may have been made from: kept, changed and missing weights.
 
 use crate::checkpoint::{Checkpoint, Scan, TensorEntry, WeightSource};
 use crate::run::inspection::{ChangedWeight, DenseComparison, StoredAs, UnlikeTensor};
@@ -35,7 +35,7 @@ impl<'a> Against<'a> {
         Self { dense, found }
     }
 
-    /// The dense tensor to compare `entry` with. Records a tensor without one.
+    /// Returns the dense tensor to compare `entry` with. Records `entry` if no dense tensor has its name, dtype and shape.
     pub(super) fn partner(
         &mut self,
         entry: &TensorEntry,
@@ -55,7 +55,7 @@ impl<'a> Against<'a> {
         Some((self.dense, other))
     }
 
-    /// Adds the scan of a tensor that has a partner: a tensor whose weights `may_be_pruned`, or one that must be equal.
+    /// Adds the scan of a tensor that has a partner. If its weights `may_be_pruned`, zeros are allowed; else it must equal the partner.
     pub(super) fn add(&mut self, entry: &TensorEntry, may_be_pruned: bool, scan: &Scan) {
         let Some(compared) = scan.compared else {
             return;

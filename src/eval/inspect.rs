@@ -1,7 +1,7 @@
-//! The sparsity check: the content of a checkpoint on the disk, and its comparison with a dense one.
+//! The sparsity check: the content of a checkpoint on the disk, and its comparison with a dense checkpoint.
 //!
 //! Every tensor is read once, in the order of the files, in small pieces: no tokenizer, no forward pass, no layer in memory.
-//! `checkpoint::scan_tensor` reads one tensor. This file knows the names of decoder linears and combines the results.
+//! `checkpoint::scan_tensor` reads a tensor. This file knows the names of decoder linears and combines the results.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -19,10 +19,10 @@ use crate::run::inspection::{
 use crate::run::{Events, Meter};
 
 /// A pattern accounts for a matrix's zeros where it explains at least this share of them: a few weights of a group may be
-/// zero beyond it, because they were before.
+/// zero beyond it, because they were zero before pruning.
 const ACCOUNTS_FOR: f64 = 0.95;
 
-/// Kinds of tensors other than decoder linears, in the order of the report.
+/// Kinds of tensors that are not decoder linears, in the order of the report.
 const KINDS: [&str; 5] = ["embedding", "head", "norms", "biases", "others"];
 
 /// A checkpoint and its tensors as they are examined.
@@ -30,7 +30,7 @@ const KINDS: [&str; 5] = ["embedding", "head", "norms", "biases", "others"];
 pub struct Inspected<'a> {
     /// The files.
     pub checkpoint: &'a Checkpoint,
-    /// The reader of tensors: the checkpoint, or a 4-bit one as if it were dense.
+    /// The reader of tensors: the checkpoint, or a view that reads a 4-bit checkpoint as if it were dense.
     pub source: &'a dyn WeightSource,
     /// The tensors of the reader, in the order of the files.
     pub tensors: Vec<&'a TensorEntry>,
@@ -43,7 +43,7 @@ impl<'a> Inspected<'a> {
     }
 }
 
-/// Reads every tensor of a model, and compares it with that of `dense` if given.
+/// Reads every tensor of a model, and compares it with the tensor of the same name in `dense` if given.
 ///
 /// # Errors
 /// Fails only when a file cannot be read. Everything else that is wrong with tensors is part of the result.
@@ -67,7 +67,7 @@ pub fn inspect(
         let partner = against.as_mut().and_then(|against| against.partner(entry));
         let scan = scan_tensor(inspected.source, entry, partner)?;
         if let Some(against) = &mut against {
-            // Other types hold no weights that could be kept: they are compared as bytes.
+            // Tensors of uncounted types hold no weights that could be kept: they are compared as bytes.
             against.add(entry, place.is_some() && is_counted(entry.dtype), &scan);
         }
         match place {
@@ -177,7 +177,7 @@ fn matrix_of(entry: &TensorEntry, scan: &Scan) -> InspectedMatrix {
     }
 }
 
-/// The kind of a tensor other than a decoder linear, as an index of [`KINDS`].
+/// The kind of a tensor that is not a decoder linear, as an index of [`KINDS`].
 fn kind_of(name: &str) -> usize {
     match name {
         "model.embed_tokens.weight" => 0,

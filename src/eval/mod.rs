@@ -2,8 +2,8 @@
 //!
 //! | file | content |
 //! | --- | --- |
-//! | `comparison` | comparison of a checkpoint with the dense one it may have been made from: kept, changed and missing weights |
-//! | `inspect` | the sparsity check: the content of a checkpoint on the disk, and its comparison with a dense one |
+//! | `comparison` | comparison of a checkpoint with the dense checkpoint it may have been made from: kept, changed and missing weights |
+//! | `inspect` | the sparsity check: the content of a checkpoint on the disk, and its comparison with a dense checkpoint |
 //! | `perplexity` | perplexity over non-overlapping windows, layer by layer, within the sweep |
 
 mod comparison;

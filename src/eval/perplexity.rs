@@ -4,7 +4,7 @@
 //! token is put back and the tail is dropped. Reference: `eval_ppl_wikitext` in locuslab/wanda (which multiplies by L and
 //! divides by L again). −ln p is taken from logits in f32 with a log-sum-exp accumulated in f64. Logits exist for
 //! a few hundred tokens at a time, and for a part of the vocabulary where the head is read in parts: then all windows see
-//! one part after the other, and each token keeps three numbers from one to the next.
+//! the parts in turn, and each token keeps three numbers between parts.
 
 use std::ops::Range;
 
@@ -19,7 +19,7 @@ use crate::run::phase::in_layer;
 use crate::run::{Event, Events, Phase};
 use crate::runtime::{Clock, Compute, HiddenStates, Passenger, Side};
 
-/// One stream of windows, passed through the model.
+/// A stream of windows, passed through the model.
 pub struct Perplexity<'a> {
     side: Side,
     hidden: HiddenStates,
@@ -148,7 +148,7 @@ impl NextToken {
     fn see(&mut self, logits: &[f32], rows: &Range<usize>, next: usize) {
         let largest = exp::largest(logits).max(self.largest);
         // The sum relative to a smaller maximum is scaled, and new exponentials are relative to the largest logit so far:
-        // once the row's maximum was seen, they are those of the whole row.
+        // once the row's maximum was seen, they equal the exponentials of a log-sum-exp over the whole row.
         if largest != self.largest {
             self.sum *= (f64::from(self.largest) - f64::from(largest)).exp();
             self.largest = largest;
@@ -159,7 +159,7 @@ impl NextToken {
         }
     }
 
-    /// Takes what a device has of other rows.
+    /// Adds a device's result for further rows of the vocabulary.
     fn merge(&mut self, part: &LogSumExpPart) {
         let largest = part.largest.max(self.largest);
         let scaled = |sum: f64, to: f32| match to == largest {
@@ -177,7 +177,7 @@ impl NextToken {
     }
 }
 
-/// Shows logits `[tokens, rows.len()]` to each token that has a next one.
+/// Shows logits `[tokens, rows.len()]` to the tokens; `next` holds their next tokens. A token without a next token is left out.
 fn see(seen: &mut [NextToken], logits: &[f32], rows: &Range<usize>, next: &[u32]) {
     seen.par_iter_mut()
         .zip(logits.par_chunks_exact(rows.len().max(1)))
@@ -185,7 +185,7 @@ fn see(seen: &mut [NextToken], logits: &[f32], rows: &Range<usize>, next: &[u32]
         .for_each(|((seen, logits), &next)| seen.see(logits, rows, next as usize));
 }
 
-/// ℓ of one window; `seen` has all its tokens, the last of which predicts nothing.
+/// ℓ of a window; `seen` has all its tokens, the last of which predicts nothing.
 fn window_loss(seen: &[NextToken], group: usize) -> Result<f64> {
     let predicting = &seen[..seen.len() - 1];
     let mut sum = 0.0;
@@ -258,7 +258,7 @@ mod tests {
         for at_once in [1, 129, 600] {
             let parts = losses(&logits, vocabulary, &next, at_once);
             for (part, whole) in parts.iter().zip(&whole) {
-                // Parts before the one with the maximum have their exponentials rounded relative to another.
+                // Before the part with the maximum, exponentials are rounded relative to a smaller maximum.
                 assert!((part - whole).abs() < 1e-6, "{at_once}: {part} {whole}");
             }
         }

@@ -49,7 +49,7 @@ impl FinishReason {
 /// The generated tokens and the times they took.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Generated {
-    /// The new tokens, with the stop token if there is one.
+    /// The new tokens. A stop token at the end is included.
     pub ids: Vec<u32>,
     /// The reason for the end.
     pub finish: FinishReason,
@@ -136,7 +136,7 @@ impl Generated {
         rate(prompt_tokens, self.prompt_seconds)
     }
 
-    /// New tokens per second without the first, which belongs to the prompt; `None` if there is no other.
+    /// New tokens per second, without the first token, which belongs to the prompt. `None` for fewer than two tokens.
     pub fn rate(&self) -> Option<f64> {
         (self.ids.len() > 1).then(|| rate(self.ids.len() - 1, self.seconds))
     }

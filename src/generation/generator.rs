@@ -35,7 +35,7 @@ impl Generator {
     /// Reads the head and the layers that stay in memory.
     ///
     /// # Errors
-    /// Fails when a tensor is missing, of another shape, or cannot be read.
+    /// Fails when a tensor is missing, has a wrong shape, or cannot be read.
     pub fn load(
         source: Arc<dyn WeightSource>,
         config: Arc<ModelConfig>,
@@ -110,7 +110,7 @@ impl Generator {
         })
     }
 
-    /// Reads tokens, at most [`PROMPT_BLOCK`] at a time, at the end of `sequence`. Returns the logits `[vocab_size]` after the last one.
+    /// Reads tokens, at most [`PROMPT_BLOCK`] at a time, at the end of `sequence`. Returns the logits `[vocab_size]` after the last token.
     ///
     /// # Errors
     /// Fails for no tokens, for more tokens than the sequence has room for, for an id beyond the embedding, and when a streamed layer

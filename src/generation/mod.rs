@@ -1,7 +1,7 @@
 //! Text generation: a model continues a prompt, so that a reader sees the effect of pruning.
 //!
 //! A [`Generator`] is a model whose layers are in memory or on disk, as planned; a [`Sequence`] holds the tokens it has read.
-//! [`generate()`] picks one token after the other with a [`Sampler`] until a [`FinishReason`] applies; a
+//! [`generate()`] picks token after token with a [`Sampler`] until a [`FinishReason`] applies; a
 //! [`TextStream`](crate::data::TextStream) turns the tokens into text.
 //!
 //! | file | content |
@@ -9,7 +9,7 @@
 //! | `generate` | the generation loop: read the prompt, pick a token, read it, pick the next |
 //! | `generator` | a model that reads tokens and computes the logits of the next token |
 //! | `sampler` | the choice of the next token: the most likely token, or a token drawn by its probability |
-//! | `sentence` | one greedy sentence, as `prune demo` shows it for each model |
+//! | `sentence` | a greedy sentence, as `prune demo` shows it for each model |
 //! | `stop` | the tokens that end a text |
 
 pub mod generate;

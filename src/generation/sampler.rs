@@ -2,8 +2,8 @@
 //!
 //! p_i = exp(l_i / T) / Σ_j exp(l_j / T) over the logits l at temperature T. Of the tokens in order of p, only the first `top_k`
 //! and the smallest set that reaches `top_p` may be drawn (Holtzman et al. 2020, arXiv:1904.09751 §3.1). Without `top_k`, a
-//! seed draws the tokens that candle-transformers' `LogitsProcessor` draws, the oracle of the tests; with `top_k` that crate uses
-//! another order. The crate is not a dependency because it would take a tenth of the time of a clean build.
+//! seed draws the tokens that candle-transformers' `LogitsProcessor` draws, the oracle of the tests; with `top_k` that crate lists
+//! the tokens in an order of its own. The crate is not a dependency because it would take a tenth of the time of a clean build.
 
 use anyhow::{Context, Result};
 use rand::SeedableRng;
@@ -38,7 +38,7 @@ impl Sampling {
     }
 }
 
-/// Picks one token after the other.
+/// Picks the next token of a text.
 pub struct Sampler {
     sampling: Sampling,
     random: StdRng,

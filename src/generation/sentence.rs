@@ -1,4 +1,4 @@
-//! One greedy sentence, as `prune demo` shows it for each model.
+//! A greedy sentence, as `prune demo` shows it for each model.
 
 use anyhow::Result;
 

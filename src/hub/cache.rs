@@ -101,7 +101,7 @@ impl RepoCache {
     }
 }
 
-/// Creates a file under a temporary name and renames it. So readers find the old file or the whole new one.
+/// Creates a file under a temporary name and renames it. So readers find the old file or the whole new file.
 fn replace(path: &Path, create: impl FnOnce(&Path) -> io::Result<()>) -> io::Result<()> {
     if let Some(folder) = path.parent() {
         fs::create_dir_all(folder)?;

@@ -1,7 +1,7 @@
-//! The certificates that https trusts: those that a variable names, else the system's, else the list inside the program.
+//! The certificates that https trusts: from a variable, else from the system's store, else from the list inside the program.
 //!
 //! A proxy that inspects TLS answers with certificates of its own authority. Its users have that authority in the system's store, or
-//! name it in a variable. The variables are those of OpenSSL and of the Python client, and replace the store as they do there. A
+//! name it in a variable. The variables come from OpenSSL and the Python client, and replace the store as they do there. A
 //! system without any certificates, like an empty container, gets Mozilla's list, which is part of the program.
 //!
 //! Linux and its relatives keep certificates in files, which are read here. macOS and Windows check certificates themselves, and
@@ -20,11 +20,11 @@ use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::input::{self, Expected};
 
-/// Variables that name certificates; the first one that is set counts. Each names a file, or a folder of files.
+/// Variables that name certificates; the first that is set counts. Each names a file, or a folder of files.
 const VARIABLES: [&str; 4] = ["SSL_CERT_FILE", FOLDERS, "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"];
 /// The variable that may name several folders.
 const FOLDERS: &str = "SSL_CERT_DIR";
-/// The largest file of certificates that is read; those of the authorities of the world have a quarter of a MiB.
+/// The largest file of certificates that is read; a list of the authorities of the world has a quarter of a MiB.
 const LARGEST: ByteSize = ByteSize(16 << 20);
 
 /// Trusted certificates.
@@ -45,7 +45,7 @@ impl Trusted {
         }
     }
 
-    /// Reads the certificates that the variables behind `lookup` name, else the system's.
+    /// Reads the certificates that a variable names, else the system's. `lookup` gives the value of a variable.
     ///
     /// # Errors
     /// Fails when a variable names a path that cannot be read or holds no certificate.
@@ -124,7 +124,7 @@ fn read(path: &Path, certificates: &mut Vec<Certificate<'static>>) -> io::Result
     }
     for entry in fs::read_dir(path)? {
         let file = entry?.path();
-        // Links may point nowhere, and other files may lie there.
+        // Links may point nowhere, and the folder may hold unrelated files.
         if file.is_file()
             && let Ok(text) = input::read(&file, LARGEST, Expected::Settings)
         {

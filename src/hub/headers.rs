@@ -20,7 +20,7 @@ const FIRST_BYTES: u64 = 64 << 10;
 /// The largest header; the reader of files has the same limit.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// The beginning of one shard: its name in the repository, its JSON header without the 8 bytes of its length, and the length of the
+/// The beginning of a shard: its name in the repository, its JSON header without the 8 bytes of its length, and the length of the
 /// whole file in bytes.
 pub type ShardHeader = (String, Vec<u8>, u64);
 

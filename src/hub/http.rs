@@ -22,7 +22,7 @@ use crate::run::Events;
 
 /// The most redirects of a request; the hub needs two.
 const MAX_REDIRECTS: usize = 10;
-/// The longest wait that a server may ask for; a longer one ends in an error.
+/// The longest wait that a server may ask for; a longer wait ends in an error.
 const MAX_WAIT: Duration = Duration::from_secs(300);
 /// The longest wait between two tries.
 const MAX_DELAY: Duration = Duration::from_secs(30);
@@ -132,7 +132,7 @@ impl Hub {
             .max_redirects(0)
             .http_status_as_error(false)
             .user_agent(concat!("prune/", env!("CARGO_PKG_VERSION")))
-            // Sizes and ranges must count the file's own bytes, not compressed ones.
+            // Sizes and ranges must count the file's own bytes, not compressed bytes.
             .accept_encoding("identity")
             .timeout_resolve(silence)
             .timeout_connect(silence)

@@ -16,7 +16,7 @@ pub struct HubRepo {
 }
 
 impl HubRepo {
-    /// A model's repository; `None` if `id` has another form, such as a path.
+    /// A model's repository; `None` if `id` does not have the form of an id, like a path.
     pub fn model(id: &str) -> Option<Self> {
         is_id(id).then(|| Self { is_model: true, ..Self::dataset(id) })
     }
@@ -26,7 +26,7 @@ impl HubRepo {
         Self { is_model: false, id: id.to_string(), revision: "main".to_string() }
     }
 
-    /// The repository at another revision than `main`.
+    /// The repository at `revision` instead of `main`.
     ///
     /// # Errors
     /// Fails for a text that cannot name a branch, a tag or a commit.
@@ -98,7 +98,7 @@ fn is_id(text: &str) -> bool {
     text.split_once('/').is_some_and(|(owner, name)| is_name(owner) && is_name(name))
 }
 
-/// Writes a file's path for an address: characters other than letters, digits, `-._~` and `/` become %XX.
+/// Writes a file's path for an address: letters, digits, `-._~` and `/` stay, and all further bytes become %XX.
 fn escape(path: &str) -> String {
     let escaped = |byte: u8| match char::from(byte) {
         c if c.is_ascii_alphanumeric() || "/-._~".contains(c) => c.to_string(),

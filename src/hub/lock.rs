@@ -1,7 +1,7 @@
-//! A lock per file: of several processes one downloads a file, and the others wait for it.
+//! A lock per file: the first process downloads the file, and processes that come later wait for it.
 //!
-//! The lock is one of the operating system, on `<cache>/.locks/<repository>/<etag>.lock`. The Python client locks the same file, so the
-//! two wait for each other. The system releases the lock when its process ends; the empty file stays.
+//! The operating system keeps the lock, on `<cache>/.locks/<repository>/<etag>.lock`. The Python client locks the same file, so the two
+//! programs wait for each other. The system releases the lock when its process ends; the empty file stays.
 
 use std::fs::{File, TryLockError};
 use std::io;
@@ -9,7 +9,7 @@ use std::path::Path;
 
 use crate::run::Events;
 
-/// Takes the lock after every other process has released it; `None` on a file system without locks.
+/// Takes the lock once no process holds it; `None` on a file system without locks.
 ///
 /// # Errors
 /// Fails when the lock file cannot be made.

@@ -1,7 +1,7 @@
 //! The Hugging Face hub: turns ids into folders of files, downloaded once into the cache that all its clients share.
 //!
-//! The flow is `settings` (flags and environment) → `model` (its files) or `headers` (for a plan) → `transfer` (one file, resumed and
-//! verified) → `cache` (its folder) → a snapshot folder, which is read like any other folder.
+//! The flow is `settings` (flags and environment) → `model` (its files) or `headers` (for a plan) → `transfer` (a file, resumed and
+//! verified) → `cache` (its folder) → a snapshot folder, which is read like any folder.
 //!
 //! The names of folders and addresses come from `hf-hub`. Its transfer does not: in 0.5 it sends the token to whichever host the
 //! first redirect names, panics at a redirect without a location, appends to a partial file without asking whether the server
@@ -12,7 +12,7 @@
 //! | --- | --- |
 //! | `certificates` | the certificates that https trusts |
 //! | `id` | names on the hub |
-//! | `lock` | a lock per file: of several processes one downloads a file, and the others wait for it |
+//! | `lock` | a lock per file: the first process downloads the file, and processes that come later wait for it |
 //! | `partial` | the partial file of a download: it grows by what arrives, and knows the SHA-256 of its bytes |
 //! | `refusal` | refusals of the hub: each status and each network error becomes a message with a remedy here, and nowhere else |
 
@@ -45,7 +45,7 @@ pub struct Hub {
     settings: HubSettings,
 }
 
-/// The files of a repository in the cache, at one commit.
+/// The files of a repository in the cache, at a commit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Snapshot {
     /// The folder that holds them, as links to the cache's blobs.
@@ -67,7 +67,7 @@ pub trait ModelFiles {
 }
 
 impl Hub {
-    /// Downloads one file of a dataset into the cache, unless it is there. Returns the folder in which its path begins.
+    /// Downloads a file of a dataset into the cache, unless it is there. Returns the folder in which its path begins.
     ///
     /// The file is requested without a list of files: C4 has tens of thousands.
     ///
@@ -94,7 +94,7 @@ impl Hub {
         Ok(folder)
     }
 
-    /// Downloads one file, unless it is in the cache.
+    /// Downloads a file, unless it is in the cache.
     fn file(&self, repo: &HubRepo, file: &str, events: &dyn Events) -> Result<PathBuf> {
         let transfer = Transfer::new(self, repo, events);
         let cache = &transfer.cache;

@@ -1,8 +1,8 @@
 //! The files of a model's repository, in an order in which nothing large is downloaded in vain.
 //!
 //! One request lists the files at a commit; the list alone refuses a repository without safetensors. Then `config.json` is downloaded
-//! and checked, then the other small files, then the weights: `model.safetensors`, or the shards of the index. Offline, the same
-//! files are found in the cache.
+//! and checked, then further small files, then the weights: `model.safetensors`, or the shards of the index. Offline, the same files
+//! are found in the cache.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -136,8 +136,8 @@ impl Transfer<'_> {
         })
     }
 
-    /// Downloads `config.json`, checks it, and downloads the index of the weights, if there is one. Returns the names of the weight
-    /// files in order.
+    /// Downloads `config.json`, checks it, and downloads the index of the weights, if the repository has it. Returns the names of
+    /// the weight files in order.
     pub(super) fn weight_files(
         &self,
         list: &Listing,
@@ -179,8 +179,8 @@ impl Transfer<'_> {
         }
     }
 
-    /// The model in the cache, where the hub cannot be reached: with a warning, as in the Python client. Fails with the reason of the missing
-    /// answer if a server answered, or the cache does not hold all of the model.
+    /// The model in the cache, where the hub cannot be reached: with a warning, as in the Python client. Fails with the failure of the
+    /// request if a server answered, or if the cache does not hold all of the model.
     pub(super) fn cached_instead(&self, unanswered: Unanswered) -> Result<Snapshot, Failure> {
         let cached = match unanswered.is_unreachable {
             true => self.cached_model().ok(),

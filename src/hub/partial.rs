@@ -43,7 +43,7 @@ impl Partial {
         Ok(metadata.map_err(cannot_write(&self.path))?.len())
     }
 
-    /// Keeps the first `length` bytes, hashes them, and continues behind them.
+    /// Keeps the first `length` bytes, hashes them, and continues after them.
     pub(super) fn keep(&mut self, length: u64) -> Result<(), Failure> {
         self.hash = Sha256::new();
         self.length = length;

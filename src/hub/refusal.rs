@@ -28,7 +28,7 @@ pub(super) struct RequestError {
     pub(super) retry: Retry,
 }
 
-/// Advice on another try.
+/// Advice on trying a request again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Retry {
     /// The same request will fail again.
@@ -81,7 +81,7 @@ pub(super) fn refused(
             (Failure::new(slow).hint(hint), later)
         }
         408 | 500..=599 => (Failure::new(answered).hint(LATER), later),
-        // Signed addresses expire; the next try gets a new one.
+        // Signed addresses expire; the next try gets a new address.
         400..=499 if !is_home => (Failure::new(about).hint(LATER), Retry::Later),
         401 | 403 | 404 => {
             let code = header(headers, "x-error-code").unwrap_or_default();

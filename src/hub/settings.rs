@@ -1,6 +1,6 @@
 //! Settings of the hub from flags and environment: address, cache, token, retries, and timeouts.
 //!
-//! The environment variables are those of the Python client, so an existing set-up works unchanged (docs/hub.md has the table). A
+//! The Python client reads the same environment variables, so an existing set-up works unchanged (docs/hub.md has the table). A
 //! closure reads them, so that tests do not change the environment of the process.
 
 use std::ffi::OsString;
@@ -103,7 +103,7 @@ pub struct HubSettings {
 pub(super) type Lookup<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
 impl HubSettings {
-    /// Reads all settings from `--cache-dir` and the environment behind `lookup`.
+    /// Reads all settings from `--cache-dir` and the environment, which `lookup` reads.
     ///
     /// # Errors
     /// Fails without a folder for the cache, for an invalid endpoint, token or number, and without the certificates that a variable

@@ -1,9 +1,9 @@
-//! One file from the hub to the cache: its description, its bytes from where an earlier download stopped, and its hash.
+//! A file from the hub to the cache: its description, its bytes from where an earlier download stopped, and its hash.
 //!
-//! A partial file is named by the content's own name, so it belongs to this content and to no other. Large files are named by their
+//! A partial file is named by the content's own name, so it belongs to this content alone. Large files are named by their
 //! SHA-256, which is compared at the end. An answer is used only if it fits: a part must begin where ours ends, the announced length
 //! must be the file's, and a whole file in answer to a range starts the download over. `If-Range` is sent for small files only. Their
-//! ETag is the address's own; a large file comes from another host with another ETag, which would restart every download.
+//! ETag is the address's own; a large file comes from a storage host with a different ETag, which would restart every download.
 
 use std::fs;
 use std::io::{self, Read};
@@ -28,7 +28,7 @@ const PROGRESS: u64 = 1 << 20;
 pub(super) struct Remote<'a> {
     pub(super) file: &'a str,
     pub(super) commit: String,
-    /// The content's name: a SHA-256 for large files, a git hash for small ones.
+    /// The content's name: a SHA-256 for large files, a git hash for small files.
     pub(super) etag: String,
     pub(super) bytes: Option<u64>,
 }
@@ -72,7 +72,7 @@ impl<'a> Transfer<'a> {
         self.fetch(&self.describe(Some(commit), file)?, meter)
     }
 
-    /// Asks the hub for the description of a file at a commit; without one, at the commit that the revision has now.
+    /// Asks the hub for the description of a file at `commit`; if it is `None`, at the commit that the revision has now.
     pub(super) fn describe<'f>(
         &self,
         commit: Option<&str>,
@@ -98,7 +98,7 @@ impl<'a> Transfer<'a> {
         let commit = commit.or(told);
         let commit = commit.ok_or_else(|| unlike("no X-Repo-Commit"))?;
         let bytes = match answer.header("x-linked-size") {
-            // A redirect's own length is that of its body.
+            // A redirect's own length counts the redirect's body, not the file.
             None if answer.response.status().is_redirection() => None,
             None => answer.header("content-length"),
             linked => linked,
@@ -122,7 +122,7 @@ impl<'a> Transfer<'a> {
             let path = self.cache.lock(&remote.etag);
             let lock =
                 lock::acquire(&path, remote.file, self.events).map_err(cannot_write(&path))?;
-            // Another process may have finished it during the wait.
+            // The process that held the lock may have finished the file during the wait.
             if !is_whole(&blob, remote) {
                 let name = match &lock {
                     Some(_) => format!("{}.incomplete", remote.etag),
@@ -169,7 +169,7 @@ impl<'a> Transfer<'a> {
         })?)
     }
 
-    /// Sends one request for the missing bytes and appends them.
+    /// Sends a request for the missing bytes and appends them.
     fn continue_download(
         &self,
         remote: &Remote<'_>,

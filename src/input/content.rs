@@ -30,17 +30,17 @@ pub enum ContentKind {
     Gzip,
     /// Parquet.
     Parquet,
-    /// Another archive or packed file: its name, and the command that unpacks it.
+    /// An archive or packed file without a variant of its own: its name, and the command that unpacks it.
     Packed(&'static str, &'static str),
     /// Text in UTF-8, or bytes of no known kind.
     Other,
 }
 
-/// Bytes that tell the kind of a file. The mark of `tar` is the last one, at byte 257.
+/// Bytes that tell the kind of a file. The mark of `tar` lies furthest from the start, at byte 257.
 pub(super) const LOOKED_AT: usize = 512;
-/// The longest header of safetensors; files with a longer one are refused by its reader.
+/// The longest header of safetensors; the reader refuses files with a longer header.
 const LONGEST_HEADER: u64 = 100_000_000;
-/// Beginnings of a git-lfs pointer: today's, and the one of its first versions.
+/// Beginnings of a git-lfs pointer: today's, and the beginning in its first versions.
 const POINTERS: [&[u8]; 2] =
     [b"version https://git-lfs.github.com/spec/", b"version https://hawser.github.com/spec/"];
 
@@ -48,7 +48,7 @@ impl ContentKind {
     /// The kind of a file that begins with these bytes.
     pub fn of(start: &[u8]) -> Self {
         let begins = |magic: &[u8]| start.starts_with(magic);
-        // The length of a header may look like another magic, so the brace after it decides first.
+        // The length of a header may look like the magic of a different kind, so the brace after it decides first.
         if let Some((length, [b'{', ..])) = start.split_first_chunk::<8>()
             && u64::from_le_bytes(*length) <= LONGEST_HEADER
         {
@@ -228,7 +228,7 @@ fn is_page(start: &[u8]) -> bool {
 fn wide_text(start: &[u8]) -> Option<&'static str> {
     let pairs: Vec<&[u8]> = start.chunks_exact(2).collect();
     let zeros = |at: usize| pairs.iter().filter(|pair| pair[at] == 0).count();
-    // A few other letters may stand between the Latin ones.
+    // A few letters that are not Latin may stand between the Latin letters.
     let is_wide = |zeros: usize| pairs.len() >= 4 && zeros * 10 >= pairs.len() * 7;
     let is_text = |at: usize| pairs.iter().all(|pair| pair[at] != 0);
     match () {

@@ -45,7 +45,7 @@ fn every_kind_of_content_is_told_by_its_first_bytes() {
     }
 }
 
-/// Roles with a usual name, and the contents that each of them takes. All others are refused with a remedy.
+/// Roles with a usual name, and the contents that each role takes. All contents not listed are refused with a remedy.
 #[test]
 fn content_must_agree_with_the_role_and_the_name_of_its_file() {
     use Expected::{Copied, Documents, Json, Parquet, Rows, Settings, Text, Weights};

@@ -70,7 +70,7 @@ pub(super) fn check(sparsity: &SparsitySettings) -> Result<(), Failure> {
     }
 }
 
-/// Gives the pruning part of a run its ratios: those that an earlier process measured, or new ones.
+/// Gives the pruning part of a run its ratios: the ratios that an earlier process measured, or new ratios.
 ///
 /// # Errors
 /// Fails as [`ratios`].
@@ -169,7 +169,7 @@ fn ratios(
     Ok((model, report))
 }
 
-/// Bytes beside those of a pass: a matrix and its pruned copy, and with `error` the followed samples and a pruned copy of the layer.
+/// Bytes on top of a plain pass: a matrix and its pruned copy, and with `error` also the followed samples and a pruned copy of the layer.
 fn kept_bytes(allocation: Allocation, model: &OpenedModel, samples: usize) -> ByteSize {
     let size = |projection: Projection| {
         let (rows, columns) = projection.shape(&model.config);
@@ -187,7 +187,7 @@ fn kept_bytes(allocation: Allocation, model: &OpenedModel, samples: usize) -> By
     }
 }
 
-/// Tries the ratios of every candidate, and returns those with the least loss; the first ones where no loss is finite.
+/// Tries the ratios of every candidate, and returns the ratios with the least loss; the first candidate's if no loss is finite.
 ///
 /// # Errors
 /// Fails when a layer, the head or a hidden state cannot be read.

@@ -25,7 +25,7 @@ use crate::settings::{
 /// Settings of `prune demo`.
 #[derive(Debug, Clone, Default)]
 pub struct DemoSettings {
-    /// `--save`: a folder for the dense model and every run; a temporary one where `None`.
+    /// `--save`: a folder for the dense model and every run; `None`: a temporary folder.
     pub save: Option<PathBuf>,
     /// `--seed` of the calibration samples.
     pub seed: u64,
@@ -41,7 +41,7 @@ const TWO_OF_FOUR: Pattern = Pattern::NOfM { n: 2, m: 4 };
 enum DemoRun {
     /// Prunes by a method, a ratio and a pattern.
     Prune(&'static str, f64, Pattern),
-    /// Trains a pruned model, whose folder is named, with the dense one as its teacher.
+    /// Trains the pruned model in this folder, with the dense model as its teacher.
     Recover(&'static str),
 }
 
@@ -61,7 +61,7 @@ const RUNS: [DemoRun; 9] = [
 const RECOVERY_SAMPLES: u32 = 64;
 
 impl DemoRun {
-    /// The name of the row, and that of the folder.
+    /// The name of the row, and the name of the folder.
     fn names(self) -> [String; 2] {
         match self {
             Self::Prune(method, ratio, FREE) => {
@@ -108,7 +108,7 @@ pub fn demo(settings: &DemoSettings, events: &dyn Events) -> Result<DemoTable> {
     }
 }
 
-/// All runs, below one folder.
+/// Makes all runs, in folders below `root`.
 fn prune_all(settings: &DemoSettings, root: &Path, events: &dyn Events) -> Result<DemoTable> {
     let dense = root.join("dense");
     embedded::write_model(&dense)?;

@@ -30,8 +30,8 @@ pub type TextSink<'a> = &'a mut (dyn FnMut(&str) -> bool + Send);
 /// Lets each model continue the prompt. With a `sink` the text is also streamed, labelled where there are several models.
 ///
 /// # Errors
-/// Fails for flags that contradict each other, for everything a model's folder can lack, for a prompt that does not fit the
-/// model, and where the memory does not hold a single layer.
+/// Fails for contradictory flags, for everything a model's folder can lack, for a prompt that does not fit the model, and where
+/// the memory does not hold a single layer.
 pub fn generate(
     settings: &GenerateSettings,
     events: &dyn Events,
@@ -39,7 +39,7 @@ pub fn generate(
 ) -> Result<GenerationReport> {
     let recorder = Recorder::new(events);
     check(settings, &recorder)?;
-    // All models are checked before the first one works.
+    // All models are checked before the first model writes.
     let models = settings.models.iter();
     let writers =
         models.map(|model| Writer::open(settings, model, &recorder)).collect::<Result<Vec<_>>>()?;

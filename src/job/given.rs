@@ -15,26 +15,26 @@ pub(super) struct Given<'a> {
     pub(super) observes: Option<Observed>,
     /// The record of a run that has measured the dense perplexity. It is used where this run would measure the same.
     pub(super) dense: Option<&'a Manifest>,
-    /// Data of a training that take the place of those of texts and seeds.
+    /// Data of a training, in place of the data that texts and seeds give.
     pub(super) training: Option<Arc<GivenTraining>>,
     /// The runs that share its sweep.
     pub(super) sharing: Sharing<'a>,
 }
 
-/// The place of a run among those that share a sweep.
+/// The place of a run among the runs that share a sweep.
 #[derive(Default)]
 pub(super) enum Sharing<'a> {
     /// It has the sweep alone.
     #[default]
     Alone,
-    /// It is the first; the others have these techniques. Texts and plan are made for all.
+    /// It is the first run; the runs after it have these techniques. Texts and plan are made for all.
     First(Vec<Technique>),
-    /// It takes texts and plan of the first.
+    /// It takes texts and plan of the first run.
     Next(&'a Job),
 }
 
 impl Given<'_> {
-    /// The techniques of the other runs in the sweep, known to the first.
+    /// The techniques of the runs after the first in the sweep. Only the first run knows them.
     pub(super) fn shared_with(&self) -> Vec<Technique> {
         match &self.sharing {
             Sharing::First(others) => others.clone(),

@@ -1,4 +1,4 @@
-//! `prune inspect`: the sparsity of a checkpoint, and its comparison with the dense one.
+//! `prune inspect`: the sparsity of a checkpoint, and its comparison with the dense model.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use crate::run::merging::MergeReport;
 use crate::run::pruning_record::PRUNING_FILE;
 use crate::run::{Events, Inspection, Manifest, PruningRecord};
 
-/// Measures the sparsity of the checkpoint in `folder`, and compares it with the dense one `against`.
+/// Measures the sparsity of the checkpoint in `folder`, and compares it with the dense model `against`.
 pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Result<Inspection> {
     let model = open(folder)?;
     let (config, is_quantized) = load_config(folder)?;
@@ -73,7 +73,7 @@ pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Re
     Ok(inspection)
 }
 
-/// The layers of the dense model that this one was made of, and the dropped ones, if the record beside the weights names layers that
+/// The layers of the dense model that this model keeps, and the dropped layers, if the record beside the weights names layers that
 /// fit both models.
 fn kept_layers(
     folder: &Path,
@@ -97,7 +97,7 @@ fn width_dropped(folder: &Path, config: &ModelConfig) -> Option<String> {
     fits.then(|| drop.in_words())
 }
 
-/// The record beside the weights, if it is one and counts the zeros that are there.
+/// The record beside the weights, if it is valid and counts as many zeros as the weights have.
 fn pruning_record(
     folder: &Path,
     inspection: &Inspection,
@@ -140,7 +140,7 @@ fn attention_differs(layers: &[InspectedLayer]) -> bool {
     })
 }
 
-/// The pruning settings of the run that wrote a model folder, from the record of the run, or else from the one beside the weights.
+/// The pruning settings of the run that wrote a model folder, from the record of the run, or else from the record beside the weights.
 fn pruning_of(model: &Path) -> Option<PruningReport> {
     match run_record(model) {
         Some(manifest) => manifest.pruning,

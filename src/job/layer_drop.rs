@@ -1,6 +1,6 @@
-//! `--drop-layers`: score the dense model → choose layers → open the smaller model, which the main job then prunes as any other.
+//! `--drop-layers`: score the dense model → choose layers → open the smaller model, which the main job then prunes as usual.
 //!
-//! The scoring pass is a sweep over the dense model, planned like every other. The dense perplexity is measured in it, so the weights of
+//! The scoring pass is a sweep over the dense model, planned like every sweep. The dense perplexity is measured in it, so the weights of
 //! the source are read once more than without `--drop-layers`. The choice becomes part of the run's state: a later process does not score
 //! again.
 
@@ -108,7 +108,7 @@ fn measures_dense(settings: &Settings) -> bool {
     settings.evaluation.eval.sides().contains(&Side::Dense)
 }
 
-/// Replaces a model by a smaller one. `known` is the choice of an earlier process.
+/// Opens the smaller model in place of `model`. `known` is the choice of an earlier process.
 ///
 /// # Errors
 /// Fails where the scoring pass does not fit or its texts are missing, for layers that cannot be read, for a choice that does not fit

@@ -171,7 +171,7 @@ pub(super) fn warn_of_config(
 /// The shape of the model in a folder, and whether it is a 4-bit checkpoint that [`crate::quantized`] reads.
 ///
 /// # Errors
-/// Fails as [`ModelConfig::load`], so for any other quantisation.
+/// Fails as [`ModelConfig::load`], so also for a quantisation that [`crate::quantized`] does not read.
 pub(super) fn config(folder: &Path) -> Result<(ModelConfig, bool)> {
     let mut json = ModelConfig::read_json(folder)?;
     let is_quantized = quantized::config::is_four_bit(&json);
@@ -202,7 +202,7 @@ fn repository(settings: &ModelSettings) -> Result<Option<HubRepo>, Failure> {
     }
 }
 
-/// The refusal of a run folder where its model is wanted; `None` for every other folder.
+/// The refusal of a run folder where its model is wanted; `None` if the folder is no run folder.
 pub(super) fn run_folder(folder: &Path) -> Option<Failure> {
     let model = folder.join(MODEL);
     let has_config = |folder: &Path| folder.join(CONFIG_FILE).is_file();

@@ -18,7 +18,7 @@ use crate::settings::{ComputeDtype, DeviceChoice, DeviceSettings};
 /// Worker threads that may be asked for.
 const MOST_THREADS: RangeInclusive<usize> = 1..=1024;
 
-/// Returns the number of worker threads: as asked, else those the batch system or the machine gives this process.
+/// Returns the number of worker threads: as asked, else the threads that the batch system or the machine gives this process.
 pub(super) fn threads(asked: Option<u16>) -> usize {
     let slurm = || {
         let threads = std::env::var("SLURM_CPUS_PER_TASK").ok()?;
@@ -115,7 +115,7 @@ pub(super) fn gpus() -> Vec<Gpu> {
 }
 
 /// Returns the kind of products on the CPU for weights of dtype `stored`. `auto` takes bf16 products for bf16 weights where the CPU
-/// has fast ones, else f32 products, by bf16 parts where the CPU has tiles.
+/// computes them fast, else f32 products, by bf16 parts where the CPU has tiles.
 ///
 /// # Errors
 /// Fails when the CPU or the checkpoint lacks what the dtype asks for.

@@ -13,7 +13,7 @@
 //! | `opened`, `located` | the checkpoint, from a folder or the hub |
 //! | `texts` | texts found, then turned into token ids |
 //! | `planned`, `machine` | threads, GPUs and memory; the three stages of planning |
-//! | `outputs`, `same_run` | files created, or those of an unfinished run; the comparison of two runs |
+//! | `outputs`, `same_run` | files created, or reopened from an unfinished run; the comparison of two runs |
 //! | `disk_room` | the check that disks have room for the files of a run |
 //! | `folder` | the run folder: refusals, lock, state of an unfinished run, memory log |
 //! | `streams` | samples and windows, and the sweep they pass |

@@ -25,13 +25,13 @@ use crate::settings::{ComputeDtype, DeviceSettings, ModelSettings, SEQLEN, check
 pub(super) struct OpenedModel {
     /// The files of the weights.
     pub(super) checkpoint: Arc<Checkpoint>,
-    /// The weights that a sweep reads: the checkpoint, one with an adapter, or a 4-bit one as if it were dense.
+    /// The weights that a sweep reads: the checkpoint, alone or with an adapter, or a 4-bit checkpoint as if it were dense.
     pub(super) source: Arc<dyn WeightSource>,
-    /// The view of a 4-bit checkpoint; `None` for any other.
+    /// The view of a 4-bit checkpoint; `None` for a checkpoint that is not quantised.
     pub(super) quantized: Option<Arc<QuantizedSource>>,
     /// The shape.
     pub(super) config: Arc<ModelConfig>,
-    /// The model that this one is a part of; `None` for a checkpoint as it is.
+    /// The model that this model is a part of; `None` for a checkpoint as it is.
     pub(super) part_of: Option<WholeModel>,
     /// The folder as given, or a model's snapshot in the hub's cache.
     pub(super) folder: PathBuf,
@@ -79,7 +79,7 @@ impl OpenedModel {
     /// Opens the checkpoint, checks every tensor a sweep reads, and starts the worker threads.
     ///
     /// # Errors
-    /// Fails for anything missing, truncated, of another shape or unsupported, naming file and tensor; for an id of the hub
+    /// Fails for anything missing, truncated, of the wrong shape or unsupported, naming file and tensor; for an id of the hub
     /// also when the download fails.
     pub(super) fn open(
         model: &ModelSettings,
@@ -155,7 +155,7 @@ impl OpenedModel {
         }
     }
 
-    /// The dtype of the decoder's matrices, of different ones the widest.
+    /// The dtype of the decoder's matrices; the widest where they differ.
     pub(super) fn dtype(&self) -> StoredDtype {
         self.dtypes().layers
     }
@@ -169,7 +169,7 @@ impl OpenedModel {
         Ok(loaded)
     }
 
-    /// Checks that the embedding, the last norm and the head can be read, and says where another head is passed over.
+    /// Checks that the embedding, the last norm and the head can be read, and warns where a stored head is passed over.
     pub(super) fn check_ends(&self, events: &dyn Events) -> Result<()> {
         Embedding::open(&*self.source, &self.config)?;
         Head::check(&*self.source, &self.config)?;

@@ -30,7 +30,7 @@ pub(super) struct Outputs<'a> {
 type OpenedFiles = (Option<CheckpointWriter>, Option<SaveMasks>, RunState);
 
 impl<'a> Outputs<'a> {
-    /// Reopens the files of the unfinished run, or creates those of a new one.
+    /// Reopens the files of the unfinished run, or creates the files of a new run.
     pub(super) fn open(job: &'a Job, recorder: &'a Recorder<'a>) -> Result<Self> {
         let (mut writer, masks, saved) = match reopen(job, recorder)? {
             Some(files) => files,
@@ -116,7 +116,7 @@ impl<'a> Outputs<'a> {
     }
 }
 
-/// Creates the files of a new run, or those of an unfinished run that begins again with its first layer.
+/// Creates the files of a new run, or of an unfinished run that begins again with its first layer.
 fn create(job: &Job, events: &dyn Events) -> Result<OpenedFiles> {
     let model = &job.model;
     let begun = match &job.unfinished {
@@ -142,7 +142,7 @@ fn create(job: &Job, events: &dyn Events) -> Result<OpenedFiles> {
         ..begun
     };
     if let Some(folder) = job.folder.state() {
-        // The state comes first: files without a state belong to another run.
+        // The state comes first: files without a state are refused as foreign.
         StateFile::create(folder, &state)?;
     }
     let writer = job.folder.model.as_ref().map(|folder| {
@@ -160,7 +160,7 @@ fn create(job: &Job, events: &dyn Events) -> Result<OpenedFiles> {
     Ok((writer, masks.transpose()?, state))
 }
 
-/// Reopens the files of the unfinished run; `None` where there is no such run, or one of its files is missing.
+/// Reopens the files of the unfinished run; `None` where there is no such run, or a file of it is missing.
 fn reopen(job: &Job, events: &dyn Events) -> Result<Option<OpenedFiles>> {
     let (Some(state), Some(model)) = (&job.unfinished, &job.folder.model) else {
         return Ok(None);

@@ -79,7 +79,7 @@ pub fn plan(settings: &PlanSettings, events: &dyn Events) -> Result<PlanRecord> 
     })
 }
 
-/// The machine of the settings: a described one, else this one.
+/// The machine of the settings: a described machine, else this machine.
 pub(super) fn inventory(settings: &PlanSettings) -> Result<Inventory> {
     let device = &settings.run.device;
     match &settings.inventory {

@@ -1,8 +1,8 @@
 //! `prune plan --recover`: the memory of trainings, from headers or published shapes alone.
 //!
-//! Every row is the plan that `prune recover` makes with its defaults, but for rank and batch size, and without evaluation: with unlimited
-//! memory but no layer that stays in it, and with the least memory that works. A quantised base changes the files alone: layers are read from
-//! it in their own dtype.
+//! Every row is the plan that `prune recover` makes with its defaults, but for rank and batch size, and without evaluation: with
+//! unlimited memory but no layer that stays in it, and with the least memory that works. A quantised base changes the files alone:
+//! layers are read from it in their own dtype.
 
 use anyhow::Result;
 

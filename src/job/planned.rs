@@ -24,7 +24,7 @@ pub(super) struct Planning<'a> {
 }
 
 impl<'a> Planning<'a> {
-    /// Reads the device map, where there is one.
+    /// Reads the device map, if the flags name it.
     pub(super) fn new(device: &'a DeviceSettings, threads: usize) -> Result<Self> {
         Ok(Self { device, policy: machine::policy(device)?, threads })
     }
@@ -119,7 +119,7 @@ fn describe(shortage: &Shortage) -> String {
     )
 }
 
-/// Changes of one setting that make the plan fit, each tried.
+/// Changes of a single setting that make the plan fit, each tried.
 fn advice(
     shortages: &[Shortage],
     shape: &RunShape<'_>,

@@ -37,8 +37,8 @@ pub(super) fn plan_early(
     Err(refusal)
 }
 
-/// Tokenizes the texts and plans the run with them. `shape` is the run before its texts are known. `given` may have another run's record
-/// of the dense perplexity: where this run would measure another one, the plan has room for that.
+/// Tokenizes the texts and plans the run with them. `shape` is the run before its texts are known. `given` may have an earlier run's record
+/// of the dense perplexity. If this run would measure a different perplexity, the plan has room for the measurement.
 ///
 /// Returns the number of layers whose frozen weights stay in memory during a training, too.
 ///

@@ -22,8 +22,8 @@ use crate::report::front_matter::{self, FrontMatter};
 use crate::run::PruningRecord;
 use crate::run::pruning_record::{ForwardArithmetic, PRUNING_FILE, PrunedSource, SCHEMA};
 
-/// Settings that the command which repeats a run always names, in its order. The other deciding ones follow where they differ from
-/// their defaults, so a new setting is in the command without a line here.
+/// Settings that the command which repeats a run always names, in its order. Further deciding settings follow where they differ
+/// from their defaults, so a new setting is in the command without a line here.
 const NAMED: [&str; 16] = [
     "drop_layers",
     "drop_rule",
@@ -201,7 +201,7 @@ impl Job {
     }
 }
 
-/// The part of a glob after its last slash. Names of matrices have no slashes, so a glob with one is a path by mistake.
+/// The part of a glob after its last slash. Names of matrices have no slashes, so a glob with a slash is a path by mistake.
 fn name_of_glob(glob: &str) -> &str {
     glob.rsplit('/').next().unwrap_or(glob)
 }

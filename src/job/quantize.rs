@@ -199,7 +199,7 @@ impl QuantizeJob {
         disk_room::check(&[(&self.target, more, "the model")])
     }
 
-    /// Opens the files of the unfinished run; `None` without such a run, and where one of its files is missing.
+    /// Opens the files of the unfinished run; `None` without such a run, and where a file of it is missing.
     fn reopen(
         &self,
         layout: &Layout,

@@ -37,7 +37,7 @@ impl<'a> Recorder<'a> {
         self.kept().memory_log = Some(MemoryLog::default());
     }
 
-    /// Writes memory samples to this file, those so far first.
+    /// Writes memory samples to this file, beginning with the samples so far.
     pub(super) fn write_memory_log(&self, file: &Path) -> Result<()> {
         match &mut self.kept().memory_log {
             Some(log) => log.write_to(file),

@@ -1,4 +1,4 @@
-//! The comparison of a run with the unfinished one in its folder: two processes may work on one run only where everything that
+//! The comparison of a run with the unfinished run in its folder: two processes may work on the same run only where everything that
 //! decides the outcome is equal.
 
 use std::collections::BTreeMap;
@@ -84,7 +84,7 @@ pub(super) fn late(
     ];
     let mut late = BTreeMap::from(late.map(|(name, value)| (name.to_string(), value)));
     if arithmetic.device != "cpu" {
-        // GPUs round otherwise than the CPU, and than other GPUs may.
+        // GPUs round differently from the CPU, and rounding may differ from GPU to GPU.
         let layers = plan.layers.iter().map(|run| {
             format!("layers {} to {} on {}", run.first, run.last, run.devices.join(" and "))
         });
@@ -94,7 +94,7 @@ pub(super) fn late(
     late
 }
 
-/// The dense perplexity of another run, where this run would measure the same: equal model, tokens and arithmetic.
+/// The dense perplexity in the record `dense`, where this run would measure the same: equal model, tokens and arithmetic.
 pub(super) fn dense_of(
     dense: &Manifest,
     texts: &Texts,
@@ -113,7 +113,8 @@ pub(super) fn dense_of(
     dense.perplexity.dense.filter(|_| is_same)
 }
 
-/// Refuses to resume a run whose deciding settings differ from `settings`; a training that diverged may have another learning rate. With `--force` a new run begins instead (`None`).
+/// Refuses to resume a run whose deciding settings differ from `settings`; a training that diverged may change the settings
+/// `OF_THE_RATE`. With `--force` a new run begins instead (`None`).
 ///
 /// # Errors
 /// Fails with the differences and the command that resumes the run.
@@ -170,9 +171,9 @@ pub(super) fn check(
     Err(failure.into())
 }
 
-/// Two values; long ones begin shortly before their first difference.
+/// Two values; long values begin shortly before their first difference.
 fn where_they_differ(then: &str, now: &str) -> (String, String) {
-    /// Characters that are shown, and those of them before the difference.
+    /// Characters that are shown, and how many of them come before the difference.
     const SHOWN: usize = 60;
     const BEFORE: usize = 30;
     let alike = then.chars().zip(now.chars());

@@ -38,7 +38,7 @@ pub(super) struct Job {
     pub(super) pruning: Option<Pruning>,
     /// `None` where nothing is trained.
     pub(super) recovery: Option<Recovery>,
-    /// Data of a training that take the place of those of texts and seeds.
+    /// Data of a training, in place of the data that texts and seeds give.
     pub(super) given_training: Option<Arc<GivenTraining>>,
     pub(super) texts: Arc<Texts>,
     /// The measurements of a run that prunes nothing.
@@ -197,7 +197,7 @@ impl Job {
         match layers - finished.min(layers) {
             0 => 0,
             left if only_passes => finished + left,
-            // Each layer twice, once dense and once pruned, but the last one only once.
+            // Each layer twice, once dense and once pruned, but the last layer only once.
             left => finished + 2 * left - 1,
         }
     }
@@ -322,16 +322,17 @@ impl Job {
 
 /// A run whose state was found in its folder.
 enum Continued {
-    /// It continues; `None` where a new one begins.
+    /// The run continues; `None` where a new run begins.
     Unfinished(Option<Box<RunState>>),
     /// Its record is written.
     Finished(Box<Manifest>),
 }
 
-/// Compares the state of a run with this one. A training that diverged continues from its best state, if its learning rate is another.
+/// Compares the state of a run with this run. A training that diverged continues from its best state if the settings of its learning
+/// rate changed.
 ///
 /// # Errors
-/// Fails for a run with other settings, and when files cannot be read or removed.
+/// Fails for a run whose settings differ, and when files cannot be read or removed.
 fn continued(
     state: RunState,
     deciding: &BTreeMap<String, String>,
@@ -365,7 +366,7 @@ fn continued(
     Ok(Continued::Finished(Box::new(manifest)))
 }
 
-/// The folders of a run's results. A model is written where weights change, with the files beside those of its source.
+/// The folders of a run's results. A model is written where weights change, with the files that lie beside the weights of its source.
 fn run_folder(
     settings: &Settings,
     model: &OpenedModel,
@@ -402,8 +403,8 @@ fn smaller(
     Ok(model)
 }
 
-/// The models that a run has yet to measure. A dense model whose layers were scored was measured then; that of a sweep of runs may
-/// have been measured by an earlier one.
+/// The models that a run has yet to measure. A pass that made the model smaller has measured the dense model. In a sweep
+/// of runs, an earlier run may have measured it.
 pub(super) fn sides_left(
     eval: EvalSides,
     model: &OpenedModel,
@@ -417,8 +418,8 @@ pub(super) fn sides_left(
     }
 }
 
-/// A run in numbers before its texts are tokenized. The number of windows is unknown, and one stands for all: a run that does not fit
-/// with one window fails early.
+/// A run in numbers before its texts are tokenized. The number of windows is unknown, and a single window stands for all: a run
+/// that does not fit with it fails early.
 fn early_shape<'m>(
     settings: &Settings,
     model: &'m OpenedModel,
@@ -428,7 +429,7 @@ fn early_shape<'m>(
 ) -> RunShape<'m> {
     let sides = sides_left(settings.evaluation.eval, model, given.dense.is_some());
     let is_used = pruning.is_none_or(|pruning| pruning.calibrates);
-    // The number of a whole training's examples is that of its text, and the shape of the training has the fewest.
+    // The text decides how many examples a whole training has; the shape of the training has the fewest.
     let is_used = is_used && !settings.trains_whole();
     let calibration = settings.calibration.as_ref().filter(|_| is_used);
     RunShape {

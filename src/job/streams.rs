@@ -29,7 +29,7 @@ pub(super) struct Streams<'a> {
 
 impl<'a> Streams<'a> {
     /// Opens the devices and embeds every stream that the rest of the run needs. A resumed run whose layers are finished needs no
-    /// samples, and one that has measured its perplexities no windows.
+    /// samples. A resumed run that has measured its perplexities needs no windows.
     ///
     /// # Errors
     /// Fails when a device cannot be opened, the embedding cannot be read, or a spill file cannot be written.
@@ -48,7 +48,7 @@ impl<'a> Streams<'a> {
         Ok(Self { devices, calibration, perplexities })
     }
 
-    /// Passes all streams through the model. `finished` layers come from an earlier process; `editor` prunes the others.
+    /// Passes all streams through the model. `finished` layers come from an earlier process; `editor` prunes the later layers.
     ///
     /// # Errors
     /// Fails when a layer cannot be read or written, for weights and activations that are not finite, and when the run is asked
@@ -79,8 +79,8 @@ impl<'a> Streams<'a> {
     }
 }
 
-/// The passes of a sweep: one sample through one layer, or through the head. Each sample passes the `finished` layers once.
-/// 0 for a training, whose steps take other times: its layers are counted.
+/// The passes of a sweep: a sample through a layer, or through the head. Each sample passes the `finished` layers once.
+/// 0 for a training, whose steps take different times: its layers are counted.
 pub(super) fn passes(job: &Job, finished: usize, streams_of_windows: usize) -> u64 {
     if job.recovery.is_some() {
         return 0;
@@ -115,7 +115,7 @@ impl Job {
             .transpose()
     }
 
-    /// The calibration samples, embedded by another model of the same shape.
+    /// The calibration samples, embedded by the model `source` of the same shape.
     pub(super) fn embedded_by(
         &self,
         source: &dyn WeightSource,
@@ -152,7 +152,7 @@ impl Job {
         Ok(perplexities)
     }
 
-    /// Sweeps over the layers: `finished` ones come from an earlier process, the editor prunes the others. `passes` are the steps of
+    /// Sweeps over the layers: `finished` ones come from an earlier process, the editor prunes the later layers. `passes` are the steps of
     /// the progress bar.
     ///
     /// # Errors

@@ -19,7 +19,7 @@ use crate::settings::{EvalSides, EvaluationSettings, Settings};
 #[derive(Default)]
 pub(super) struct Texts {
     pub(super) calibration: Option<Calibration>,
-    /// The examples of a training of the whole model, and those held out.
+    /// The examples of a training of the whole model, and the held-out examples.
     pub(super) examples: Option<(Examples, Option<Examples>)>,
     pub(super) windows: Option<Evaluation>,
 }
@@ -193,7 +193,7 @@ impl TextSources {
 }
 
 impl TextSources {
-    /// The examples of a training of the whole model, and those held out.
+    /// The examples of a training of the whole model, and the held-out examples.
     fn examples(
         &self,
         settings: &Settings,

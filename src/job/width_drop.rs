@@ -1,6 +1,6 @@
-//! `--drop-width`: make every layer narrower → open the narrower model, which the main job then prunes as any other.
+//! `--drop-width`: make every layer narrower → open the narrower model, which the main job then prunes as usual.
 //!
-//! The pass is a sweep over the model, planned like every other; the dense perplexity is measured in it. The matrices whose shapes
+//! The pass is a sweep over the model, planned like every sweep; the dense perplexity is measured in it. The matrices whose shapes
 //! change are written to the folder `narrower` in the run folder, and the main job reads them there. They are
 //! removed when the run is over. A process that is killed in the pass leaves a run that begins anew; after that, a later process
 //! continues with these matrices.
@@ -114,7 +114,7 @@ pub(super) fn width(
     .into())
 }
 
-/// Replaces a model by a narrower one. `known` is the record of an earlier process, whose matrices are in the run folder.
+/// Opens the narrower model in place of `model`. `known` is the record of an earlier process, whose matrices are in the run folder.
 ///
 /// # Errors
 /// Fails where the pass does not fit or its texts are missing, for layers that cannot be read or written, and for matrices of an
@@ -243,7 +243,7 @@ fn pass(
 }
 
 /// Checks that disks have room for the narrower matrices, which stay until the run ends, for the narrower model, and for the hidden
-/// states of the pass. `narrower` and `replaced`: bytes of the narrower matrices and of those in their place.
+/// states of the pass. `narrower` and `replaced`: bytes of the narrower matrices and of the matrices that they replace.
 fn check_disk(
     job: &Job,
     (narrower, replaced): (ByteSize, ByteSize),
@@ -266,7 +266,7 @@ fn check_disk(
     disk_room::check(&needs)
 }
 
-/// The tensors whose shapes change, in files no larger than the largest of the source, and the bytes of those that they replace.
+/// The tensors whose shapes change, in files no larger than the largest of the source, and the bytes of the tensors that they replace.
 fn layout(model: &OpenedModel, to: &ModelConfig) -> Result<(Layout, ByteSize)> {
     let mut planned = Vec::new();
     let mut replaced = 0;

@@ -1,10 +1,10 @@
-//! The linear sum assignment problem: every row takes one column, no two the same, and the sum of the gains is the largest.
+//! The linear sum assignment problem: every row takes a different column, and the sum of the gains is the largest.
 //!
 //! Maximize Σ_i gain[i, σ(i)] over permutations σ, gain `[n, n]` in f64. Shortest augmenting paths with dual variables, O(n³): Jonker and
 //! Volgenant 1987, "A Shortest Augmenting Path Algorithm for Dense and Sparse Linear Assignment Problems", in the form of Crouse 2016,
 //! "On Implementing 2D Rectangular Assignment Algorithms"; reference: `scipy.optimize.linear_sum_assignment`. Before it, columns are
-//! reduced and rows take free columns whose reduced cost is zero, as in the first paper. One thread, so the result is always the same;
-//! of equal paths the first column wins, a free one before others.
+//! reduced and rows take free columns whose reduced cost is zero, as in the first paper. A single thread does it all, so the result is
+//! always the same. On equal paths, the last free column wins, or the first column if none is free.
 
 /// No row or column.
 const NONE: usize = usize::MAX;

@@ -15,7 +15,7 @@ impl<T> BufferPool<T> {
         Self(Mutex::new(Vec::new()))
     }
 
-    /// Lends a buffer to `work`; makes one with `new` where all others are in use. A buffer is lost when `work` panics.
+    /// Lends a buffer to `work`; makes one with `new` if none is idle. A buffer is lost when `work` panics.
     pub fn lend<R>(&self, new: impl FnOnce() -> T, work: impl FnOnce(&mut T) -> R) -> R {
         // The lock is not held while a buffer is made or used.
         let idle = self.idle().pop();
@@ -30,7 +30,7 @@ impl<T> BufferPool<T> {
         self.0.into_inner().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The list holds only buffers that were given back, so a panic on another thread leaves it whole.
+    /// The list holds only buffers that were given back, so a panic of a thread leaves it whole.
     fn idle(&self) -> MutexGuard<'_, Vec<T>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -66,7 +66,7 @@ mod tests {
         let pool = BufferPool::new();
         assert_eq!(pool.lend(|| 1, |one| std::mem::replace(one, 2)), 1);
         assert_eq!(pool.lend(|| panic!("there is one"), |one| *one), 2);
-        // One in use: another is made.
+        // The only buffer is in use, so a second buffer is made.
         pool.lend(|| panic!("there is one"), |_| pool.lend(|| 3, |_| ()));
         assert_eq!(pool.into_inner().len(), 2);
     }

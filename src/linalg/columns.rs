@@ -50,7 +50,7 @@ impl WithSimd for AddSquares<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
-        // The last row ends with the last column, so it may be shorter than the others.
+        // The last row ends with the last column, so it may be shorter than `columns`.
         for row in self.x.chunks(self.columns) {
             for (sum, &value) in self.sums.iter_mut().zip(row) {
                 *sum += f64::from(value) * f64::from(value);

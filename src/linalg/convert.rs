@@ -100,9 +100,9 @@ impl WithSimd for NarrowBf16<'_> {
     fn with_simd<S: Simd>(self, _: S) {
         for (value, bytes) in self.0.iter().zip(self.1.as_chunks_mut::<2>().0) {
             let bits = value.to_bits();
-            // Half of the last kept bit, less one where that bit is even.
+            // Half of the last kept bit, less 1 where that bit is even: ties go to even.
             let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
-            // Rounding could carry the bits of a NaN to those of zero.
+            // Rounding could turn the bits of a NaN into zero.
             let quiet = bits >> 16 | 0x40;
             let is_nan = bits & 0x7fff_ffff > 0x7f80_0000;
             *bytes = (if is_nan { quiet } else { rounded } as u16).to_le_bytes();
@@ -132,7 +132,7 @@ mod tests {
             let mut back = Vec::new();
             narrow(dtype, &wide, &mut back);
             for (at, (before, after)) in stored.chunks(2).zip(back.chunks(2)).enumerate() {
-                // A signalling NaN becomes a quiet one.
+                // A signalling NaN becomes a quiet NaN.
                 assert!(before == after || wide[at].is_nan(), "{dtype:?} {at:#x}");
             }
         }

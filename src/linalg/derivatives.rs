@@ -7,7 +7,7 @@
 //! square     l = (y − t)²:                            dy = 2 (y − t)
 //! ```
 //!
-//! Sums along a row, over tokens, and of losses are f64 inside a call. Every sum has one order, so threads do not change a bit.
+//! Sums along a row, over tokens, and of losses are f64 inside a call. Every sum has a fixed order, so threads do not change a bit.
 
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;

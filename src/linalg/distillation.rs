@@ -6,8 +6,8 @@
 //! its gradient      dz_v = p_v − (1 − w)·[v = target] − w·q_v
 //! ```
 //!
-//! The second term is the divergence KL(q‖p) at temperature 1 (Hinton et al. 2015, arXiv:1503.02531, §2). Sums over the vocabulary are f32 in
-//! sixteen lanes and f64 over pieces, in one order.
+//! The second term is the divergence KL(q‖p) at temperature 1 (Hinton et al. 2015, arXiv:1503.02531, §2). Sums over the vocabulary
+//! are f32 in sixteen lanes and f64 over pieces, in a fixed order.
 
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;

@@ -6,8 +6,8 @@
 //! code(x)  = number of middles between neighbours of the map that are below x
 //! ```
 //!
-//! A value in the middle of two codes takes the lower one. -1 is not in the signed map. The arithmetic is f32, so the values are
-//! those of the reference to the bit.
+//! A value in the middle of two codes takes the lower code. -1 is not in the signed map. The arithmetic is f32, so the values
+//! equal the reference's to the bit.
 //!
 //! Source: T. Dettmers, M. Lewis, S. Shleifer, L. Zettlemoyer, "8-bit optimizers via block-wise quantization" (2021, arXiv 2110.02861),
 //! §2.3; the reference is `create_dynamic_map` of bitsandbytes 0.50.
@@ -19,22 +19,22 @@ const DECADES: i32 = 7;
 
 /// Mantissa bits of a cell. At 7 bits no cell holds two middles; a test checks every cell.
 const CELL_BITS: u32 = 7;
-/// Bits of an f32 below those of a cell.
+/// Bits of an f32 below the bits of a cell.
 const CELL_SHIFT: u32 = 23 - CELL_BITS;
-/// The biased exponent of the first cell: numbers below 2^-23 share it, and no middle but that of -0 and +0 is there.
+/// The biased exponent of the first cell: numbers below 2^-23 share it, since no middle is that small.
 const FIRST_EXPONENT: u32 = 127 - 23;
 /// The cell of 1 and of everything above.
 const LAST_CELL: usize = (23 << CELL_BITS) as usize;
-/// Cells of one sign.
+/// Cells per sign.
 const CELLS: usize = LAST_CELL + 1;
 
 /// A map, and the tables that find the code of a number without a search.
 #[derive(Debug)]
 pub struct DynamicMap {
     values: [f32; 256],
-    /// Middles between neighbours. The last one is +∞: there is no code above 255.
+    /// Middles between neighbours. The last is +∞: there is no code above 255.
     middles: [f32; 256],
-    /// The code of the smallest number of every cell: positive cells, then negative ones.
+    /// The code of the smallest number of every cell: positive cells, then negative cells.
     first_codes: Vec<u8>,
 }
 
@@ -98,8 +98,8 @@ impl DynamicMap {
     }
 }
 
-/// Boundary number `at` of `intervals` equal ones of [0.1, 1], with the arithmetic of `torch.linspace`: fused
-/// multiply-adds from the nearer end.
+/// Boundary number `at` of [0.1, 1] cut into `intervals` equal parts, with the arithmetic of `torch.linspace`: fused multiply-adds from
+/// the nearer end.
 fn boundary(at: u32, intervals: u32) -> f32 {
     let (start, end) = (0.1f32, 1.0f32);
     let step = (end - start) / intervals as f32;

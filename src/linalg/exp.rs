@@ -1,6 +1,6 @@
 //! e^x for slices, the costly part of softmax, SiLU and log-sum-exp.
 //!
-//! The C library's `expf` is one call per element, or 67 million calls a layer in attention over 2048 tokens with 32 heads. This
+//! The C library's `expf` is a call per element, or 67 million calls a layer in attention over 2048 tokens with 32 heads. This
 //! version is arithmetic without branches, which the compiler turns into vector code on every CPU:
 //!
 //! n = round(x / ln 2), r = x − n·ln 2 in two parts, e^x = 2ⁿ · p(r), with Cephes' `expf` polynomial of degree 7 on
@@ -9,7 +9,7 @@
 
 use pulp::{Arch, Simd, WithSimd};
 
-/// The arguments for which e^x is a normal f32. Other arguments are clamped, so the result is never 0 or infinite.
+/// The arguments for which e^x is a normal f32. Arguments outside are clamped, so the result is never 0 or infinite.
 const LOWEST: f32 = -87.0;
 const HIGHEST: f32 = 88.0;
 
@@ -43,7 +43,7 @@ pub(super) fn exp(x: f32) -> f32 {
 }
 
 /// [`exp`] of every element of some registers, none above [`HIGHEST`], by the same steps and so with the same bits. Each step runs for
-/// all registers before the next, so that no instruction waits for the one before and all share the registers of constants. (Loops
+/// all registers before the next, so that no instruction waits for its predecessor and all share the registers of constants. (Loops
 /// take the place of closures, which would not be compiled for these registers.)
 #[inline(always)]
 pub(super) fn exps<S: Simd, const WIDE: usize, const HIGH: usize>(
@@ -132,7 +132,7 @@ fn lanes<S: Simd, const N: usize>(registers: [S::f32s; N]) -> [f32; LANES] {
     lanes
 }
 
-/// Registers in one step; every number of registers that holds the lanes is a multiple of 4.
+/// Registers in a step; every number of registers that holds the lanes is a multiple of 4.
 #[inline(always)]
 fn fours<R>(registers: &mut [R]) -> std::slice::IterMut<'_, [R; 4]> {
     registers.as_chunks_mut().0.iter_mut()
@@ -188,7 +188,7 @@ pub(super) fn largest_of<S: Simd>(simd: S, values: &[f32]) -> f32 {
     in_lanes(simd, Largest(values))
 }
 
-/// Keeps the larger of each pair, and the old value if the other is a NaN.
+/// Keeps the larger value of each pair, and the old value if the new value is a NaN.
 #[inline(always)]
 fn larger_of<S: Simd, const N: usize>(simd: S, largest: &mut [S::f32s; N], values: &[f32; LANES]) {
     for (largest, value) in largest.iter_mut().zip(registers::<S, N>(simd, values)) {
@@ -275,7 +275,7 @@ pub fn sum_exp_minus(values: &[f32], offset: f32) -> f64 {
     Arch::new().dispatch(Sum(values, offset))
 }
 
-/// The sum of the lanes, half by half, the last ones in f64.
+/// The sum of the lanes, half by half: in f32 down to a quarter of the lanes, then in f64.
 #[inline(always)]
 fn added(mut lanes: [f32; LANES]) -> f64 {
     const WIDE: usize = LANES / 4;

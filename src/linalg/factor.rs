@@ -8,9 +8,9 @@
 //! | [`inverse`] | H⁻¹ |
 //!
 //! H = R·Rᵀ with an upper triangular R, so U = R⁻¹. Blocks of columns are eliminated from the last to the first, and the same step of a
-//! block does its part of the factorisation, of the inverse of R, and of UᵀU. Call the block k, the columns before it a, those behind it
-//! b. The triangle of a is what is left of H, that of b holds the result S so far, and T is what lies between them. R is now the factor
-//! of the block, H_kk = R·Rᵀ:
+//! block does its part of the factorisation, of the inverse of R, and of UᵀU. Call the block k, the columns before it a, and the
+//! columns after it b. The triangle of a is what is left of H, the triangle of b holds the result S so far, and T lies between the two.
+//! R is now the factor of the block, H_kk = R·Rᵀ:
 //!
 //! ```text
 //! Qa = R⁻¹·H_ka      Qb = R⁻¹·T_kb
@@ -173,7 +173,7 @@ pub fn inverse<T: Real>(h: &mut [T], n: usize) -> Result<(), NotPositive> {
     Ok(())
 }
 
-/// Replaces the upper triangle of H by that of U, or by that of UᵀU if U is `squared`.
+/// Replaces the upper triangle of H by the upper triangle of U, or of UᵀU if U is `squared`.
 fn eliminate<T: Real>(h: &mut [T], n: usize, squared: bool) -> Result<(), NotPositive> {
     // Columns of Q, `[n, columns of the block]`.
     let mut q = vec![T::default(); n * BLOCK.min(n)];
@@ -208,7 +208,7 @@ fn eliminate<T: Real>(h: &mut [T], n: usize, squared: bool) -> Result<(), NotPos
 /// Elements of a cache line of f32, neighbours that a task reads or writes together.
 const LINE: usize = 16;
 
-/// Copies the block's rows behind it and its columns before it to Q `[n, depth]`, and puts the unit matrix between them.
+/// Copies the columns above the block and the rows to its right to Q `[n, depth]`, and puts the unit matrix between them.
 fn read_block<T: Real>(h: &[T], n: usize, start: usize, depth: usize, q: &mut [T]) {
     let end = start + depth;
     let (before, rest) = q.split_at_mut(start * depth);

@@ -2,8 +2,8 @@
 //!
 //! X is `[tokens, width]`, G `[width, width]`. Every [`TOKENS`] rows enter the sums at once, so neither the parts in which rows arrive
 //! nor the threads change a bit. Only the upper triangle is computed and kept, in panels of rows that reach from the diagonal to the
-//! last column. The kernel is that of f32 products (it splits f32 into bf16 where the CPU has tiles, else it multiplies and adds), or that
-//! of bf16 products where the layer computes in bf16.
+//! last column. The kernel multiplies in f32 (it splits f32 into bf16 where the CPU has tiles, else it multiplies and adds), or in bf16
+//! where the layer computes in bf16.
 
 use std::ops::Range;
 
@@ -24,7 +24,7 @@ pub const PANEL: usize = 192;
 #[derive(Debug)]
 pub struct GramMatrix {
     width: usize,
-    /// Panels of the upper triangle, one after another: rows from a multiple of [`PANEL`] on, columns from the same number on.
+    /// Panels of the upper triangle, in order: rows from a multiple of [`PANEL`] on, columns from the same number on.
     sums: Vec<f32>,
     /// Rows that have not entered the sums, `[rows, width]`.
     waiting: Vec<f32>,
@@ -39,7 +39,7 @@ pub fn f32_kernel() -> Kernel {
     }
 }
 
-/// The kernel of Gram matrices of activations. bf16 arithmetic rounds activations before it multiplies them, so G is that of the rounded
+/// The kernel of Gram matrices of activations. bf16 arithmetic rounds activations before it multiplies them, so G comes from the rounded
 /// rows, like the products of the layer.
 pub fn kernel_of(products: Products) -> Kernel {
     match products {
@@ -113,7 +113,7 @@ impl GramMatrix {
         }
     }
 
-    /// Adds some rows of the upper triangle of another Gram matrix: `sums` is `[rows, width - first]`, with the rows and the columns from
+    /// Adds some rows of the upper triangle of a second Gram matrix. `sums` is `[rows, width - first]`: the rows and the columns from
     /// `first` on, a multiple of [`PANEL`].
     pub fn add_upper(&mut self, first: usize, sums: &[f32]) {
         let (columns, mut start) = (self.width - first, 0);
@@ -180,7 +180,7 @@ impl GramMatrix {
                 }
                 let columns = width - own.start;
                 out[own.start..].copy_from_slice(&starts[below][at * columns..][..columns]);
-                // The kernel need not give (i, j) and (j, i) the same bits: the upper one counts.
+                // The kernel need not give (i, j) and (j, i) the same bits: the upper triangle counts.
                 for left in 0..at {
                     out[own.start + left] = starts[below][left * columns + at];
                 }
@@ -189,7 +189,7 @@ impl GramMatrix {
         square
     }
 
-    /// Puts rows and columns into another order, `order[new] = old`, with a copy of the sums. Call [`GramMatrix::finish`] before.
+    /// Reorders rows and columns by `order[new] = old`, with a copy of the sums. Call [`GramMatrix::finish`] before.
     pub fn permute(&mut self, order: &[usize]) {
         let width = self.width;
         let old = std::mem::take(&mut self.sums);
@@ -253,7 +253,7 @@ impl GramMatrix {
     }
 }
 
-/// Some rows of X in the forms in which the kernel reads them. One call for many rows uses the memory again, which the system would
+/// Some rows of X in the forms in which the kernel reads them. A call for many rows reuses the memory, which the system would otherwise
 /// zero each time.
 struct PackedRows {
     tokens: usize,
@@ -384,7 +384,7 @@ mod tests {
 
     #[test]
     fn upper_rows_of_another_matrix_are_added() {
-        // Panels of 384 rows, as another machine might hold them, over panels of 192.
+        // Panels of 384 rows, as a second machine might hold them, over panels of 192.
         for width in [5, 192, 500] {
             let (ours, theirs) = (rows(30, width), rows(70, width));
             let other = gram(&theirs, width, 70, Products::F32).square();

@@ -1,4 +1,4 @@
-//! CPU features of the products. They are part of every result's protocol, since other instructions round differently.
+//! CPU features of the products. They are part of every result's protocol, since different instructions round differently.
 
 /// The vector features of this CPU that decide the kernel, widest first.
 pub fn cpu_features() -> Vec<&'static str> {

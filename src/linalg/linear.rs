@@ -47,7 +47,7 @@ pub struct LinearOutput<'a> {
 pub enum SingleToken {
     /// The kernels for many tokens. A token's values do not depend on the number of tokens.
     AsMany,
-    /// A matrix-vector product over the stored weight, at the speed of memory. It sums in another order.
+    /// A matrix-vector product over the stored weight, at the speed of memory. Its order of sums differs.
     MatrixVector,
 }
 
@@ -57,7 +57,7 @@ impl Linear {
         Self { weight: weight.into(), bias, packed: OnceLock::new(), is_reused: false }
     }
 
-    /// The same linear for many products: a product may keep the packed weight for the next one ([`ProductContext::keeps_packed`]).
+    /// The same linear for many products: a product may keep the packed weight for the next product ([`ProductContext::keeps_packed`]).
     #[must_use]
     pub fn reused(mut self) -> Self {
         self.is_reused = true;
@@ -88,7 +88,7 @@ impl Linear {
         }
     }
 
-    /// Puts the output features of a weight in memory, and of the bias, into another order: `order[new] = old`.
+    /// Reorders the output features of a weight in memory, and of the bias, by `order[new] = old`.
     ///
     /// # Panics
     /// Panics when `order` does not name every output feature once.
@@ -101,10 +101,10 @@ impl Linear {
         }
     }
 
-    /// Puts the input features of a weight in memory into another order: `order[new] = old`.
+    /// Reorders the input features of a weight in memory by `order[new] = old`.
     ///
     /// # Panics
-    /// Panics when `order` does not have one place per input feature.
+    /// Panics when `order` does not have a place per input feature.
     pub fn permute_inputs(&mut self, order: &[usize]) {
         if let Some(weight) = self.weight_mut().held_mut() {
             weight.permute_columns(order);
@@ -375,7 +375,7 @@ mod tests {
             for (x, two) in x.chunks(inner).zip(two.chunks(columns)) {
                 linear.forward(x, &mut one, single, &mut context).unwrap();
                 for (one, two) in one.iter().zip(two) {
-                    // 300 products below 1 summed in another order.
+                    // 300 products below 1, summed in a different order.
                     assert!((one - two).abs() < 1e-4, "{dtype:?}: {one} {two}");
                 }
             }

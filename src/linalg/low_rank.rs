@@ -1,20 +1,20 @@
 //! A weight with a low-rank change that keeps its zeros, for training: W' = M ∘ (W + s·B·A).
 //!
-//! W `[out, in]` is a pruned weight, M `[out, in]` its mask (1 = kept), A `[rank, in]`, B `[out, rank]`, s = alpha / rank. From the gradient
-//! G = ∂loss/∂W' (`gradient`):
+//! W `[out, in]` is a pruned weight, M `[out, in]` its mask (1 = kept), A `[rank, in]`, B `[out, rank]`, s = alpha / rank. From the
+//! gradient G = ∂loss/∂W' (`gradient`):
 //!
 //! ```text
 //! dB = s·(G ∘ M)·Aᵀ    [out, rank]
 //! dA = s·Bᵀ·(G ∘ M)    [rank, in]
 //! ```
 //!
-//! LoRA: Hu et al. 2021, arXiv:2106.09685, eq. 3. The mask inside the training is that of LoRS, Hu et al. 2025, arXiv:2501.08582.
+//! LoRA: Hu et al. 2021, arXiv:2106.09685, eq. 3. The mask inside the training is from LoRS, Hu et al. 2025, arXiv:2501.08582.
 //!
-//! G is never stored: it is computed in rectangles that fit a second-level cache. Each is masked there, and becomes its part of dA and dB by
-//! two thin products in f32. The rectangles and the order of their sums do not depend on the number of threads.
+//! G is never stored: it is computed in rectangles that fit a second-level cache. Each is masked there, and becomes its part of dA and
+//! dB by two thin products in f32. The rectangles and the order of their sums do not depend on the number of threads.
 //!
-//! Memory of a matrix: W' in the dtype of the products and out·in / 8 bytes of M. A, B and their gradients take 8·rank·(out + in). The parts
-//! of dA and dB take 4·rank·(out + in) for each row or column of rectangles ([`factor_parts_elements`]).
+//! Memory of a matrix: W' in the dtype of the products and out·in / 8 bytes of M. A, B and their gradients take 8·rank·(out + in). The
+//! parts of dA and dB take 4·rank·(out + in) for each row or column of rectangles ([`factor_parts_elements`]).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -42,7 +42,7 @@ pub struct MaskedLowRank {
     out_features: usize,
     in_features: usize,
     scale: f32,
-    /// One bit per element, 1 = pruned, row-major without padding, least significant bit first.
+    /// A bit per element, 1 = pruned, row-major without padding, least significant bit first.
     pruned: Arc<[u8]>,
     /// A `[rank, in_features]`.
     pub a: Vec<f32>,
@@ -81,7 +81,7 @@ impl MaskedLowRank {
         self.scale
     }
 
-    /// M, one byte per weight: 1 = kept.
+    /// M, a byte per weight: 1 = kept.
     pub fn kept(&self) -> Vec<u8> {
         let mut kept = vec![0; 8 * self.pruned.len()];
         let bytes = kept.par_chunks_exact_mut(8).with_min_len(1 << 12);
@@ -97,7 +97,7 @@ impl MaskedLowRank {
     /// Returns M ∘ (W + s·B·A) in `changed`, rounded to its dtype; its old content is lost. Sums are f32.
     ///
     /// # Panics
-    /// Panics when one of the two has another shape than the weight of [`MaskedLowRank::new`].
+    /// Panics when `weight` or `changed` does not have the shape of the weight of [`MaskedLowRank::new`].
     pub fn applied_to(&self, weight: &StoredMatrix, mut changed: StoredMatrix) -> StoredMatrix {
         let (columns, rank, dtype) = (self.in_features, self.rank(), changed.dtype());
         for matrix in [weight, &changed] {
@@ -128,7 +128,7 @@ impl MaskedLowRank {
         changed
     }
 
-    /// The same change with the mask given: where the weight's own zeros are not it, as behind a quantisation.
+    /// A change with a given mask, for a weight whose own zeros are not the mask, such as a quantised weight.
     ///
     /// # Panics
     /// Panics when a slice does not have the size of its shape.
@@ -186,7 +186,7 @@ pub fn applying_bytes(threads: usize, dtype: StoredDtype) -> ByteSize {
     ByteSize::of(threads, piece + PACKED_PER_THREAD)
 }
 
-/// Elements of the parts of a matrix's factor gradients that exist at one time.
+/// Elements of the parts of a matrix's factor gradients that exist at the same time.
 pub fn factor_parts_elements(kernel: Kernel, [rows, columns]: [usize; 2], rank: usize) -> usize {
     let [row_parts, column_parts] = parts_of_product(kernel, rows, columns);
     rank * (column_parts * rows + row_parts * columns)
@@ -302,7 +302,7 @@ mod tests {
 
     #[test]
     fn gradients_of_factors_are_those_of_the_formula() {
-        // One rectangle; some side by side, with masks between bytes; two one above the other.
+        // A single rectangle; some side by side, with masks between bytes; two stacked rectangles.
         for (rows, columns) in [(45, 70), (300, 701), (2100, 40)] {
             let (tokens, rank, scale) = (9, 3, 2.0);
             let mut w = wave(rows * columns, 0.53);

@@ -1,8 +1,8 @@
 //! Dense products with strides, by the `gemm` crate.
 //!
 //! C = alpha · A·B in f32 ([`matmul`]), or C += A·B in f64 ([`add_matmul`]), with A `[rows, inner]` and B `[inner, columns]`. Sums along
-//! `inner` have an order that depends on `inner` alone, so that neither the thread count nor, beyond small products (`parts`), the number of
-//! rows or columns changes a result.
+//! `inner` have an order that depends on `inner` alone. So neither the thread count nor, beyond small products (`parts`), the number
+//! of rows or columns changes a result.
 
 use gemm::Parallelism;
 
@@ -49,7 +49,7 @@ impl<'a, T> View<'a, T> {
     }
 }
 
-/// The threads of a product; a parallel caller uses one thread for each.
+/// The threads of a product. A parallel caller gives every product a single thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Threads {
     /// The calling thread alone.
@@ -106,7 +106,7 @@ fn product<T: Copy + Default + 'static>(
     };
     #[expect(unsafe_code, reason = "the gemm crate takes raw pointers")]
     // SAFETY: the assertions above keep every element of the three matrices inside its slice; `out` is borrowed mutably and so overlaps
-    // neither factor, and its rows do not overlap each other; every element of the slices is initialised.
+    // neither factor, and its rows do not overlap; every element of the slices is initialised.
     unsafe {
         gemm::gemm(
             rows,
@@ -164,7 +164,7 @@ mod tests {
                         .sum::<f64>()
                         * 0.5;
                     let got = f64::from(out[i * (columns + 3) + j]);
-                    // f32 products of numbers below one half: rounding stays below inner * 2^-24 * 1/4.
+                    // f32 products of numbers below 1/2: rounding stays below inner * 2^-24 * 1/4.
                     assert!((exact - got).abs() < 1e-7 * inner as f64, "({i}, {j}): {exact} {got}");
                 }
                 assert_eq!(

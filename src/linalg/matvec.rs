@@ -3,7 +3,7 @@
 //! y_i = Σ_j W_ij x_j, W `[rows, columns]` as stored, x and y in f32, accumulated in f32. Each weight is used once, so reading W limits the
 //! speed. Products of many tokens widen a panel of rows first, which here would write and read four more bytes per weight.
 //!
-//! A row's sum does not depend on the number of threads or on other rows. Its order of summation differs from that of the panel path
+//! A row's sum does not depend on the number of threads or on the rows around it. Its order of summation differs from the panel path
 //! and depends on the width of the CPU's vectors.
 
 use half::slice::HalfFloatSliceExt;
@@ -12,7 +12,7 @@ use rayon::prelude::*;
 
 use super::stored::{StoredMatrix, StoredValues};
 
-/// Vectors of partial sums; with fewer, additions wait for each other.
+/// Vectors of partial sums; with fewer, an addition waits for the addition before it.
 const VECTORS: usize = 4;
 
 /// Half-precision weights widened at once, on the stack. A multiple of every CPU's vectors, so that only the end of a row is shorter.
@@ -24,7 +24,7 @@ const TASK_BYTES: usize = 1 << 17;
 /// Writes W·x to `out`.
 ///
 /// # Panics
-/// Panics when the length of `x` is not the number of W's columns, or that of `out` the number of its rows.
+/// Panics when the length of `x` is not the number of W's columns, or the length of `out` not the number of its rows.
 pub(super) fn product(weight: &StoredMatrix, x: &[f32], out: &mut [f32]) {
     assert_eq!(x.len(), weight.columns(), "x must be [columns]");
     assert_eq!(out.len(), weight.rows(), "out must be [rows]");
@@ -42,7 +42,7 @@ pub(super) fn product(weight: &StoredMatrix, x: &[f32], out: &mut [f32]) {
     }
 }
 
-/// A task: one row per element of `out`.
+/// A task: a row per element of `out`.
 struct RowTask<'a> {
     weight: &'a StoredMatrix,
     first_row: usize,
@@ -89,7 +89,7 @@ fn dot<S: Simd, W>(simd: S, row: &[W], x: &[f32], widen: impl Fn(&[W], &mut [f32
     sum.total()
 }
 
-/// The sum of a row so far: vectors, and the rest after the last whole one.
+/// The sum of a row so far: vectors, and the rest after the last whole vector.
 struct RowSum<S: Simd> {
     simd: S,
     vectors: [S::f32s; VECTORS],
@@ -148,7 +148,7 @@ mod tests {
     #[test]
     fn the_product_equals_the_formula_for_every_dtype_and_odd_shapes() {
         for (rows, columns) in [(1, 1), (3, 31), (5, 33), (300, 64), (7, 777), (2, 70_001)] {
-            // Random numbers: periodic ones would add up in some lanes and cancel, with large rounding errors.
+            // Random numbers: periodic numbers would add up in some lanes and cancel, with large rounding errors.
             let (values, x) = (noise(rows * columns, 1), noise(columns, 2));
             for dtype in [StoredDtype::F32, StoredDtype::F16, StoredDtype::Bf16] {
                 let weight = StoredMatrix::from_f32(dtype, rows, columns, &values);

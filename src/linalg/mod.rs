@@ -24,7 +24,7 @@
 //! | `matmul` | dense products with strides, by the `gemm` crate |
 //! | `matvec` | the product of one token: y = W·x on the stored weight, widened piece by piece on the stack |
 //! | `nf4` | NF4: weights as 4-bit codes of 16 normal quantiles, with a scale per block of 64 |
-//! | `parts` | even parts of work, without a short last one |
+//! | `parts` | even parts of work, without a short last part |
 //! | `peak` | the peak speed of the CPU, measured |
 //! | `permute` | permutations of rows and columns |
 //! | `product` | C = X·Wᵀ with f32 sums, the products that take most of a run's time |
@@ -34,7 +34,7 @@
 //! | `stored` | a weight matrix in its stored dtype |
 //! | `tensor` | conversion between slices and candle tensors |
 //! | `triangular` | the kernels of a block in `factor`: Cholesky factor, solutions with a triangle |
-//! | `update` | C ← C − E·U in place, for columns of C from a given one on |
+//! | `update` | C ← C − E·U in place, for columns of C from a given column on |
 //! | `weight` | the weight of a linear: in memory, or at rest in a file from which some rows at a time are read |
 //! | `workspace` | scratch memory of a decoder layer, reused for every sample of every layer |
 

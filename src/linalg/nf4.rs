@@ -67,7 +67,7 @@ pub const fn blocks(weights: usize) -> usize {
 /// Quantises weights, which begin at the first element of a block.
 ///
 /// # Arguments
-/// * `weights`: a flattened matrix, or a piece of one whose length is a multiple of [`BLOCK`] unless it is the last
+/// * `weights`: a flattened matrix, or a piece of it; the length of every piece but the last is a multiple of [`BLOCK`]
 /// * `packed`: [`packed_bytes`]
 /// * `absmax`: [`blocks`]
 ///
@@ -134,7 +134,7 @@ impl WithSimd for Quantise<'_> {
 /// Restores the weights `range` of a flattened matrix.
 ///
 /// # Arguments
-/// * `packed`: the codes of the whole matrix, or those from byte `range.start / 2` on
+/// * `packed`: the codes from byte `range.start / 2` of the matrix on
 /// * `absmax`: the scales from block `range.start / BLOCK` on
 /// * `weights`: as many as the range has
 ///
@@ -180,7 +180,7 @@ impl WithSimd for Dequantise<'_> {
     fn with_simd<S: Simd>(self, _: S) {
         let blocks = self.weights.chunks_mut(BLOCK).zip(self.packed.chunks(BLOCK / 2));
         for ((weights, packed), absmax) in blocks.zip(self.absmax) {
-            // The scaled codebook: one product per code instead of one per weight.
+            // The scaled codebook: a product per code, not per weight.
             let values = CODEBOOK.map(|value| value * absmax);
             let (pairs, last) = weights.as_chunks_mut::<2>();
             for (pair, byte) in pairs.iter_mut().zip(packed) {
@@ -196,7 +196,7 @@ impl WithSimd for Dequantise<'_> {
 /// The scales of a matrix, themselves as 8-bit codes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct NestedScales {
-    /// One code per block.
+    /// A code per block.
     pub codes: Vec<u8>,
     /// The largest deviation from the offset in every [`NESTED_BLOCK`] scales.
     pub absmax: Vec<f32>,
@@ -220,7 +220,7 @@ impl NestedScales {
         Self { codes, absmax, offset }
     }
 
-    /// The scale of a block, from its code and those of its neighbours.
+    /// The scale of a block, from its code, the largest deviation in its [`NESTED_BLOCK`], and the offset.
     pub fn scale(&self, block: usize) -> f32 {
         nested_scale(self.codes[block], self.absmax[block / NESTED_BLOCK], self.offset)
     }

@@ -81,7 +81,7 @@ fn single_and_double_quantisation_equal_the_reference_bit_for_bit() {
             let mut halves = Vec::new();
             narrow(StoredDtype::Bf16, &values, &mut halves);
             let expected = golden_tensor(FILE, &key("dequantised_bf16")).unwrap().1;
-            // Its scales, rounded to bf16 first, have another offset in the reference.
+            // The reference rounds its scales to bf16 first, so its offset differs.
             if (case, tag) == ("zero_row", "double") {
                 continue;
             }

@@ -1,4 +1,4 @@
-//! Even parts of work, without a short last one.
+//! Even parts of work, without a short last part.
 //!
 //! The parts of a product do not change its bits. Parts have a least size, because packing the factors of a small part costs more
 //! than multiplying them.

@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use super::stored::{StoredMatrix, StoredValues};
 
-/// Puts the blocks of `values`, `size` elements each, into another order. It needs the memory of one block and of a bit per block.
+/// Reorders the blocks of `values`, `size` elements each. It needs the memory of a block and of a bit per block.
 ///
 /// # Panics
 /// Panics when `order` does not name every block once.
@@ -34,12 +34,12 @@ pub fn permute_blocks<T: Copy>(values: &mut [T], size: usize, order: &[usize]) {
     }
 }
 
-/// Puts the elements of a vector into another order.
+/// Reorders the elements of a vector.
 pub fn permute<T: Copy>(values: &mut [T], order: &[usize]) {
     permute_blocks(values, 1, order);
 }
 
-/// Puts the columns of every row of `values` into another order, with a copy of one row per task.
+/// Reorders the columns of every row of `values`, with a copy of a row per task.
 pub fn permute_columns<T: Pod + Send + Sync>(values: &mut [T], order: &[usize]) {
     values.par_chunks_mut(order.len().max(1)).for_each_init(Vec::new, |old, row| {
         old.clear();
@@ -50,7 +50,7 @@ pub fn permute_columns<T: Pod + Send + Sync>(values: &mut [T], order: &[usize]) 
     });
 }
 
-/// The inverse of a permutation: the new place of every old one.
+/// The inverse of a permutation: the new place of every old place.
 #[must_use]
 pub fn inverse(order: &[usize]) -> Vec<usize> {
     let mut places = vec![0; order.len()];
@@ -61,7 +61,7 @@ pub fn inverse(order: &[usize]) -> Vec<usize> {
 }
 
 impl StoredMatrix {
-    /// Puts the rows into another order.
+    /// Reorders the rows.
     ///
     /// # Panics
     /// Panics when `order` does not name every row once.
@@ -74,10 +74,10 @@ impl StoredMatrix {
         }
     }
 
-    /// Puts the columns into another order.
+    /// Reorders the columns.
     ///
     /// # Panics
-    /// Panics when `order` has another length than a row, or names a column that does not exist.
+    /// Panics when the length of `order` is not the length of a row, or `order` names a column that does not exist.
     pub fn permute_columns(&mut self, order: &[usize]) {
         assert_eq!(order.len(), self.columns(), "one place per column");
         match std::sync::Arc::make_mut(&mut self.values) {

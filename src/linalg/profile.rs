@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 /// The parts of the arithmetic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Part {
-    /// None of the other parts.
+    /// Work that no part below counts.
     Elsewhere,
     /// Reading weights that are at rest.
     Read,

@@ -75,7 +75,7 @@ pub(super) fn cut<'a>(
         "a rectangle reaches beyond its matrix"
     );
     let matrix = matrix.as_mut_ptr();
-    // Rectangles of the same columns follow one another, because they read the same rows of W.
+    // Rectangles of the same columns are consecutive, because they read the same rows of W.
     let (rows, columns) = (rows.to_vec(), columns.to_vec());
     columns.into_iter().flat_map(move |columns| {
         rows.clone().into_iter().map(move |rows| Rectangle {
@@ -102,7 +102,7 @@ impl Rectangle<'_> {
         assert!(row < self.rows.len(), "a rectangle has its own rows only");
         let first = (self.rows.start + row) * self.stride + self.columns.start;
         // SAFETY: `cut` checked that the last element of the last row is inside the matrix, which stays borrowed for the
-        // rectangle's lifetime, and that no other rectangle has these elements; `&mut self` keeps it to one row at a time.
+        // rectangle's lifetime, and that no second rectangle has these elements; `&mut self` keeps it to one row at a time.
         unsafe { std::slice::from_raw_parts_mut(self.matrix.add(first), self.columns.len()) }
     }
 }

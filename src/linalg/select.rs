@@ -5,7 +5,7 @@
 
 use pulp::{Arch, Simd, WithSimd};
 
-/// The bits of a score that is finite and ≥ 0; adding +0 turns a negative zero into a positive one.
+/// The bits of a score that is finite and ≥ 0; adding +0 turns −0 into +0.
 #[inline]
 pub fn key(score: f32) -> u32 {
     (score + 0.0).to_bits()
@@ -52,7 +52,7 @@ pub fn find_lowest(scores: &[f32], count: usize, scratch: &mut Vec<u32>) -> Lowe
 
 /// The index of the first value that is not finite.
 pub fn first_not_finite(values: &[f32]) -> Option<usize> {
-    /// The largest bits of |v|. The bits of infinity are larger than those of any number and smaller than those of any NaN.
+    /// The largest bits of |v|. As bits, infinity is larger than any number and smaller than any NaN.
     struct Highest<'a>(&'a [f32]);
     impl WithSimd for Highest<'_> {
         type Output = u32;
@@ -95,7 +95,7 @@ pub fn lowest(scores: &[f32], count: usize, scratch: &mut Vec<u32>, mut pick: im
 
 /// Marks the `count` lowest scores of each group of `size`, the choice of [`lowest`] for all groups of an N:M pattern.
 ///
-/// A score is selected if fewer than `count` scores of its group precede it; smaller scores precede it, and equal ones of lower index.
+/// A score is selected if fewer than `count` scores of its group precede it; smaller scores precede it, and equal scores of lower index.
 /// All pairs of a group are compared, sixteen groups at a time, without unpredictable branches.
 ///
 /// # Arguments
@@ -176,8 +176,8 @@ impl WithSimd for Ranked<'_> {
 
 /// Finds the score at a position of the ascending order of very many scores. They are fed twice; the memory is 512 KiB.
 ///
-/// A radix selection: the first pass counts the upper 16 bits of every score, the second the lower 16 bits of those that
-/// share the upper half of the wanted one. The result is exact, and the scores are never copied.
+/// A radix selection: the first pass counts the upper 16 bits of every score, the second the lower 16 bits of the scores that share
+/// the wanted score's upper half. The result is exact, and the scores are never copied.
 #[derive(Debug)]
 pub struct Radix {
     counts: Vec<u64>,
@@ -204,7 +204,7 @@ impl Radix {
         }
     }
 
-    /// Adds the counts of another counter of the same pass.
+    /// Adds the counts of a second counter of the same pass.
     pub fn merge(mut self, other: &Self) -> Self {
         self.counts.iter_mut().zip(&other.counts).for_each(|(count, more)| *count += more);
         self
@@ -277,7 +277,7 @@ mod tests {
         for count in [1, 2, 999, 1000, 1001, 2500, 3333, 4998, 4999] {
             let mut picked = Vec::new();
             lowest(&scores, count, &mut vec![9; 3], |index| picked.push(index));
-            // Zeros of both signs are one score.
+            // −0 and +0 are the same score.
             let unsigned: Vec<f32> = scores.iter().map(|score| score + 0.0).collect();
             assert_eq!(picked, by_stable_sort(&unsigned, count), "{count}");
             let found = find_lowest(&scores, count, &mut Vec::new());

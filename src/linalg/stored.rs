@@ -67,7 +67,7 @@ pub(super) enum StoredValues {
 pub struct StoredMatrix {
     rows: usize,
     columns: usize,
-    /// Copies share the elements until one of them changes.
+    /// Copies share the elements until a copy changes.
     pub(super) values: Arc<StoredValues>,
 }
 
@@ -227,7 +227,7 @@ impl StoredMatrix {
         }
     }
 
-    /// Writes +0 wherever `is_pruned(row, column)`; all other elements keep their bits.
+    /// Writes +0 wherever `is_pruned(row, column)`; kept elements do not change a bit.
     pub fn zero_where(&mut self, is_pruned: impl Fn(usize, usize) -> bool + Sync) {
         let columns = self.columns.max(1);
         typed!(Arc::make_mut(&mut self.values), values => {
@@ -241,13 +241,13 @@ impl StoredMatrix {
         });
     }
 
-    /// Writes +0 wherever a bit is set; all other elements keep their bits. The loop has no branch, since a mask is unpredictable.
+    /// Writes +0 wherever a bit is set; kept elements do not change a bit. The loop has no branch, since a mask is unpredictable.
     ///
     /// # Arguments
-    /// * `pruned`: one bit per element, row-major without padding between rows, least significant bit first
+    /// * `pruned`: a bit per element, row-major without padding between rows, least significant bit first
     ///
     /// # Panics
-    /// Panics when `pruned` does not have one bit per element, rounded up to bytes.
+    /// Panics when `pruned` does not have a bit per element, rounded up to bytes.
     pub fn zero_bits(&mut self, pruned: &[u8]) {
         assert_eq!(
             pruned.len(),
@@ -266,7 +266,7 @@ impl StoredMatrix {
         }
     }
 
-    /// The mask of the elements that equal zero, of either sign: one bit per element, 1 = zero, row-major without padding, least
+    /// The mask of the elements that equal zero, of either sign: a bit per element, 1 = zero, row-major without padding, least
     /// significant bit first, as [`StoredMatrix::zero_bits`] takes it.
     pub fn zeros_mask(&self) -> Vec<u8> {
         match &*self.values {
@@ -315,7 +315,7 @@ const CHUNK: usize = 1 << 15;
 /// Writes +0 wherever a bit is set, as [`StoredMatrix::zero_bits`] does.
 ///
 /// # Panics
-/// Panics when `pruned` does not have one bit per element, rounded up to bytes.
+/// Panics when `pruned` does not have a bit per element, rounded up to bytes.
 pub fn zero_bits_of(values: &mut [f32], pruned: &[u8]) {
     assert_eq!(pruned.len(), values.len().div_ceil(8), "a mask has a bit for every weight");
     bytemuck::cast_slice_mut::<f32, u32>(values)
@@ -340,7 +340,7 @@ pub(super) fn zero_bits_from(values: &mut [f32], pruned: &[u8], first: usize) {
     keep_some(whole, pruned, &WORDS);
 }
 
-/// One bit per element, 1 = zero.
+/// A bit per element, 1 = zero.
 fn zeros_mask<T: Copy + Sync>(values: &[T], is_zero: impl Fn(T) -> bool + Sync) -> Vec<u8> {
     let byte = |values: &[T]| {
         let bits = values.iter().enumerate();

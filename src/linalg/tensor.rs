@@ -14,7 +14,7 @@ pub fn from_vec(values: Vec<f32>, shape: &[usize]) -> Result<Tensor> {
 /// Calls `body` with the elements of a contiguous f32 tensor on the CPU, without a copy.
 ///
 /// # Errors
-/// Fails when the tensor is of another dtype or device or is not contiguous.
+/// Fails when the tensor is not f32, not on the CPU, or not contiguous.
 pub fn with_slice<R>(tensor: &Tensor, body: impl FnOnce(&[f32]) -> R) -> Result<R> {
     let (storage, layout) = tensor.storage_and_layout();
     let (start, end) = layout.contiguous_offsets().context("the tensor is not contiguous")?;
@@ -30,7 +30,7 @@ pub fn with_slice<R>(tensor: &Tensor, body: impl FnOnce(&[f32]) -> R) -> Result<
 /// Calls `body` with the bytes of a contiguous f32, f16 or bf16 tensor on the CPU, without a copy.
 ///
 /// # Errors
-/// Fails when the tensor has another dtype or device, or is not contiguous.
+/// Fails when the tensor is not f32, f16 or bf16, not on the CPU, or not contiguous.
 pub fn with_bytes<R>(tensor: &Tensor, body: impl FnOnce(&[u8]) -> R) -> Result<R> {
     let (storage, layout) = tensor.storage_and_layout();
     let (start, end) = layout.contiguous_offsets().context("the tensor is not contiguous")?;

@@ -6,8 +6,8 @@
 //! Rᵀ·y = x      y_i = (x_i − Σ_j r_ji·y_j) / r_ii        from the first i to the last, j < i
 //! ```
 //!
-//! R `[n, n]` is upper triangular. The terms of a sum have a fixed order and are added by fused multiply-adds, so neither threads nor vector units
-//! change a bit. Sources: Golub and Van Loan, "Matrix Computations", 4th edition, sections 3.1 and 4.2.
+//! R `[n, n]` is upper triangular. The terms of a sum have a fixed order and are added by fused multiply-adds, so neither threads nor
+//! vector units change a bit. Sources: Golub and Van Loan, "Matrix Computations", 4th edition, sections 3.1 and 4.2.
 
 use std::ops::{Div, Neg};
 

@@ -1,7 +1,8 @@
-//! C ← C − E·U in place, for columns of C from a given one on.
+//! C ← C − E·U in place, for columns of C from a given column on.
 //!
-//! E `[rows, inner]`, U `[inner, columns of C behind the first]` with the row length of C, C `[rows, columns]`; f32. Every element of C is
-//! one chain of sums along `inner` that begins with its old value, so neither the number of threads nor of rows changes a bit.
+//! E `[rows, inner]`, U `[inner, columns of C from the given column on]` with the row length of C, C `[rows, columns]`; f32. Every
+//! element of C is a single chain of sums along `inner` that begins with its old value, so neither the number of threads nor of rows
+//! changes a bit.
 
 use rayon::prelude::*;
 

@@ -1,6 +1,6 @@
 //! The weight of a linear: in memory, or at rest in a file from which some rows at a time are read.
 //!
-//! A pruned weight at rest needs memory only for its mask, one bit per element. Rows are read as stored, and the masked elements are
+//! A pruned weight at rest needs memory only for its mask, a bit per element. Rows are read as stored, and the masked elements are
 //! set to zero. So a run that writes no file computes with the pruned weight too.
 
 use std::fmt;
@@ -54,7 +54,7 @@ pub enum Products {
     F32,
     /// f32 products as sums of bf16 products ([`Kernel::Split`]).
     Split,
-    /// bf16 products with sums in f32; activations are rounded to bf16. Products with weights of other dtypes are f32 products.
+    /// bf16 products with sums in f32; activations are rounded to bf16. Weights that are not bf16 have f32 products.
     Bf16(Kernel),
 }
 
@@ -68,7 +68,7 @@ impl Products {
         }
     }
 
-    /// The kernel for gradients of a weight of this dtype: products of activations as exact as those with the weight.
+    /// The kernel for gradients of a weight of this dtype: it multiplies activations as exactly as a weight of this dtype.
     pub fn of_gradients(self, dtype: StoredDtype) -> Kernel {
         match (self, dtype) {
             (Self::Bf16(_), StoredDtype::F32 | StoredDtype::F16) => Kernel::Fused,
@@ -91,8 +91,8 @@ impl Products {
 pub struct ProductContext {
     /// The arithmetic.
     pub products: Products,
-    /// True if a reused weight stays packed from its first product on. The kernel must be able to keep it. A packed weight costs one to
-    /// two times the bytes of the weight.
+    /// True if a reused weight stays packed from its first product on. The kernel must be able to keep it. A packed weight takes as
+    /// many bytes as the weight, or up to twice as many.
     pub keeps_packed: bool,
     /// The profiler.
     pub watch: Watch,
@@ -121,7 +121,7 @@ impl ProductContext {
     }
 }
 
-/// Returns the first `length` elements of a buffer, with unspecified content. The old buffer is freed before a larger one is allocated.
+/// Returns the first `length` elements of a buffer, with unspecified content. The old buffer is freed before a larger buffer is allocated.
 pub(super) fn grow<T: Clone + Default>(buffer: &mut Vec<T>, length: usize) -> &mut [T] {
     if buffer.len() < length {
         *buffer = Vec::new();
@@ -147,10 +147,10 @@ impl MatrixAtRest {
     /// Returns the same matrix with +0 wherever `pruned` has a 1.
     ///
     /// # Arguments
-    /// * `pruned`: one bit per element, row-major without padding between rows, least significant bit first
+    /// * `pruned`: a bit per element, row-major without padding between rows, least significant bit first
     ///
     /// # Panics
-    /// Panics when `pruned` does not have one bit per element, rounded up to bytes.
+    /// Panics when `pruned` does not have a bit per element, rounded up to bytes.
     #[must_use]
     pub fn without(self, pruned: Vec<u8>) -> Self {
         assert_eq!(

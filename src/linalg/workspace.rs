@@ -1,6 +1,6 @@
 //! Scratch memory of a decoder layer, reused for every sample of every layer.
 //!
-//! Attention, MLP and head cut the same memory into their buffers. So its size is that of the largest of them, not of their sum.
+//! Attention, MLP and head cut the same memory into their buffers. So it is as large as the largest of the three needs, not their sum.
 
 use super::weight::{ProductContext, grow};
 

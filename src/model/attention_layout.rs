@@ -6,7 +6,7 @@ use crate::linalg::attention::Heads;
 use crate::linalg::parts::{LEAST_COLUMNS, parts};
 use crate::run::MemorySettings;
 
-/// Groups of key/value heads that are computed one after the other, and the buffers one group needs.
+/// Groups of key/value heads that are computed in turn, and the buffers a group needs.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct AttentionLayout {
     heads: Heads,

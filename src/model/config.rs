@@ -1,7 +1,7 @@
 //! `config.json` of a model: read and checked, never written. An output has a byte-for-byte copy of the file, unless it is a smaller
 //! model (`smaller`).
 //!
-//! Key names are those of Hugging Face transformers, in both spellings: 4.x (`rope_theta`, `rope_scaling`) and 5.x
+//! Key names follow Hugging Face transformers, in both spellings: 4.x (`rope_theta`, `rope_scaling`) and 5.x
 //! (`rope_parameters`). A key that the family's record decides (`family`) is read as the record says.
 
 mod keys;
@@ -222,7 +222,7 @@ fn check_is_computed(keys: &Keys<'_>, family: &Family) -> Result<()> {
     }
 }
 
-/// Reads `hidden_size` and the heads, which must fit each other.
+/// Reads `hidden_size` and the heads, and checks that they fit together.
 fn heads(keys: &Keys<'_>, family: &Family) -> Result<(usize, Heads)> {
     let hidden_size = keys.size("hidden_size", None)?;
     let num_heads = keys.size("num_attention_heads", None)?;

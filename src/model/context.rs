@@ -14,7 +14,7 @@ pub struct LayerContext {
 }
 
 impl LayerContext {
-    /// A context for sequences of up to `seqlen` tokens, cached ones included, with the default memory settings.
+    /// A context for sequences of up to `seqlen` tokens, cached tokens included, with the default memory settings.
     pub fn new(config: &ModelConfig, seqlen: usize) -> Self {
         Self::with_settings(config, seqlen, MemorySettings::default())
     }
@@ -24,7 +24,7 @@ impl LayerContext {
         Self { rotary: Rotary::new(config, seqlen), workspace: Workspace::new(), settings }
     }
 
-    /// The same context with another arithmetic of products. Only after this call, weights stay packed where the memory settings say so.
+    /// The same context with this arithmetic of products. Weights stay packed only after this call, if the memory settings say so.
     #[must_use]
     pub fn with_products(mut self, products: Products) -> Self {
         let context = self.workspace.product_context();

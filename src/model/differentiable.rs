@@ -22,7 +22,7 @@ use super::head::{Head, NORM};
 use super::projection::Projection;
 use super::rotary::Rotary;
 
-/// The weights by their names in the checkpoint, in f32. The map is ordered, so that sums over all weights have one order.
+/// The weights by their names in the checkpoint, in f32. The map is ordered, so that sums over all weights have a fixed order.
 pub type Weights = BTreeMap<String, Tensor>;
 
 /// Configuration and tables of a model. Callers pass the weights in, so that threads can share them.
@@ -62,7 +62,7 @@ impl DifferentiableModel {
     /// Fails when a weight is missing or a shape does not fit.
     pub fn logits(&self, weights: &Weights, ids: &Tensor) -> Result<Tensor> {
         let (batch, _) = ids.dims2()?;
-        // [batch · seqlen, hidden_size] throughout: one product per matrix.
+        // [batch · seqlen, hidden_size] throughout: a product per matrix.
         let mut x = get(weights, EMBEDDING)?.index_select(&ids.flatten_all()?, 0)?;
         for layer in 0..self.config.num_hidden_layers {
             x = self.layer(weights, layer, &x, batch)?;
@@ -122,7 +122,7 @@ impl DifferentiableModel {
             x.reshape((batch, seqlen, heads, head_dim))?.transpose(1, 2)?.contiguous()
         };
         let groups = heads / key_value_heads;
-        // The query heads of a key head follow each other: [batch · key heads, groups · seqlen, head_dim].
+        // The query heads of a key head are neighbours: [batch · key heads, groups · seqlen, head_dim].
         let grouped = (batch * key_value_heads, groups * seqlen, head_dim);
         let shared = (batch * key_value_heads, seqlen, head_dim);
         let q = self.rotate(&split(q, heads)?)?;

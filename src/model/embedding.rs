@@ -23,7 +23,7 @@ impl<'a> Embedding<'a> {
     /// Finds the table and checks its shape.
     ///
     /// # Errors
-    /// Fails when the table is missing or has another shape.
+    /// Fails when the table is missing or has a wrong shape.
     pub fn open(source: &'a dyn WeightSource, config: &ModelConfig) -> Result<Self> {
         let entry = source.require(EMBEDDING, &[config.vocab_size, config.hidden_size])?;
         stored_dtype(entry)?;

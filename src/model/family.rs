@@ -1,8 +1,8 @@
-//! The model families: one record each, which holds everything that distinguishes a family from the others.
+//! The model families. Each family has a record, which holds everything that distinguishes it.
 //!
 //! [`identify`] finds the record of a `config.json`, and [`ModelConfig`](super::ModelConfig) keeps it. The configuration, the
 //! layers on CPU and GPU, the memory formulas and the random checkpoints of tests read the record; none of them asks for a
-//! family's name. A record can express only what the arithmetic of a layer computes. docs/adding-a-family.md shows how to add one.
+//! family's name. A record can express only what the arithmetic of a layer computes. docs/adding-a-family.md shows how to add a family.
 
 use anyhow::Result;
 use serde::{Serialize, Serializer};
@@ -130,7 +130,7 @@ pub static FAMILIES: [Family; 2] = [
 /// Finds the family of a `config.json`.
 ///
 /// # Errors
-/// Fails for every other architecture, by its name.
+/// Fails for an architecture without a record, and names it. Fails for a file that names neither architecture nor model type.
 pub fn identify(config: &Value) -> Result<&'static Family> {
     let model_type = config.get("model_type").and_then(Value::as_str);
     let architecture =
@@ -144,7 +144,7 @@ pub fn identify(config: &Value) -> Result<&'static Family> {
     {
         return Ok(family);
     }
-    // Of two names, the one that no family has is the reason.
+    // An unknown architecture is the reason by itself. A known architecture is refused because its model type does not fit.
     let architecture_is_known = |name| FAMILIES.iter().any(|one| one.architecture == name);
     let refused = match (architecture, model_type) {
         (None, None) => {
@@ -157,7 +157,7 @@ pub fn identify(config: &Value) -> Result<&'static Family> {
     };
     let supported = FAMILIES.iter().map(|one| format!("{}: {}", one.architecture, one.models));
     let supported = supported.collect::<Vec<_>>().join("; ");
-    // A file that names another family than its weights are of would be computed, wrongly.
+    // With the name of a supported family, the weights of an unsupported model would be computed, wrongly.
     Err(Failure::new(format!("the architecture {refused} is not supported"))
         .detail(format!("supported: {supported}"))
         .hint("choose a model of a supported family; a changed config.json does not make it one")

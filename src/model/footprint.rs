@@ -5,18 +5,18 @@
 //!
 //! | function | memory of |
 //! | --- | --- |
-//! | [`layer_weights`] | one decoder layer, in use or waiting: weights, or masks; norms and biases |
+//! | [`layer_weights`] | a decoder layer, in use or waiting: weights, or masks; norms and biases |
 //! | [`layer_packed`] | the packed weights of a layer, if products keep them |
 //! | [`context`] | the rotary tables, from the first layer to the end of the run |
 //! | [`products`] | the packed factors of products, from the first product on |
 //! | [`forward`], [`capture`] | a sample inside a layer |
 //! | [`score`] | a matrix that is scored |
 //! | [`head`] | the head, logits, and three numbers per token of the windows |
-//! | [`hidden_states`] | the states of one sample between layers |
+//! | [`hidden_states`] | the states of a sample between layers |
 //!
-//! A plan adds the parts that exist together: `layer_weights` (twice when reading ahead) + `context` + one of the phases + hidden
-//! states. The head's phase has no layer. The workspace of [`forward`] stays until the run ends, so [`score`] is added to it
-//! ([`workspace`]), and [`head`] uses it. Other rooms count statistics and rows for output errors (`pipeline`), one state per stream on
+//! A plan adds the parts that exist together: `layer_weights` (twice when reading ahead) + `context` + a phase + hidden states.
+//! The head's phase has no layer. The workspace of [`forward`] stays until the run ends, so [`score`] is added to it
+//! ([`workspace`]), and [`head`] uses it. Counted elsewhere: statistics and rows for output errors (`pipeline`), a state per stream on
 //! its way to disk, the program, tokens and the tokenizer.
 
 use super::attention_layout::AttentionLayout;
@@ -36,14 +36,14 @@ use crate::run::memory_settings::{MemorySettings, WeightsHeld};
 /// Dtypes of stored weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Dtypes {
-    /// The dtype of decoder layers; the widest one if they differ.
+    /// The dtype of decoder layers; the widest dtype if they differ.
     pub layers: StoredDtype,
     /// The dtype of the head, or of the embedding if it is the head.
     pub head: StoredDtype,
 }
 
 impl Dtypes {
-    /// One dtype for all weights.
+    /// The same dtype for all weights.
     pub fn all(dtype: StoredDtype) -> Self {
         Self { layers: dtype, head: dtype }
     }
@@ -52,10 +52,10 @@ impl Dtypes {
 /// Bytes of an f32.
 const F32: usize = 4;
 
-/// Bytes per thread that a product of one token with cached keys packs: at most the second-level cache of a core, 2 MiB on recent servers.
+/// Bytes per thread that a product of a token with cached keys packs: at most the second-level cache of a core, 2 MiB on recent servers.
 const PACKED_PER_THREAD: usize = 2 << 20;
 
-/// Memory of one decoder layer: weights e · (2·H·Q + 2·H·K + 3·H·I), or masks of 1 bit per weight if matrices stay on disk; norms
+/// Memory of a decoder layer: weights e · (2·H·Q + 2·H·K + 3·H·I), or masks of 1 bit per weight if matrices stay on disk; norms
 /// 4 · 2·H; 4 bytes per element of a bias.
 pub fn layer_weights(
     config: &ModelConfig,
@@ -77,7 +77,7 @@ pub fn layer_weights(
     bytes
 }
 
-/// Memory of one decoder layer's packed weights, in addition to [`layer_weights`]: 2·p · (2·H·Q + 2·H·K + 3·H·I), rows and columns
+/// Memory of a decoder layer's packed weights, in addition to [`layer_weights`]: 2·p · (2·H·Q + 2·H·K + 3·H·I), rows and columns
 /// rounded up to 32. p is the number of bf16 parts of an element: 1 in bf16 products; in split f32 products 1 for bf16, 2 for f16 and 3
 /// for f32 weights.
 pub fn layer_packed(config: &ModelConfig, kernel: Kernel) -> ByteSize {
@@ -97,7 +97,7 @@ pub fn parameters(config: &ModelConfig) -> u64 {
         .sum()
 }
 
-/// Memory of the hidden states of one sample of `seqlen` tokens: 4·L·H.
+/// Memory of the hidden states of a sample of `seqlen` tokens: 4·L·H.
 pub fn hidden_states(config: &ModelConfig, seqlen: usize) -> ByteSize {
     ByteSize::of(seqlen * config.hidden_size, F32)
 }
@@ -211,7 +211,7 @@ pub fn rows_read(config: &ModelConfig, dtype: StoredDtype, settings: &MemorySett
 
 /// Memory of a sample that passes a layer (propagate, evaluate): the [`workspace`], and the larger of attention's scratch
 /// ([`attention::scratch_bytes`]) and the output 4·L·H. The owner of the input counts the input.
-/// `kernel` is that of products of activations.
+/// `kernel` computes products of activations.
 pub fn forward(
     config: &ModelConfig,
     dtype: StoredDtype,
@@ -226,7 +226,7 @@ pub fn forward(
 }
 
 /// Memory of text generation: the prompt passes in blocks of `block` tokens as in [`forward`], and the last block sees `capacity` cached
-/// tokens; one row of logits, 4·V; the [`context`] of all positions.
+/// tokens; a row of logits, 4·V; the [`context`] of all positions.
 pub fn generation(
     config: &ModelConfig,
     dtype: StoredDtype,
@@ -248,7 +248,7 @@ pub fn generation(
 }
 
 /// Memory of a sample's backward pass through a layer: [`backward_elements`] · 4, scratch of attention, the sample, the gradient of the
-/// output and that of the input, 3·4·L·H. Gradients of weights come in addition, and kept activations ([`kept_activations`]).
+/// output and the gradient of the input, 3·4·L·H. Gradients of weights come in addition, and kept activations ([`kept_activations`]).
 pub fn backward(
     config: &ModelConfig,
     seqlen: usize,
@@ -326,7 +326,8 @@ pub fn head_weight(config: &ModelConfig, dtype: StoredDtype) -> ByteSize {
     ByteSize::of(config.vocab_size * config.hidden_size, dtype.bytes())
 }
 
-/// Memory of a sample that is observed inside a layer (calibrate): that of [`forward`], because attention's output is also the MLP's input.
+/// Memory of a sample that is observed inside a layer (calibrate): the same as [`forward`], because attention's output is also the MLP's
+/// input.
 pub fn capture(
     config: &ModelConfig,
     dtype: StoredDtype,

@@ -30,7 +30,7 @@ pub(super) fn largest_chunk(vocab_size: usize, head_rows: Option<usize>) -> usiz
     largest_part(vocab_size, head_rows.unwrap_or(usize::MAX), LEAST_VOCABULARY)
 }
 
-/// Tokens of the largest part of a sample whose logits for one part of the vocabulary exist at once.
+/// Tokens of the largest part of a sample whose logits for a part of the vocabulary exist at once.
 pub(super) fn largest_tokens(seqlen: usize, bytes: ByteSize, vocabulary: usize) -> usize {
     largest_part(seqlen, logit_rows(bytes, vocabulary), LEAST_ROWS)
 }
@@ -75,7 +75,7 @@ impl Head {
     /// Checks shapes. Reads headers only.
     ///
     /// # Errors
-    /// Fails when the norm or the head is missing or has another shape.
+    /// Fails when the norm or the head is missing or has a wrong shape.
     pub fn check(source: &dyn WeightSource, config: &ModelConfig) -> Result<()> {
         source.require(NORM, &[config.hidden_size])?;
         source.require(Self::tensor_name(config), &[config.vocab_size, config.hidden_size])?;
@@ -157,13 +157,13 @@ impl Head {
         self.lm_head.out_features()
     }
 
-    /// The parts of the vocabulary, of which one is in memory at a time. A head in memory is one part.
+    /// The parts of the vocabulary, which are in memory in turn. A head in memory is a single part.
     pub fn chunks(&self) -> impl ExactSizeIterator<Item = Range<usize>> + use<> {
         let at_most = self.rows_at_once.unwrap_or(usize::MAX);
         parts(self.vocab_size(), at_most, LEAST_VOCABULARY)
     }
 
-    /// Reads one of [`Head::chunks`], unless the head is in memory.
+    /// Reads a part of [`Head::chunks`], unless the head is in memory.
     pub fn chunk(&self, rows: Range<usize>) -> Result<HeadChunk<'_>> {
         let read = match self.lm_head.weight() {
             Weight::AtRest(weight) => Some(Linear::new(weight.read(rows.clone())?, None)),
@@ -178,7 +178,7 @@ impl Head {
     /// * `hidden`: `[seqlen, hidden_size]`, the output of the last layer
     ///
     /// # Errors
-    /// Fails when `hidden` has another width, when a head at rest cannot be read, and when `body` fails.
+    /// Fails when `hidden` has a wrong width, when a head at rest cannot be read, and when `body` fails.
     pub fn logits(
         &self,
         hidden: &Tensor,
@@ -195,7 +195,7 @@ impl Head {
     /// * `logits`: resized to the vocabulary
     ///
     /// # Errors
-    /// Fails when `hidden` has another width or no token, and when a head at rest cannot be read.
+    /// Fails when `hidden` has a wrong width or no token, and when a head at rest cannot be read.
     pub fn last_logits(
         &self,
         hidden: &Tensor,
@@ -232,7 +232,7 @@ impl Head {
             self.norm.len()
         );
         let at_most = logit_rows(context.settings().logits_bytes, rows.len());
-        // The pass runs on a thread of the pool, as that of a layer does.
+        // The pass runs on a thread of the pool, as in a layer.
         let mut pass = |hidden: &[f32]| -> Result<()> {
             for part in parts(seqlen, at_most, LEAST_ROWS) {
                 let ([normed, logits], products) = context

@@ -9,7 +9,7 @@ use super::config::ModelConfig;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 
-/// Keys and values of one layer.
+/// Keys and values of a layer.
 #[derive(Debug)]
 pub struct LayerCache {
     width: usize,
@@ -19,7 +19,7 @@ pub struct LayerCache {
 }
 
 impl LayerCache {
-    /// Number of cached tokens, which is the position of the next one.
+    /// Number of cached tokens, which is the position of the next token.
     pub fn tokens(&self) -> usize {
         self.keys.len() / self.width
     }
@@ -89,7 +89,7 @@ impl KvCache {
         ByteSize::of(capacity, of_a_token.saturating_mul(config.num_hidden_layers))
     }
 
-    /// The cache of one layer.
+    /// The cache of a layer.
     ///
     /// # Panics
     /// Panics when the model has no such layer.

@@ -1,21 +1,21 @@
-//! One decoder layer: its weights as stored, and its forward pass with four observation points.
+//! A decoder layer: its weights as stored, and its forward pass with four observation points.
 //!
 //! ```text
 //! x ← hidden;  a = norm(x);  q, k, v = a·Wqᵀ, a·Wkᵀ, a·Wvᵀ;  q, k rotated
 //! x ← x + attention(q, k, v)·Woᵀ;  m = norm(x);  x ← x + (silu(m·Wgateᵀ) ∘ m·Wupᵀ)·Wdownᵀ
 //! ```
 //!
-//! norm(x) = x / √(mean(x²) + ε) ∘ w. Touvron et al. 2023, arXiv:2302.13971 §2.2; the arithmetic is that of transformers'
+//! norm(x) = x / √(mean(x²) + ε) ∘ w. Touvron et al. 2023, arXiv:2302.13971 §2.2; the arithmetic follows transformers'
 //! `LlamaDecoderLayer` in f32 with eager attention. All steps work on slices, with scratch memory from the workspace. The MLP runs
 //! over some tokens at a time, so its two wide activations never exist for a whole sequence. Attention can run over some key/value
 //! heads at a time, with their queries. The [`MemorySettings`] set both numbers; they change no bit of the result.
 //!
-//! Memory at one time, in f32 elements, with L tokens, H hidden_size, I intermediate_size, Q and K the widths of all queries and of
-//! all keys:
+//! Memory that exists at once, in f32 elements, with L tokens, H hidden_size, I intermediate_size, Q and K the widths of all queries
+//! and of all keys:
 //!
 //! ```text
 //! always      L·H input (its owner counts it), L·H output
-//! attention   L·max(H, Q) normed, then context; L·Q q; 2·L·K k and v; blocks of scores, one per thread
+//! attention   L·max(H, Q) normed, then context; L·Q q; 2·L·K k and v; a block of scores per thread
 //!   in parts  L·H normed; L·Q context; (L·Q + 2·L·K) / parts q, k and v; blocks of scores
 //! MLP         t·H normed, then down's output; 2·t·I gate and up, for t tokens at once
 //! ```
@@ -66,7 +66,7 @@ impl DecoderLayer {
     /// Checks that all tensors of a layer exist with the right shapes and dtypes. Reads headers only.
     ///
     /// # Errors
-    /// Fails for the first tensor that is missing or has another shape, and names it.
+    /// Fails for the first tensor that is missing or has a wrong shape, and names it.
     pub fn check(source: &dyn WeightSource, config: &ModelConfig, index: usize) -> Result<()> {
         for tensor in config.layer_tensors(index) {
             super::stored_dtype(source.require(&tensor.name, &tensor.shape)?)?;
@@ -126,7 +126,7 @@ impl DecoderLayer {
         })
     }
 
-    /// The same layer with other linears, of the sizes of `config`. The norms stay.
+    /// The same layer with new linears, of the sizes of `config`. The norms stay.
     #[must_use]
     pub fn with_linears(
         &self,
@@ -162,7 +162,7 @@ impl DecoderLayer {
         &self.linears[&projection]
     }
 
-    /// The revision of the weights, which counts accesses for a change. A copy of another revision is out of date.
+    /// The revision of the weights, which counts accesses for a change. A copy is up to date only if its revision is the same.
     pub fn revision(&self) -> u64 {
         self.revision
     }
@@ -177,8 +177,8 @@ impl DecoderLayer {
         self.changed.get(&projection).copied().unwrap_or(self.base)
     }
 
-    /// The same layer as version `number`, from 1: no revision is that of another version, so a copy on a device is never taken for
-    /// this layer's.
+    /// The same layer as version `number`, from 1. No two versions share a revision, so a copy of an earlier version on a device is never
+    /// taken for this layer.
     #[must_use]
     pub fn as_version(self, number: u32) -> Self {
         let revision = u64::from(number) << 32;
@@ -242,7 +242,7 @@ impl DecoderLayer {
         linear.into_weight()
     }
 
-    /// Puts the intermediate channels of the MLP into another order, `order[new] = old`: the rows of gate and up with their biases, and
+    /// Puts the intermediate channels of the MLP into a new order, `order[new] = old`: the rows of gate and up with their biases, and
     /// the columns of down. The function stays the same but for the order of down's sums. The three weights must be in memory.
     ///
     /// # Panics
@@ -254,20 +254,20 @@ impl DecoderLayer {
         self.linear_mut(Projection::Down).permute_inputs(order);
     }
 
-    /// Passes one sample through the layer: `[seqlen, hidden_size]` in, the same shape out.
+    /// Passes a sample through the layer: `[seqlen, hidden_size]` in, the same shape out.
     ///
-    /// The pass runs on a thread of the pool, as that of [`DecoderLayer::capture`] does. A layer has dozens of loops; starting each of
+    /// The pass runs on a thread of the pool, as in [`DecoderLayer::capture`]. A layer has dozens of loops; starting each of
     /// them from outside the pool would cost a small model as much time as the loops take.
     ///
     /// # Errors
-    /// Fails when `hidden` has another width or more tokens than the context was created for, and when a weight at rest cannot be read.
+    /// Fails when `hidden` has a wrong width or more tokens than the context was created for, and when a weight at rest cannot be read.
     pub fn forward(&self, hidden: &Tensor, context: &mut LayerContext) -> Result<Tensor> {
         let mut out = Self::allocate_output(hidden);
         rayon::scope(|_| self.pass(hidden, context, None, &mut out))?;
         tensor::from_vec(out, hidden.dims())
     }
 
-    /// Passes the tokens after the cached ones through the layer, and adds their keys and values to `cache`: `[tokens, hidden_size]` in,
+    /// Passes the tokens after the cached tokens through the layer, and adds their keys and values to `cache`: `[tokens, hidden_size]` in,
     /// the same shape out. Except for rounding, the output equals the last rows of [`DecoderLayer::forward`] of the whole sequence.
     pub fn forward_cached(
         &self,
@@ -297,7 +297,7 @@ impl DecoderLayer {
         self.mlp(out, context, single, None)
     }
 
-    /// Shows the four observed inputs of one sample to `observer`. The pass ends before down's product, because its output is not needed.
+    /// Shows the four observed inputs of a sample to `observer`. The pass ends before down's product, because its output is not needed.
     pub fn capture(
         &self,
         hidden: &Tensor,
@@ -442,7 +442,7 @@ impl DecoderLayer {
     }
 }
 
-/// Arithmetic of a single token: fast behind a cache, else that of many tokens.
+/// Arithmetic of a single token: fast with a cache, else as for many tokens.
 fn single_token(cache: Option<&LayerCache>) -> SingleToken {
     match cache {
         Some(_) => SingleToken::MatrixVector,

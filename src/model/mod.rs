@@ -1,4 +1,4 @@
-//! Models: configuration, tensors, and the arithmetic of one decoder layer.
+//! Models: configuration, tensors, and the arithmetic of a decoder layer.
 //!
 //! A layer is loaded, run and dropped by itself; no type of this room holds a whole model. The table of [`family`] has a record per model
 //! family.
@@ -14,13 +14,13 @@
 //! | `footprint` | memory of each phase of a run, computed from the model's shape and the `MemorySettings` |
 //! | `head` | the end of the model: the last norm and the language-model head |
 //! | `kv_cache` | keys and values of the tokens a model has read |
-//! | `layer` | one decoder layer: its weights as stored, and its forward pass with four observation points |
+//! | `layer` | a decoder layer: its weights as stored, and its forward pass with four observation points |
 //! | `observe` | observation points of a decoder layer, and the observer that sees the inputs of its linears there |
 //! | `on_device` | decoder layers and head with candle's operators, for GPUs |
 //! | `projection` | the linears of a decoder layer: names, shapes and the inputs they share |
 //! | `rotary` | rotary position tables: θ_i = rope_theta^(−2i/head_dim), angle(t, i) = t·θ_i, with the scaling of the configuration |
 //! | `shapes` | shapes of published models by name, for plans without a checkpoint |
-//! | `smaller` | a smaller model made of parts of another: its configuration, and the place of each of its tensors in the other |
+//! | `smaller` | a smaller model made of parts of a larger model: its configuration, and the place of its tensors in the larger model |
 //! | `tensors` | the tensors of a model by name and shape, as the family's record has them |
 //! | `training_footprint` | memory that layers and head share in a training of the whole model |
 

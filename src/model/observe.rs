@@ -28,7 +28,7 @@ pub enum FromDevice<'a> {
     Rows,
     /// Column sums, and the rows at these positions of the sample, ascending: they reach [`Observer::observe_sums`].
     Sums(&'a [usize]),
-    /// The same. XᵀX of all rows is added to that of earlier samples, which stays on the device.
+    /// The same as [`FromDevice::Sums`]. XᵀX of all rows is added to a sum over samples, which stays on the device.
     Gram(&'a [usize]),
 }
 
@@ -45,6 +45,6 @@ pub trait Observer: Send {
     /// Takes the sums of the sample's next rows, which stay on a device.
     ///
     /// # Arguments
-    /// * `kept`: those of the rows that [`FromDevice`] names, `[rows, in_features]`
+    /// * `kept`: the rows at the positions that [`FromDevice`] names, `[rows, in_features]`
     fn observe_sums(&mut self, _point: Observation, _sums: &ColumnSums<'_>, _kept: &[f32]) {}
 }

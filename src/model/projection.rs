@@ -56,7 +56,7 @@ impl Projection {
         format!("{}.bias", self.full_name(layer))
     }
 
-    /// Returns true for a linear of the attention block, false for one of the MLP.
+    /// Returns true for a linear of the attention block, false for a linear of the MLP.
     pub fn is_attention(self) -> bool {
         matches!(self, Self::Q | Self::K | Self::V | Self::O)
     }

@@ -2,7 +2,7 @@
 //!
 //! Su et al. 2021, arXiv:2104.09864 §3.2.2; the scalings follow transformers' `modeling_rope_utils` (`linear`, `dynamic`,
 //! `llama3`). Frequencies and angles are rounded to f32 at the same steps as in transformers. An angle of 2000 rad in f32 has an error
-//! of 10⁻⁴. A table computed in f64 would be more exact than the one the model was trained with, and would not reproduce the
+//! of 10⁻⁴. A table computed in f64 would be more exact than the table of the model's training, and would not reproduce the
 //! statistics of the reference. The first half of a head is paired with its second half, as in transformers. The sine and cosine of the
 //! C library decide the last bit of an entry.
 
@@ -48,7 +48,7 @@ impl Rotary {
     /// first row. A pair (a, b) becomes (a·cos − b·sin, a·sin + b·cos).
     ///
     /// # Errors
-    /// Fails when `x` has another shape, or positions beyond the tables.
+    /// Fails when `x` has a wrong shape, or positions beyond the tables.
     pub fn apply(
         &self,
         x: &mut [f32],
@@ -65,7 +65,7 @@ impl Rotary {
     /// becomes (a·cos + b·sin, b·cos − a·sin).
     ///
     /// # Errors
-    /// Fails when `x` has another shape, or positions beyond the tables.
+    /// Fails when `x` has a wrong shape, or positions beyond the tables.
     pub fn apply_back(&self, x: &mut [f32], num_heads: usize, head_dim: usize) -> Result<()> {
         self.rotate(x, 0, num_heads, head_dim, |(a, b), cos, sin| {
             (a * cos + b * sin, b * cos - a * sin)
@@ -106,7 +106,7 @@ impl Rotary {
     }
 }
 
-/// One frequency per pair of elements, in rad per token.
+/// A frequency per pair of elements, in rad per token.
 fn frequencies(config: &ModelConfig, seqlen: usize) -> Vec<f32> {
     let dim = config.head_dim as f32;
     let base = match config.rope_scaling {

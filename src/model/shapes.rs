@@ -1,4 +1,4 @@
-//! Shapes of published models by name, for plans without a checkpoint. The numbers are those of the models' `config.json`.
+//! Shapes of published models by name, for plans without a checkpoint. The numbers come from the models' `config.json`.
 
 use serde_json::json;
 
@@ -37,7 +37,7 @@ const fn llama_3_1(factor: f64) -> Rope {
 
 /// All shapes, smallest first.
 pub const SHAPES: [Shape; 13] = [
-    // The dtype is that of the chat model.
+    // The dtype of the chat model.
     Shape {
         name: "tinyllama-1.1b",
         model_type: "llama",

@@ -1,9 +1,9 @@
-//! A smaller model made of parts of another: its configuration, and the place of each of its tensors in the other.
+//! A smaller model made of parts of a larger model: its configuration, and the place of its tensors in the larger model.
 //!
 //! An edit of the structure (layers that are dropped) changes the shape of a model, and leaves every tensor that stays as it is. So the
 //! smaller model is a [`ModelConfig`], the matching `config.json`, and a view of the checkpoint
 //! ([`Checkpoint::view`](crate::checkpoint::Checkpoint::view)). Everything that reads or writes models works on these three alone.
-//! A narrower model ([`Width`]) has other matrices, so its view takes them from a second checkpoint
+//! A narrower model ([`Width`]) has matrices of its own, so its view takes them from a second checkpoint
 //! ([`Checkpoint::with_tensors_of`](crate::checkpoint::Checkpoint::with_tensors_of)).
 
 use std::collections::BTreeSet;
@@ -15,17 +15,17 @@ use super::config::ModelConfig;
 /// The beginning of the names of a layer's tensors.
 const LAYERS: &str = "model.layers.";
 
-/// A model with some layers of another.
+/// A model with some layers of a larger model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeptLayers {
-    /// The layers of the other model that stay, in ascending order.
+    /// The layers of the larger model that stay, in ascending order.
     kept: Vec<usize>,
-    /// Layers of the other model.
+    /// Number of layers of the larger model.
     before: usize,
 }
 
 impl KeptLayers {
-    /// The layers of a model of `layers` without the `dropped` ones.
+    /// All of a model's `layers` layers without the `dropped` layers.
     pub fn without(layers: usize, dropped: &[usize]) -> Self {
         // A record may name any number of layers.
         let dropped: BTreeSet<usize> = dropped.iter().copied().collect();
@@ -35,7 +35,7 @@ impl KeptLayers {
         }
     }
 
-    /// The layers of the other model, by their new numbers.
+    /// The kept layers of the larger model, by their new numbers.
     pub fn layers(&self) -> &[usize] {
         &self.kept
     }

@@ -1,4 +1,4 @@
-//! Memory of a training of the whole model beyond that of its layers: the buffers that layers and the head share, and packed factors.
+//! Memory of a training of the whole model beyond its layers: the buffers that layers and the head share, and packed factors.
 //! All of them grow to their largest use and stay until the training is over, so every phase after the first step has them.
 //!
 //! ```text
@@ -51,7 +51,7 @@ impl TrainingBuffers<'_> {
         largest_tokens(self.seqlen, at_most, self.config.vocab_size)
     }
 
-    /// Rows of the head that are multiplied at once: all, or those that are read at once.
+    /// Rows of the head that are multiplied at once: all, or as many as are read at once.
     fn head_rows(&self) -> usize {
         let (rows, columns) = (self.config.vocab_size, self.config.hidden_size);
         match self.settings.head_rows {
@@ -60,7 +60,7 @@ impl TrainingBuffers<'_> {
         }
     }
 
-    /// Memory of the activations of layers and head, one after the other.
+    /// Memory of the activations of layers and head, which use it in turn.
     pub fn activations(&self) -> ByteSize {
         let Self { config, settings, .. } = *self;
         let backward = backward_elements(

@@ -8,7 +8,8 @@
 //! sample after sample in their order, and are rounded to f32 once. So the means depend neither on threads nor on the device of a sample,
 //! and a sample that fails half-way counts for nothing.
 //!
-//! [`ActivationMeter`] is an editor that changes no layer. It keeps four inputs per layer: q, k and v share one, and so do gate and up.
+//! [`ActivationMeter`] is an editor that changes no layer. It keeps the means of four inputs per layer: q, k and v have
+//! the same input, and so do gate and up.
 
 use anyhow::{Context, Result};
 
@@ -29,7 +30,7 @@ pub struct SquareSumsKind;
 
 impl StatisticsKind for SquareSumsKind {
     fn bytes(&self, in_features: usize) -> ByteSize {
-        // The sums of all samples, and the sums of one sample.
+        // The sums of all samples, and the sums of the current sample.
         ByteSize::of(in_features * 2, size_of::<f64>())
     }
 
@@ -78,7 +79,7 @@ pub fn widths(config: &ModelConfig) -> [usize; 4] {
     output_error::widths(config)
 }
 
-/// Measures the inputs of every layer. An editor by its place in the sweep; the layers stay as they are.
+/// Measures the inputs of every layer. It takes the editor's place in the sweep, but leaves the layers as they are.
 pub struct ActivationMeter<'a> {
     calibrator: Calibrator<'a>,
     journal: &'a mut dyn ActivationJournal,
@@ -86,7 +87,7 @@ pub struct ActivationMeter<'a> {
 }
 
 impl<'a> ActivationMeter<'a> {
-    /// Measures with `samples`, the embedded ones.
+    /// Measures with `samples`, which are embedded already.
     pub fn new(
         samples: HiddenStates,
         journal: &'a mut dyn ActivationJournal,

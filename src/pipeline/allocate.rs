@@ -21,8 +21,8 @@ use crate::runtime::{Clock, Compute, Editor, HiddenStates};
 /// Samples whose errors are followed to the last layer, and their tokens at most.
 const FOLLOWED: (usize, usize) = (4, 256);
 
-/// Bytes of samples: while errors are followed one stream per layer, one that nothing disturbs, and the samples of the trial; later those of
-/// the trial and a copy per candidate.
+/// Bytes of samples, at their maximum. While errors are followed, these are a stream per layer, the undisturbed stream and the samples of
+/// the trial. Later these are the samples of the trial and a copy of them per candidate.
 pub fn followed_bytes(config: &ModelConfig, samples: usize, seqlen: usize) -> ByteSize {
     let tokens = |(most, tokens): (usize, usize)| samples.min(most) * seqlen.min(tokens);
     let followed = (config.num_hidden_layers + 1) * tokens(FOLLOWED) + tokens(TRIED);
@@ -47,14 +47,14 @@ pub struct AllocationMeter<'a> {
     outliers: f64,
     points: Vec<f64>,
     measured: MeasuredLayers,
-    /// The undisturbed stream, then those disturbed in each layer; empty for `owl`.
+    /// The undisturbed stream, then for each layer the stream that is disturbed in it; empty for `owl`.
     followed: Vec<HiddenStates>,
     /// S.
     ratio: f64,
 }
 
 impl<'a> AllocationMeter<'a> {
-    /// Measures with `samples`, the embedded ones.
+    /// Measures with `samples`, which are embedded already.
     ///
     /// # Arguments
     /// * `outliers`: M
@@ -102,7 +102,7 @@ impl<'a> AllocationMeter<'a> {
         Ok(self.measured)
     }
 
-    /// Passes the followed streams through a layer, and begins the one that is disturbed in it.
+    /// Passes the followed streams through a layer, and begins the stream that is disturbed in it.
     fn follow(
         &mut self,
         layer: &mut DecoderLayer,
@@ -126,7 +126,7 @@ impl<'a> AllocationMeter<'a> {
         Ok(())
     }
 
-    /// D of one layer.
+    /// D of a layer.
     fn outliers(&self, layer: &mut DecoderLayer, statistics: &LayerStatistics) -> Result<f64> {
         let mut sum = (0.0, 0);
         for projection in layer.projections().collect::<Vec<_>>() {
@@ -176,7 +176,7 @@ impl<'a> AllocationMeter<'a> {
         Ok((0..self.points.len()).map(of_point).collect())
     }
 
-    /// Adds e_m² of one matrix, which is in memory, at every point; returns the mean square of its output.
+    /// Adds e_m² of a matrix, which is in memory, at every point; returns the mean square of its output.
     fn add_errors(
         &self,
         layer: &mut DecoderLayer,
@@ -201,7 +201,7 @@ impl<'a> AllocationMeter<'a> {
     }
 }
 
-/// Runs `work` with a layer whose matrices are pruned by Wanda, in memory, and puts the dense ones back.
+/// Runs `work` with a layer whose matrices are pruned by Wanda, in memory, and puts the dense matrices back.
 pub(super) fn with_pruned<'s>(
     layer: &mut DecoderLayer,
     ratio: f64,

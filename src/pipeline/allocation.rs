@@ -1,6 +1,6 @@
 //! Allocation of a model's sparsity to its layers: OWL's outliers, or curves of output error.
 //!
-//! S is the ratio of the model, L its layers, all of one size. The samples pass the *dense* layers; nothing is pruned.
+//! S is the ratio of the model, L its layers, all of the same size. The samples pass the *dense* layers; nothing is pruned.
 //!
 //! **`owl`**: A = |W|·√s over all matrices of a layer, Wanda's scores; D_l = 100 · the fraction of A above M times the mean of A. Then
 //!
@@ -10,8 +10,8 @@
 //!
 //! Layers with many outliers keep more; the ratios span a band of width 2λ. Yin et al. 2023, "Outlier Weighed Layerwise Sparsity",
 //! arXiv:2310.05175 §3; reference: `prune_wanda_outlier` in luuyin/OWL. Equal D give the uniform ratio, where the reference divides by
-//! zero. Ratios below 0.01 or above 0.999 are set to this bound and the others move by one amount, so that the mean stays S; the reference
-//! sets a ratio that is not positive to 0.01, and its mean drifts.
+//! zero. Ratios below 0.01 or above 0.999 are set to this bound, and all ratios between the bounds move by the same amount, so that the
+//! mean stays S; the reference sets a ratio that is not positive to 0.01, and its mean drifts.
 //!
 //! **`error`**: e_m(ρ)² = ‖X(W − W_ρ)ᵀ‖² / ‖XWᵀ‖² for each matrix m, W_ρ the matrix with Wanda's mask of ratio ρ, X the calibration rows
 //! of `output_error.rs`. What a layer adds to the residual stream h comes out of o and of down, so
@@ -20,17 +20,17 @@
 //! E_l(ρ) = (‖o‖² / ‖h‖²) · Σ_{q, k, v, o} e_m(ρ)² + (‖down‖² / ‖h‖²) · Σ_{gate, up, down} e_m(ρ)²
 //! ```
 //!
-//! estimates the error of the stream behind layer l, relative to the stream: ‖o‖² and ‖down‖² are mean squares of their outputs over the
+//! estimates the error of the stream after layer l, relative to the stream: ‖o‖² and ‖down‖² are mean squares of their outputs over the
 //! rows, and ‖h‖² is the sum of both and of the median over all tokens before the layer (a few tokens of a large model have huge norms).
 //! Later layers make more or less of an error. So the first tokens of a few samples also pass layer l pruned at S, by Wanda's masks, and
-//! all later layers dense: F_l is the median over these tokens of ‖h' − h‖² / ‖h‖² behind the last layer, and E_l is scaled to be F_l at S.
+//! all later layers dense: F_l is the median over these tokens of ‖h' − h‖² / ‖h‖² after the last layer, and E_l is scaled to be F_l at S.
 //!
 //! The curve is measured at the points of [`grid`], and a parabola is fitted to it. Ratios from S − λ' to S + λ' with mean S make Σ_l E_l
 //! smallest: from the lowest ratios on, the layer whose error grows least takes the next step, which is exact for a sum of convex
 //! functions.
 //!
-//! The sum ranks ratios by the error of one layer at a time. Whether they serve a model that is pruned everywhere is tried: these ratios,
-//! those of `owl` and equal ones (`trial.rs`). The ratios with the least loss are taken.
+//! The sum ranks ratios by the error of one layer at a time. A trial shows whether they also serve a model that is pruned everywhere
+//! (`trial.rs`): it tries these ratios, the ratios of `owl` and equal ratios. The ratios with the least loss are taken.
 
 use serde::{Deserialize, Serialize};
 
@@ -71,7 +71,7 @@ impl Allocation {
         }
     }
 
-    /// The band of ratios around the model's, in one direction.
+    /// Half the width of the band of ratios around the model's ratio; `None` gives the allocation's default.
     pub fn band(self, asked: Option<f64>) -> f64 {
         asked.unwrap_or(match self {
             Self::Uniform => 0.0,

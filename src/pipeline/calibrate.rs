@@ -41,7 +41,7 @@ pub fn embed(
     Ok(())
 }
 
-/// Observations at the four observation points of one layer: the method's statistics, and some rows for the output error.
+/// Observations at the four observation points of a layer: the method's statistics, and some rows for the output error.
 pub struct LayerStatistics {
     /// `None` where the input was not observed, or its statistics were released.
     points: [Option<Statistics>; 4],
@@ -71,7 +71,7 @@ impl LayerStatistics {
         }
     }
 
-    /// Puts the columns of an observed input into another order: `order[new] = old`.
+    /// Puts the columns of an observed input into a new order: `order[new] = old`.
     pub(super) fn permute(&mut self, point: Observation, order: &[usize]) {
         if let Some(statistics) = &mut self.points[point as usize] {
             statistics.permute(order);
@@ -79,13 +79,13 @@ impl LayerStatistics {
         self.rows.permute(point, order);
     }
 
-    /// X `[tokens, in_features]` of a projection: a few of the rows behind [`LayerStatistics::of`].
+    /// X `[tokens, in_features]` of a projection: a few of the rows from which the statistics of [`LayerStatistics::of`] are made.
     pub(super) fn rows(&self, projection: Projection) -> &[f32] {
         self.rows.of(projection)
     }
 }
 
-/// The share of one sample at one observation point.
+/// The share of a sample in the statistics at an observation point.
 enum PointOfSample<'a> {
     /// Merged when the sample is whole.
     Part(Box<dyn SamplePart>),
@@ -99,10 +99,10 @@ enum PointOfSample<'a> {
     Ignored,
 }
 
-/// The statistics of the points that a pass observes; `None` for the others.
+/// The statistics by observation point; `None` for a point that the pass does not observe.
 type Points = [Option<Mutex<Statistics>>; 4];
 
-/// The observations of one sample. A sample that passed half-way on a device is dropped, and counts for nothing.
+/// The observations of a sample. A sample that passed half-way on a device is dropped, and counts for nothing.
 struct SampleStatistics<'a> {
     points: [PointOfSample<'a>; 4],
     rows: SampleRows,
@@ -120,7 +120,7 @@ impl<'a> SampleStatistics<'a> {
         Self { points, rows }
     }
 
-    /// Does not lock the statistics: another sample may be adding its rows.
+    /// Does not lock the statistics: an earlier sample may be adding its rows.
     fn in_place(
         points: &'a Points,
         turn: Turn,
@@ -209,7 +209,7 @@ fn lock(statistics: &Mutex<Statistics>) -> MutexGuard<'_, Statistics> {
     statistics.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The calibration samples: observed in each dense layer, passed on through the pruned one.
+/// The calibration samples: they are observed in each dense layer, and pass on through the pruned layer.
 pub struct Calibrator<'a> {
     /// The samples and the kind of statistics made of them; `None` for methods without statistics, and after the last layer.
     stream: Option<(HiddenStates, &'static dyn StatisticsKind)>,
@@ -256,7 +256,7 @@ impl<'a> Calibrator<'a> {
 
     /// Passes every sample through the layer, up to down's input, and returns the observations of these inputs. The samples stay where
     /// they are.
-    /// Fails when a hidden state cannot be read, and when a device fails for another reason than lack of memory.
+    /// Fails when a hidden state cannot be read, and on a device error that is not lack of memory.
     pub(super) fn observe(
         &mut self,
         layer: &DecoderLayer,
@@ -329,7 +329,7 @@ impl<'a> Calibrator<'a> {
         })
     }
 
-    /// Moves every sample through a layer. The samples stay after the last one, for [`Calibrator::into_samples`].
+    /// Moves every sample through a layer. The samples stay after the last layer, for [`Calibrator::into_samples`].
     pub(super) fn forward(
         &mut self,
         layer: &DecoderLayer,
@@ -339,7 +339,7 @@ impl<'a> Calibrator<'a> {
         compute.forward(Phase::Propagate, layer, hidden, &|_| ())
     }
 
-    /// The samples behind the layers so far.
+    /// The samples after the layers so far.
     pub(super) fn into_samples(self) -> Option<HiddenStates> {
         self.stream.map(|(samples, _)| samples)
     }
@@ -360,7 +360,7 @@ fn progress(events: &dyn Events, sample: usize) {
     events.emit(Event::Progress { done });
 }
 
-/// Collects the statistics and the rows of all samples in one layer.
+/// Collects the statistics and the rows of all samples in a layer.
 fn collect(
     (hidden, kind): (&mut HiddenStates, &'static dyn StatisticsKind),
     observed: &[Observation],

@@ -5,7 +5,7 @@ use serde::Serialize;
 use crate::failure::Failure;
 use crate::pruning::Technique;
 
-/// The layers that samples have passed when they reach the next one.
+/// The layers that samples have passed when they reach the next layer.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Propagation {
@@ -19,10 +19,10 @@ pub enum Propagation {
 /// The matrices whose inputs are observed before any of them is pruned.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum ObservationOrder {
-    /// All of a layer.
+    /// All matrices of a layer.
     #[default]
     Layer,
-    /// Those of one input: q, k and v, then o, then gate and up, then down.
+    /// The matrices with the same input: q, k and v, then o, then gate and up, then down.
     Inputs,
 }
 
@@ -36,10 +36,10 @@ pub struct Flow {
 }
 
 impl Flow {
-    /// Checks that the parts fit each other and the technique.
+    /// Checks that propagation and sequence fit together, and that they fit the technique.
     ///
     /// # Errors
-    /// Fails for two flags that contradict each other, and where a technique has no samples.
+    /// Fails for contradicting flags, and for `--true-sequential` with a technique that needs no samples.
     pub fn check(self, technique: &Technique) -> Result<(), Failure> {
         let is_sequential = self.sequence == ObservationOrder::Inputs;
         if is_sequential && self.propagation == Propagation::Dense {

@@ -1,4 +1,4 @@
-//! Scores of whole layers, and the choice of the layers to drop. A layer that hardly turns its input is the one to miss the least.
+//! Scores of whole layers, and the choice of the layers to drop. A layer that hardly turns its input is missed the least.
 //!
 //! ```text
 //! BI_i = 1 − (1/T) Σ_t cos(h_i,t , h_i+1,t)                       h_i [T, hidden_size], T the tokens of all samples
@@ -7,8 +7,9 @@
 //!
 //! h_i is the input of layer i, and h_L the output of the last layer, before the final norm. BI is the block influence of Men et al. 2024
 //! ("ShortGPT", arXiv:2403.03853). d_n is the angular distance of Gromov et al. 2024 ("The Unreasonable Ineffectiveness of
-//! the Deeper Layers", arXiv:2403.17887): that of a span of n layers. Cosines and sums are f64. A sum has a fixed number of
-//! lanes, and samples are added in their order, so that scores depend neither on threads nor on the place of hidden states.
+//! the Deeper Layers", arXiv:2403.17887): the distance between the input and the output of a span of n layers.
+//! Cosines and sums are f64. A sum has a fixed number of lanes, and samples are added in their order, so that scores depend neither on
+//! threads nor on the place of hidden states.
 //!
 //! The rule `influence` drops the layers with the smallest BI, and `angle` the span of n layers with the smallest d_n. Ties go to the lower
 //! index.
@@ -22,7 +23,7 @@ use serde::Serialize;
 /// The largest score of a dropped layer, relative to the median.
 const OF_MEDIAN: f64 = 0.75;
 
-/// The part of the layers that may be dropped automatically: one of so many.
+/// The largest part of the layers that is dropped automatically, as a divisor of their number.
 const ONE_OF: usize = 4;
 
 /// Independent sums of a product of two vectors.
@@ -54,7 +55,7 @@ impl DropRule {
 pub struct LayerScores {
     /// BI of every layer.
     pub influence: Vec<f64>,
-    /// d_n(l): an entry for each n from 1, each with one distance for every first layer l of a span.
+    /// d_n(l): an entry for each n from 1, each with a distance for every first layer l of a span.
     pub angles: Vec<Vec<f64>>,
 }
 
@@ -110,7 +111,7 @@ pub fn choose_automatically(scores: &LayerScores, rule: DropRule) -> Vec<usize> 
     }
 }
 
-/// The indices of scores in ascending order, equal ones by their index.
+/// The indices of the scores, in ascending order of the scores; ties in ascending order of the indices.
 fn by_score(scores: &[f64]) -> Vec<usize> {
     let mut indices: Vec<usize> = (0..scores.len()).collect();
     indices.sort_by(|&a, &b| scores[a].total_cmp(&scores[b]));

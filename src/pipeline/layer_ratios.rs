@@ -16,14 +16,14 @@ use crate::input::{Expected, read_given, with_remedy};
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(untagged)]
 pub enum LayerRatios {
-    /// One ratio per layer.
+    /// A ratio for every layer.
     All(Vec<f64>),
-    /// Ratios of some layers; the others take `--sparsity-ratio`.
+    /// Ratios of some layers, by index; a layer without a ratio here takes `--sparsity-ratio`.
     Some(Vec<(usize, f64)>),
 }
 
 impl LayerRatios {
-    /// Reads a JSON file: `[0.5, 0.6, …]` with one ratio per layer, or `{"0": 0.3, "31": 0.7}` for some.
+    /// Reads a JSON file: `[0.5, 0.6, …]` with a ratio for every layer, or `{"0": 0.3, "31": 0.7}` for some layers.
     ///
     /// # Errors
     /// Fails when the file cannot be read or holds something else.

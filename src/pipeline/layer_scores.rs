@@ -1,6 +1,6 @@
 //! The pass that scores layers: samples go through the dense model, and every layer's output is compared with its input.
 //!
-//! [`LayerMeter`] is an editor by its place in the sweep; the layers stay as they are. `layer_drop.rs` has the formulas. Of each
+//! [`LayerMeter`] takes the editor's place in the sweep, but leaves the layers as they are. `layer_drop.rs` has the formulas. Of each
 //! sample the meter keeps the last token's states of a few layers, and nothing else.
 
 use std::collections::VecDeque;
@@ -37,7 +37,7 @@ pub struct LayerMeter<'a> {
 }
 
 impl<'a> LayerMeter<'a> {
-    /// Measures with `samples`, the embedded ones, for spans of up to `longest` layers.
+    /// Measures with `samples`, which are embedded already, for spans of up to `longest` layers.
     pub fn new(
         samples: HiddenStates,
         longest: usize,
@@ -145,7 +145,7 @@ fn last_row(state: &[f32], width: usize) -> Vec<f32> {
     state[state.len() - width..].to_vec()
 }
 
-/// Σ_t cos over the tokens of one sample, in their order.
+/// Σ_t cos over the tokens of a sample, in their order.
 fn sum_of_cosines(before: &[f32], after: &[f32], width: usize) -> f64 {
     let rows = before.par_chunks_exact(width).zip(after.par_chunks_exact(width));
     let cosines: Vec<f64> = rows.map(|(before, after)| cosine(before, after)).collect();

@@ -1,16 +1,16 @@
-//! The main job: the editor that calibrates, prunes and writes one layer at a time.
+//! The main job: the editor that calibrates, prunes and writes a model layer by layer.
 //!
 //! | file | story |
 //! | --- | --- |
-//! | `permute` | another order of an MLP's channels before it is pruned |
+//! | `permute` | a new order of an MLP's channels before it is pruned |
 //! | `prune` | the editor: calibrate, score, mask, write, propagate |
 //! | `activations` | an editor that changes nothing: it measures the inputs of linears |
-//! | `allocation` | ratios of layers from what was measured of them |
-//! | `allocate`, `trial` | the editors that measure it, and change nothing |
+//! | `allocation` | ratios of layers from measurements of the layers |
+//! | `allocate`, `trial` | the editors that take these measurements, and change nothing |
 //! | `calibrate` | the calibration samples and their statistics |
 //! | `flow` | the way of the samples through a layer |
 //! | `output` | the receivers of a pruned layer: files, masks, the journal of finished layers |
-//! | `output_error` | the difference between the outputs of a pruned matrix and the dense one |
+//! | `output_error` | the difference between the outputs of a matrix before and after pruning |
 //! | `targets` | the ratio of every matrix, resolved before anything runs |
 //! | `layer_ratios` | ratios per layer, from a file |
 //! | `expected` | masks, tensors and zeros of finished layers, for verification |

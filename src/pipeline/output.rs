@@ -14,13 +14,13 @@ pub trait MaskObserver: Send {
     /// Called once per matrix, in order.
     fn matrix(&mut self, matrix: &PrunedMatrix<'_>) -> Result<()>;
 
-    /// Called after the last matrix of a layer, before the layer is recorded as finished; it may be on another thread.
+    /// Called after the last matrix of a layer, before the layer is recorded as finished; perhaps on a separate thread.
     fn layer_done(&mut self) -> Result<()> {
         Ok(())
     }
 }
 
-/// Records finished layers, so that another process can continue.
+/// Records finished layers, so that a later process can continue.
 pub trait LayerJournal: Send {
     /// Called when the tensors and masks of all these layers are on the disk; `tensors` has the SHA-256 of each, in hex.
     fn layer_done(
@@ -48,7 +48,7 @@ impl Output<'_> {
         observers.try_for_each(|observer| observer.matrix(matrix))
     }
 
-    /// Writes one matrix, which is in memory.
+    /// Writes a matrix, which is in memory.
     pub(super) fn write(&mut self, layer: &DecoderLayer, projection: Projection) -> Result<()> {
         let Some(sink) = &mut self.sink else {
             return Ok(());
@@ -70,7 +70,7 @@ impl Output<'_> {
         }
     }
 
-    /// Writes vectors of the source in another order: `order[new] = old`.
+    /// Writes vectors of the source in a new order: `order[new] = old`.
     pub(super) fn write_permuted(&mut self, names: &[String], order: &[usize]) -> Result<()> {
         let Some(sink) = &mut self.sink else {
             return Ok(());
@@ -81,7 +81,7 @@ impl Output<'_> {
         })
     }
 
-    /// Writes matrices of a layer, waits for the disk, then records the layer as finished. `layers` holds the reports up to this one.
+    /// Writes matrices of a layer, waits for the disk, then records the layer as finished. `layers` holds the reports up to this layer.
     ///
     /// # Errors
     /// Fails when the disk refuses.

@@ -1,4 +1,4 @@
-//! The error of a pruned matrix's output against the dense one's, measured on a few calibration tokens.
+//! The error of a pruned matrix's output against the dense matrix's output, measured on a few calibration tokens.
 //!
 //! e = ‖X·Wᵀ − X·W′ᵀ‖_F / ‖X·Wᵀ‖_F
 //!
@@ -8,12 +8,13 @@
 //! * products in f32 as in the forward pass, both sums of squares in f64; 0/0 is 0
 //!
 //! It is what the layer-wise pruning methods try to keep small (Frantar and Alistarh 2023, arXiv:2301.00774, equation 1, there squared and
-//! without the denominator), and it tells which matrix suffers most. It is not the error of the layer, which also depends on residual
-//! stream, softmax and the other matrices, and not the error of the model, which perplexity measures. At most [`TOKENS`] tokens are looked
-//! at, so it is an estimate. As the difference of two f32 products it cannot tell errors below about 1e-6 from none.
+//! without the denominator), and it tells which matrix suffers most. It is neither the error of the layer, which also depends on the
+//! residual stream, softmax and all matrices of the layer, nor the error of the model, which perplexity measures. It is an estimate from
+//! at most [`TOKENS`] tokens. As the difference of two f32 products it cannot tell errors below about 1e-6 from none.
 //!
-//! The tokens: the same number of each sample, spread evenly over its positions, from another first position in every sample.
-//! The choice depends on the number of samples and their length alone, not on threads nor on how rows are split into calls.
+//! Every sample gives the same number of tokens, up to rounding. They are spread evenly over its positions, and their first position
+//! changes from sample to sample. The choice depends on the number of samples and their length alone, not on threads nor on how rows are
+//! split into calls.
 
 use std::borrow::Cow;
 
@@ -71,7 +72,7 @@ fn positions(sample: usize, samples: usize, seqlen: usize) -> Vec<usize> {
         .collect()
 }
 
-/// Some rows of the four inputs of one layer, from one sample.
+/// Some rows of the four inputs of a layer, from a single sample.
 #[derive(Debug, Clone)]
 pub(super) struct SampleRows {
     /// The positions of the rows, ascending.
@@ -89,7 +90,7 @@ struct Point {
 }
 
 impl SampleRows {
-    /// Rows of `widths` elements at the four points of one of `samples` of `seqlen` tokens.
+    /// Room for rows of `widths` elements at the four points, from the sample with the index `sample` of `samples` of `seqlen` tokens.
     pub(super) fn new(widths: [usize; 4], sample: usize, samples: usize, seqlen: usize) -> Self {
         let chosen = positions(sample, samples, seqlen);
         let points = widths.map(|width| Point {
@@ -105,12 +106,12 @@ impl SampleRows {
         &self.chosen
     }
 
-    /// Takes rows that were chosen already, the next ones at this point.
+    /// Takes the next rows at this point, which were chosen already.
     pub(super) fn add_chosen(&mut self, point: Observation, rows: &[f32]) {
         self.points[point as usize].rows.extend_from_slice(rows);
     }
 
-    /// Takes rows `[tokens, in_features]` of the current sample, the next ones at this point.
+    /// Takes the next rows `[tokens, in_features]` of the sample at this point.
     pub(super) fn add_rows(&mut self, point: Observation, rows: &[f32]) {
         let point = &mut self.points[point as usize];
         let tokens = rows.len() / point.width;
@@ -124,7 +125,7 @@ impl SampleRows {
     }
 }
 
-/// Some rows of the four inputs of one layer, from all samples.
+/// Some rows of the four inputs of a layer, from all samples.
 #[derive(Debug, Clone)]
 pub(super) struct InputRows([Vec<f32>; 4]);
 
@@ -148,7 +149,7 @@ impl InputRows {
         }
     }
 
-    /// Puts the columns of an input into another order: `order[new] = old`.
+    /// Puts the columns of an input into a new order: `order[new] = old`.
     pub(super) fn permute(&mut self, point: Observation, order: &[usize]) {
         permute::permute_columns(&mut self.0[point as usize], order);
     }
@@ -188,7 +189,7 @@ impl MatrixOutput {
         Ok(Self::Host(product(layer.linear(projection), rows, products)?))
     }
 
-    /// Σ y², and Σ (y − z)² with another output z of the same shape.
+    /// Σ y², and Σ (y − z)² with a second output z of the same shape.
     fn squares(&self, other: &Self) -> Result<[f64; 2]> {
         if let [Self::Device(dense), Self::Device(pruned)] = [self, other] {
             return squares_of_difference(dense, pruned);

@@ -2,8 +2,8 @@
 //!
 //! down's input channels are the outputs of gate and up, so their order is free: the rows of gate and up, their biases and the columns
 //! of down take it together, and the checkpoint computes the same function (`DecoderLayer::permute_intermediate`). The groups of gate and
-//! up lie along their columns and stay as they are. The inputs of the other matrices come from the residual stream, which all layers
-//! share, or from heads; their order is not free for one matrix. `pruning/permutation.rs` chooses the order.
+//! up lie along their columns and stay as they are. Every matrix but down reads the residual stream, which all layers share, or heads, so
+//! the order of its inputs is not free. `pruning/permutation.rs` chooses the order.
 
 use anyhow::{Context, Result};
 
@@ -22,7 +22,8 @@ const MLP: [Projection; 3] = [Projection::Gate, Projection::Up, Projection::Down
 /// Checks that the channels of every layer whose down is pruned can be permuted; nothing is to check without `--permute-channels`.
 ///
 /// # Errors
-/// Fails with exit code 2 without an N:M pattern, behind pruned inputs, and where a layer keeps one of the three matrices as it is.
+/// Fails with exit code 2 without an N:M pattern, with `--true-sequential`, where a layer prunes only some of the three matrices, and where
+/// no layer prunes all three.
 pub fn check(
     is_asked: bool,
     pattern: Pattern,
@@ -73,7 +74,7 @@ pub fn check(
     Ok(())
 }
 
-/// The biases that a run with these targets writes in another order.
+/// The biases that a run with these targets writes in a new order.
 pub fn biases(technique: &Technique, targets: &TargetPlan, config: &ModelConfig) -> Vec<String> {
     if technique.permutes.is_none() {
         return Vec::new();

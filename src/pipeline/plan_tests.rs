@@ -138,7 +138,7 @@ fn runs_that_share_statistics_need_a_copy_of_a_layer_and_windows_of_their_own() 
         alone("sparsegpt", Phase::Calibrate, PartKind::Statistics),
         "Gram matrices contain the column squares"
     );
-    // Alone, the statistics of an input go when its matrices are done. Here other runs need them.
+    // A run by itself frees the statistics of an input when its matrices are done. Runs that share statistics keep them.
     let gram = GramMatrix::bytes(4096).0;
     let apart = alone("sparsegpt", Phase::Score, PartKind::Scores);
     let together = three(Phase::Score, PartKind::Scores);
@@ -173,7 +173,7 @@ fn gram_matrices_are_on_a_card_that_has_room_for_them() {
     let (small, sums, slow) = planned("1400MiB");
     assert_eq!((small.grams, sums), (GramsHeld::Host, ByteSize::ZERO));
     assert!(fast < 0.8 * slow, "{fast} {slow}");
-    // One input at a time needs room for the largest.
+    // Where the inputs are observed in turn, there is room for the largest Gram matrix only.
     let apart = MemorySettings { statistics: StatisticsHeld::Input, ..large };
     assert_eq!(run.grams_on_gpu(&apart), [11008]);
 }
@@ -274,7 +274,7 @@ fn a_manual_map_is_kept_also_where_it_mixes_devices() {
         })
     };
     assert!(workspace(&plan), "the layers on the CPU need its workspace");
-    // A map that names a card too small for a layer is an error, not another map.
+    // A map that names a card too small for a layer is an error; the planner does not change the map.
     let small = json!({"cpu": {"memory": "64GiB", "threads": 8}, "gpus": [{"memory": "24GiB"}, {"memory": "700MiB"}]});
     let Err(PlanFailure::DoesNotFit(shortages)) = planned("llama-2-7b", small, &policy) else {
         panic!("a layer does not fit")

@@ -1,9 +1,9 @@
-//! The editor: calibration, pruning, writing and propagation of one decoder layer.
+//! The editor: calibration, pruning, writing and propagation of a decoder layer.
 //!
 //! calibrate on the dense layer → score and mask its matrices → pass the calibration samples through the pruned layer, and write it
-//! meanwhile. Statistics of all its matrices come from the one dense pass, whose inputs come from pruned layers: the
-//! order of the reference. A matrix that rests on disk is in memory while it is scored and written, and returns to rest with its
-//! mask, which from then on says which of its weights are zero.
+//! meanwhile. The statistics of all its matrices come from the dense layer, and the samples enter it as pruned layers left them: the order
+//! of the reference. A matrix that rests on disk is in memory while it is scored and written, and returns to rest with its mask, which
+//! from then on says which of its weights are zero.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -32,7 +32,7 @@ pub struct PrunedMatrix<'a> {
     pub layer: usize,
     /// The matrix within the layer.
     pub projection: Projection,
-    /// Its weights, removed ones included.
+    /// Its weights, including the weights to remove.
     pub weight: &'a StoredMatrix,
     /// Statistics of its input; `None` for methods that need none.
     pub statistics: Option<&'a Statistics>,
@@ -42,11 +42,11 @@ pub struct PrunedMatrix<'a> {
     pub mask: &'a Mask,
 }
 
-/// The matrices of one layer that are pruned.
+/// The pruned matrices of a layer.
 #[derive(Default)]
 struct PrunedMatrices {
     reports: Vec<MatrixReport>,
-    /// Those that are not yet written.
+    /// The pruned matrices that are not yet written.
     unwritten: Vec<Projection>,
     permutation: Option<PermutationReport>,
 }
@@ -84,7 +84,7 @@ impl<'a> Pruner<'a> {
         }
     }
 
-    /// Lets the samples go another way.
+    /// Sets the way of the samples through a layer, in place of the default.
     #[must_use]
     pub fn with_flow(self, flow: Flow) -> Self {
         Self { flow, ..self }
@@ -95,7 +95,7 @@ impl<'a> Pruner<'a> {
         self.layers
     }
 
-    /// The inputs that are observed in one pass of the samples, in the order of the passes.
+    /// The inputs that each pass of the samples observes, in the order of the passes.
     fn passes(&self, compute: &Compute<'_>) -> Vec<Vec<Observation>> {
         let each = Observation::ALL.map(|point| vec![point]);
         let is_in_place = |kind: &'static dyn StatisticsKind| kind.is_in_place();
@@ -146,7 +146,7 @@ impl<'a> Pruner<'a> {
             if propagates_dense && at + 1 == passes.len() {
                 self.calibrator.pass(layer, compute)?;
             }
-            // Down's input is observed first or with all others, so nothing is pruned yet.
+            // A run that permutes observes down's input first, or together with all inputs, so nothing is pruned yet.
             if points.contains(&Observation::DownInput) {
                 done.permutation = self.permute(layer, statistics.as_mut())?;
             }
@@ -172,7 +172,7 @@ impl<'a> Pruner<'a> {
         let mut done = PrunedMatrices::default();
         for point in Observation::ALL {
             self.prune_matrices(&mut layer, point, statistics, compute, &mut done)?;
-            // The next editor may be of another method.
+            // The next editor may have a different method.
             if let Some(statistics) = statistics {
                 statistics.forget_derived(point);
             }
@@ -212,7 +212,7 @@ impl<'a> Pruner<'a> {
         Ok(())
     }
 
-    /// Masks the matrices of one input.
+    /// Masks the matrices that share an input.
     fn prune_matrices(
         &mut self,
         layer: &mut DecoderLayer,
@@ -259,7 +259,7 @@ impl<'a> Pruner<'a> {
         Ok(())
     }
 
-    /// Chooses the weights of one matrix, which is in memory, writes the zeros, and measures the error of its output.
+    /// Chooses the weights to remove from a matrix, which is in memory, writes the zeros, and measures the error of its output.
     fn prune_matrix(
         &mut self,
         layer: &mut DecoderLayer,
@@ -285,7 +285,7 @@ impl<'a> Pruner<'a> {
             };
             let index = layer.index();
             let chosen = self.choose_on_device(layer, projection, &request, compute)?;
-            // Only here is the layer changed: copies of other matrices, packed or on a GPU, stay valid.
+            // Only this matrix of the layer changes, and only here: copies of unchanged matrices, packed or on a GPU, stay valid.
             let weight = layer.linear_mut(projection).weight_mut().held_mut();
             let weight =
                 weight.with_context(|| format!("`{}` is scored in memory", request.name))?;

@@ -13,7 +13,7 @@ use crate::checkpoint::MaskWriter;
 use crate::model::ModelConfig;
 use crate::run::Events;
 
-/// An observer that saves the mask of every pruned matrix into one safetensors file.
+/// An observer that saves the masks of all pruned matrices into a safetensors file.
 #[derive(Debug)]
 pub struct SaveMasks {
     writer: MaskWriter,

@@ -1,8 +1,8 @@
-//! Several pruning runs in one sweep: their calibration samples pass dense layers only, so the statistics of a layer serve all of them.
+//! Pruning runs that share a sweep: their calibration samples pass dense layers only, so the statistics of a layer serve all of them.
 //!
-//! The cells ride as one passenger of the dense layers. For each layer: observe its inputs once → pass the samples → for each cell:
-//! copy the layer, prune the copy, write it, and pass the cell's windows through it. One copy exists at a time. Every cell makes the
-//! same calls in the same order as a run of its own, so its files have the same bytes.
+//! Each run is a cell, and all cells together are a passenger of the dense layers. For each layer: observe its inputs once → pass the
+//! samples → for each cell: copy the layer, prune the copy, write it, and pass the cell's windows through it. At most a single copy exists.
+//! Every cell makes the same calls in the same order as a run of its own, so its files have the same bytes.
 //!
 //! A cell that an earlier process began has its finished layers on the disk. They are read from there, and only its windows pass them.
 
@@ -16,7 +16,7 @@ use crate::model::{DecoderLayer, Head, ModelConfig, Observation};
 use crate::run::{Events, Moment, Stopped};
 use crate::runtime::{Clock, Compute, Finished, Passenger, Side, load_layer, memory};
 
-/// A run among those that share statistics.
+/// A pruning run of a shared sweep.
 pub struct SharingCell<'a> {
     /// Its editor, whose calibrator has no samples of its own.
     pub pruner: Pruner<'a>,
@@ -76,7 +76,7 @@ impl SharingCell<'_> {
         of_side.try_for_each(|passenger| passenger.layer(layer, compute))
     }
 
-    /// Takes the outcome of a step. A cell that fails leaves the others alone.
+    /// Takes the outcome of a step. An error ends only its own cell.
     ///
     /// # Errors
     /// Fails when the run is asked to stop.

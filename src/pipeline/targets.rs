@@ -20,9 +20,9 @@ pub struct Selection {
     pub sparsity_ratio: Option<f64>,
     /// `--sparsity-type`.
     pub sparsity_type: Pattern,
-    /// `--include`: only matrices that match one of these globs; all matrices without a glob.
+    /// `--include`: only matrices that match any of these globs; all matrices without a glob.
     pub include: Vec<String>,
-    /// `--exclude`: no matrix that matches one of these globs.
+    /// `--exclude`: no matrix that matches any of these globs.
     pub exclude: Vec<String>,
     /// Ratios per layer, from a file.
     pub layer_ratios: Option<LayerRatios>,
@@ -34,7 +34,7 @@ const MISSED: f64 = 0.005;
 /// The target of every matrix.
 #[derive(Debug, Clone)]
 pub struct TargetPlan {
-    /// `[num_hidden_layers]`: the targets of a layer's chosen matrices. The others are left alone.
+    /// `[num_hidden_layers]`: the targets of a layer's chosen matrices. A matrix without a target is left alone.
     targets: Vec<BTreeMap<Projection, Target>>,
     /// All matrices of the model's layers, chosen or not.
     pub matrices_in_model: usize,
@@ -95,7 +95,7 @@ impl TargetPlan {
         Ok(plan)
     }
 
-    /// The target of one matrix; `None` for a matrix that stays as it is.
+    /// The target of a matrix; `None` for a matrix that stays as it is.
     pub fn of(&self, layer: usize, projection: Projection) -> Option<Target> {
         self.targets.get(layer)?.get(&projection).copied()
     }
@@ -159,7 +159,7 @@ impl TargetPlan {
         })
     }
 
-    /// Describes the chosen matrices: in one line if all layers are alike, else in one line per run of equal layers.
+    /// Describes the chosen matrices: a single line if all are chosen, else a line with their number and a line per run of equal layers.
     pub fn describe(&self) -> Vec<String> {
         let total = self.matrices_in_model;
         if self.matrices() == total {

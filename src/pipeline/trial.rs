@@ -1,8 +1,8 @@
 //! The trial of allocations: a few tokens pass the model pruned with each of them, and their loss decides.
 //!
 //! Estimates that add up over layers rank ratios by the errors of one layer at a time. The loss of a model that is pruned everywhere is not
-//! their sum. So each candidate is tried: some tokens of the calibration pass the layers pruned by Wanda at its ratios, each layer with the
-//! statistics of these tokens behind the pruned layers before. The loss is the mean of −ln p of the next token, in nat.
+//! their sum. So each candidate is tried: some tokens of the calibration pass the layers pruned by Wanda at its ratios. The statistics of
+//! a layer are made of these tokens, as the pruned layers before it left them. The loss is the mean of −ln p of the next token, in nat.
 
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ pub const CANDIDATES: usize = 3;
 
 /// An editor that passes some tokens through every candidate, and changes nothing.
 pub struct Trial<'a> {
-    /// The ratios of every layer, and the tokens behind the layers so far.
+    /// The ratios of every layer, and the tokens after the layers so far.
     candidates: Vec<(Vec<f64>, Calibrator<'a>)>,
 }
 

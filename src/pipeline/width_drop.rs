@@ -1,7 +1,7 @@
 //! The editor that makes layers narrower: observe the dense layer → choose channels → gather, refit and write → pass the samples on.
 //!
-//! The inputs of o and down are observed in the dense layer, behind the narrower layers before it. `pruning/width.rs` has the formulas.
-//! One narrower layer is in memory at a time.
+//! The inputs of o and down are observed in the dense layer, and the samples enter it as the narrower layers before it left them.
+//! `pruning/width.rs` has the formulas. At most a single narrower layer is in memory.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -34,7 +34,7 @@ pub fn multiple_of(intermediate_size: usize) -> usize {
     MULTIPLE.min(dividing).min(sixteenth)
 }
 
-/// The units that stay of `units` without a share: the nearest multiple, at least one.
+/// The number of `units` that stay when `share` of them goes: the nearest multiple of `multiple`, and at least `multiple`.
 pub fn units_left(units: usize, share: f64, multiple: usize) -> usize {
     let steps = units / multiple.max(1);
     let left = (steps as f64 * (1.0 - share)).round() as usize;
@@ -54,7 +54,7 @@ pub fn working_bytes(of: &ModelConfig, to: &ModelConfig, dtype: StoredDtype) -> 
     layer + refits[0].max(refits[1])
 }
 
-/// The channels of one layer.
+/// The channels that stay in a layer.
 struct Channels {
     /// The key/value heads that stay.
     heads: Vec<usize>,
@@ -86,7 +86,7 @@ pub struct Narrower<'a> {
 }
 
 impl<'a> Narrower<'a> {
-    /// Makes layers narrower, from the first shape to the second, with `samples`, the embedded ones.
+    /// Makes layers narrower, from the shape `of` to the shape `to`, with `samples`, which are embedded already.
     pub fn new(
         samples: HiddenStates,
         (of, to): (&'a ModelConfig, &'a ModelConfig),
@@ -109,7 +109,7 @@ impl<'a> Narrower<'a> {
         self.narrowed
     }
 
-    /// Chooses the channels at one input, and narrows the linear that reads it. Returns the linear, its channels and its groups.
+    /// Chooses the channels of an input, and narrows the linear that reads it. Returns the linear, its channels and its groups.
     fn narrow_input(
         &self,
         layer: &mut DecoderLayer,

@@ -4,7 +4,7 @@
 //! | --- | --- |
 //! | `host` | memory of the process per phase, from `model/footprint.rs` |
 //! | `training` | memory of a training per phase |
-//! | `gpu` | memory of one GPU per phase, from `model/on_device/cut.rs` |
+//! | `gpu` | memory of a GPU per phase, from `model/on_device/cut.rs` |
 //! | `work` | floating-point operations, and bytes of files and transfers |
 //!
 //! docs/memory-model.md has the formulas and compares them with measurements.
@@ -46,13 +46,13 @@ pub struct RunShape<'a> {
     pub gpu_dtype: StoredDtype,
     /// Calibration samples; 0 for a method without calibration.
     pub samples: usize,
-    /// Evaluation windows of one side.
+    /// Evaluation windows of a side.
     pub windows: usize,
     /// Sides that are evaluated.
     pub sides: &'a [Side],
     /// The technique; `None` where nothing is pruned.
     pub technique: Option<Technique>,
-    /// The techniques of other runs that share the sweep and its statistics (`pipeline/shared.rs`); each has windows of its own.
+    /// The techniques of further runs that share the sweep and its statistics (`pipeline/shared.rs`); each run has windows of its own.
     pub shared_with: Vec<Technique>,
     /// The way of the calibration samples.
     pub flow: Flow,
@@ -215,8 +215,8 @@ impl RunShape<'_> {
         all
     }
 
-    /// The choices for weights and statistics: all statistics of a layer at the same time, then those of one input; Gram matrices on GPUs,
-    /// then on the host.
+    /// The choices for weights and statistics: all statistics of a layer at the same time, then the statistics of a single input; Gram
+    /// matrices on GPUs, then on the host.
     fn statistics_settings(&self, processors: Processors) -> Vec<MemorySettings> {
         let mut all: Vec<_> = self.weight_settings().into();
         if self.passes_inputs_apart(StatisticsHeld::Input) && !self.is_sequential() {
@@ -240,7 +240,7 @@ impl RunShape<'_> {
         let on_gpu = settings.grams == GramsHeld::Device && self.sums_grams_on_gpus();
         let mut widths = output_error::widths(self.config).to_vec();
         if self.passes_inputs_apart(settings.statistics) {
-            // The largest has room for each of the others.
+            // The inputs are observed in turn, so the room of the largest serves all of them.
             widths.sort_unstable();
             widths.drain(..widths.len() - 1);
         }
@@ -273,7 +273,7 @@ impl RunShape<'_> {
         std::iter::once(None).chain(parts).collect()
     }
 
-    /// The hidden states of one sample, with elements of this size.
+    /// Bytes of the hidden states of a sample, with elements of this size.
     fn state(&self, element: usize) -> ByteSize {
         ByteSize::of(self.seqlen.saturating_mul(self.config.hidden_size), element)
     }
@@ -286,7 +286,7 @@ impl RunShape<'_> {
         }
     }
 
-    /// Calibration samples with hidden states; those of a training by layers have targets, too.
+    /// The number of hidden states of calibration samples. A training by layers also keeps the target of each sample.
     fn sample_states(&self) -> usize {
         match &self.trains {
             Some(trains) if trains.is_by_layer => 2 * self.samples,

@@ -1,8 +1,9 @@
 //! `--max-memory`: the usable memory of each device.
 //!
-//! The grammar is that of accelerate's `max_memory`, as in `cuda:0=10GiB,cpu=24GiB`. Devices are `cuda:N` (or the bare number) and `cpu`,
-//! amounts are powers of 1024 (GiB, MiB) or of 1000 (GB, MB). If any GPU is named, other GPUs are not used. The CPU keeps its
-//! default unless it is named, since the program itself needs its memory. An amount without a device is the CPU's. The CUDA context counts as part of a GPU's amount.
+//! The grammar is taken from accelerate's `max_memory`, as in `cuda:0=10GiB,cpu=24GiB`. Devices are `cuda:N` (or the bare number) and
+//! `cpu`, amounts are powers of 1024 (GiB, MiB) or of 1000 (GB, MB). If any GPU is named, only the named GPUs are used. The CPU keeps its
+//! default unless it is named, since the program itself needs its memory. An amount without a device is the CPU's. The CUDA context
+//! counts as part of a GPU's amount.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -24,12 +25,12 @@ impl Budget {
         Self { cpu: Some(limit), gpus: BTreeMap::new() }
     }
 
-    /// The limit on the process's memory; `None` without one.
+    /// The limit on the process's memory; `None` without a limit.
     pub fn cpu(&self) -> Option<ByteSize> {
         self.cpu
     }
 
-    /// The limit on GPU `index`: `None` if no GPU is named, zero if only other GPUs are named.
+    /// The limit on GPU `index`: `None` if no GPU is named at all, zero if GPUs are named but not this GPU.
     pub fn gpu(&self, index: usize) -> Option<ByteSize> {
         if self.gpus.is_empty() {
             return None;
@@ -42,7 +43,7 @@ impl Budget {
         self.gpus.keys().copied()
     }
 
-    /// The same budget with another limit on the CPU, for advice.
+    /// The same budget with `limit` on the CPU, for advice.
     #[must_use]
     pub fn with_cpu(&self, limit: ByteSize) -> Self {
         Self { cpu: Some(limit), ..self.clone() }

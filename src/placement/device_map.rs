@@ -39,7 +39,7 @@ pub enum DeviceMap {
     /// Every layer on all usable GPUs, which share the samples; on the CPU without a GPU.
     #[default]
     Auto,
-    /// Equal runs of consecutive layers, one per GPU.
+    /// A run of consecutive layers on each GPU, all runs about equally long.
     Balanced,
     /// As many layers on each GPU as fit its memory, in order.
     Sequential,
@@ -100,7 +100,7 @@ impl Prefixes {
         Ok(Self { devices })
     }
 
-    /// The device of one decoder layer; `main` for `disk`.
+    /// The device of a decoder layer; `main` for `disk`.
     ///
     /// # Errors
     /// Fails for a layer without a prefix.

@@ -1,4 +1,4 @@
-//! Memory and rates of a machine: this one, under the limits of its control group, or one that is described in a file.
+//! Memory and rates of a machine: this machine, under the limits of its control group, or a machine that is described in a file.
 //!
 //! ```json
 //! {"cpu": {"memory": "60GiB", "threads": 16}, "gpus": [{"name": "A100", "memory": "80GiB"}], "rates": {"disk_gb_s": 2.0}}
@@ -38,7 +38,7 @@ pub struct Cpu {
     pub threads: usize,
 }
 
-/// One GPU.
+/// A GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Gpu {
@@ -59,19 +59,19 @@ const MOST_GPUS: usize = 1 << 10;
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Rates {
-    /// f32 products of one CPU thread, in 10⁹ floating-point operations per second.
+    /// f32 products of a CPU thread, in 10⁹ floating-point operations per second.
     pub cpu_thread_gflops: f64,
-    /// Half-precision products of one GPU, in 10¹² operations per second.
+    /// Half-precision products of a GPU, in 10¹² operations per second.
     pub gpu_tflops: f64,
     /// The disk: 10⁹ bytes of files per second, read or written.
     pub disk_gb_s: f64,
-    /// The link between memory and one GPU, in 10⁹ bytes per second.
+    /// The link between memory and a GPU, in 10⁹ bytes per second.
     pub pcie_gb_s: f64,
 }
 
 impl Default for Rates {
     /// Low round figures: a core with 8-wide multiply-add, a GPU like an A10, a SATA-class disk
-    /// behind the page cache, PCIe 4 at half its peak.
+    /// with the page cache, PCIe 4 at half its peak.
     fn default() -> Self {
         Self { cpu_thread_gflops: 75.0, gpu_tflops: 40.0, disk_gb_s: 1.0, pcie_gb_s: 12.0 }
     }
@@ -192,7 +192,7 @@ fn meminfo(text: &str, field: &str) -> Option<ByteSize> {
     Some(ByteSize(kib.saturating_mul(1024)))
 }
 
-/// Returns the folders with limits for this process: those of its own group and of every group above it, v2 and v1.
+/// Returns the folders with limits for this process: the folders of its own group and of every group above it, v2 and v1.
 fn groups(cgroup: &str) -> Vec<PathBuf> {
     let mut folders = Vec::new();
     for line in cgroup.lines() {
@@ -220,7 +220,7 @@ fn groups(cgroup: &str) -> Vec<PathBuf> {
     folders
 }
 
-/// Returns the available memory of one group: limit − usage + reclaimable file pages. Above `memory.high` the kernel reclaims and
+/// Returns the available memory of a group: limit − usage + reclaimable file pages. Above `memory.high` the kernel reclaims and
 /// slows the group's processes down, so it is a limit like `memory.max`, and the lower of the two counts.
 fn group_leaves(folder: &Path) -> Option<ByteSize> {
     let number =

@@ -129,7 +129,7 @@ impl<'a> Machine<'a> {
         })
     }
 
-    /// Returns whether the plan fails without a GPU: `--device cuda`, or a map that names one.
+    /// Returns whether the plan fails without a GPU: `--device cuda`, or a map that names a GPU.
     pub(super) fn needs_gpu(&self) -> bool {
         match &self.policy.map {
             DeviceMap::Manual(map) => self.policy.must_use_gpu || map.gpus().next().is_some(),
@@ -137,7 +137,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// The placements to try: the CPU, then all GPUs, then all but the smallest ones, and so on.
+    /// The placements to try: the CPU, then all GPUs, then all GPUs but the smallest, and so on.
     pub(super) fn placements(&self) -> impl Iterator<Item = LayerPlacement> + '_ {
         let on_cpu = (!self.needs_gpu()).then(|| LayerPlacement {
             layers: vec![vec![Device::Cpu]; self.layers],

@@ -2,7 +2,7 @@
 //!
 //! | file | story |
 //! | --- | --- |
-//! | `inventory` | memory and rates of this machine, or of one described in a file |
+//! | `inventory` | memory and rates of this machine, or of a machine described in a file |
 //! | `system_memory` | the memory of this machine where the system has no `/proc` |
 //! | `budget` | `--max-memory` |
 //! | `device_map` | `--device-map` |

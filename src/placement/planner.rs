@@ -1,11 +1,11 @@
-//! The planner: of all ways to execute a run, the fastest one that fits.
+//! The planner: it finds the fastest way to execute a run that fits the memory.
 //!
-//! A pure function of numbers. An option fits where no phase needs more memory than a device's budget. Of the options that fit
-//! the planner takes the one with the least estimated time, of equals the first. More memory lets more options fit and forbids
+//! It is a pure function of numbers. An option fits where no phase needs more memory than a device's budget. Of the options that fit,
+//! the planner takes the option with the least estimated time; on a tie, the first. More memory lets more options fit and forbids
 //! none, so it never makes a plan slower.
 //!
-//! The settings of the layers' phases are chosen first, the fastest that fit; then those of the head. The next slower settings of
-//! the layers are tried only where no settings of the head fit, or where they could still be faster. Time, by the rates of the
+//! The planner first chooses the fastest settings of the layers' phases that fit, then the settings of the head. It tries the next slower
+//! settings of the layers only where no settings of the head fit, or where they could still be faster. Time, by the rates of the
 //! inventory (docs/memory-model.md has the model and its limits):
 //!
 //! ```text
@@ -118,11 +118,11 @@ pub fn plan(
 /// The least memory a run works with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Least {
-    /// Of the process, computing on the CPU.
+    /// Memory of the process, computing on the CPU.
     pub cpu: ByteSize,
-    /// Of one GPU.
+    /// Memory of a GPU.
     pub gpu: ByteSize,
-    /// Of the process with such a GPU.
+    /// Memory of the process with a GPU of this size.
     pub with_gpu: ByteSize,
 }
 
@@ -140,14 +140,14 @@ pub fn least_that_works(workload: &dyn Workload) -> Least {
     }
 }
 
-/// Returns the least memory of one GPU; zero where none can compute.
+/// Returns the least memory of a GPU; zero where no GPU can compute.
 pub(super) fn least_gpu(workload: &dyn Workload) -> ByteSize {
     let demands = demands(workload, Processors::Gpus(1), None);
     let peaks = demands.map(|demand| peak(&demand.device).0);
     peaks.min().unwrap_or_default()
 }
 
-/// The demand of every option on one kind of processors.
+/// The demand of every option on the given processors.
 fn demands<'w>(
     workload: &'w dyn Workload,
     processors: Processors,
@@ -193,7 +193,7 @@ impl Planner<'_> {
         storages
     }
 
-    /// Keeps the fastest option with this placement and storage that fits, if it is faster than the best one so far.
+    /// Keeps the fastest option with this placement and storage that fits, if it is faster than the best option so far.
     fn search(&mut self, placement: &LayerPlacement, storage: HiddenStatesStorage) {
         let processors = placement.processors();
         let option = |settings| ExecutionOption { settings, storage, processors };

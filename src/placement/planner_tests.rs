@@ -8,7 +8,7 @@ use crate::placement::inventory::{Cpu, Gpu};
 use crate::run::MemorySettings;
 use crate::run::plan::PartKind;
 
-/// A workload of given numbers. Settings hold indices: `mlp_tokens` that of the layers' demand, `logits_bytes` that of the head's.
+/// A workload of given numbers. Settings hold indices: `mlp_tokens` for the layers' demand, `logits_bytes` for the head's demand.
 #[derive(Debug, Clone, Default)]
 struct Table {
     num_hidden_layers: usize,
@@ -17,7 +17,7 @@ struct Table {
     on_gpu: [Vec<Row>; 2],
 }
 
-/// The demand of the layers' phases with one setting, and those of the head by its settings.
+/// The demand of the layers' phases with a setting, and the demands of the head by its settings.
 #[derive(Debug, Clone, Default)]
 struct Row {
     prefetch: bool,

@@ -1,8 +1,8 @@
-//! The layers of a generating model that stay in memory. The others are read again for every token.
+//! The layers of a generating model that stay in memory, and the layers that are read again for every token.
 //!
-//! A sweep uses each layer once. A model that generates text uses every layer for every token, so the layers that fit stay in memory. The others are read
-//! from disk at each use, one layer ahead if two fit. These streamed layers are spread evenly over the
-//! depth, so that reading overlaps the computing of the layers between them. Numbers in, numbers out.
+//! A sweep uses each layer once. A model that generates text uses every layer for every token, so the layers that fit stay in memory. A
+//! layer that does not fit is streamed: it is read from disk at each use, and ahead of its use if two layers fit. Streamed layers are
+//! spread evenly over the depth, so that reading overlaps the computing of the layers between them. Numbers in, numbers out.
 
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
@@ -12,7 +12,7 @@ use crate::failure::Failure;
 pub struct Sizes {
     /// Decoder layers.
     pub layers: usize,
-    /// One layer in its stored dtype.
+    /// A layer in its stored dtype.
     pub layer: ByteSize,
     /// The head. It stays in memory, since every token needs all of it.
     pub head: ByteSize,
@@ -34,7 +34,7 @@ impl Sizes {
     }
 }
 
-/// The division of layers into resident and streamed ones.
+/// The division into resident and streamed layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Residency {
     layers: usize,
@@ -73,10 +73,10 @@ impl Residency {
             predicted: sizes.with(in_memory),
         };
         Ok(match slots {
-            // With one slot there is no memory to read ahead.
+            // With a single slot there is no memory to read ahead.
             1 if sizes.layers > 1 => settled(sizes.layers, false, 1),
             slots if slots >= sizes.layers => settled(0, false, sizes.layers),
-            // Two of the slots are for the layer in use and the one being read.
+            // Two of the slots are for the layer in use and the layer being read.
             slots => settled(sizes.layers - (slots - 2), true, slots),
         })
     }
@@ -96,7 +96,7 @@ impl Residency {
         self.streamed
     }
 
-    /// Returns whether the next streamed layer is read while others compute.
+    /// Returns whether the next streamed layer is read while the layers before it compute.
     pub fn reads_ahead(&self) -> bool {
         self.reads_ahead
     }
@@ -139,7 +139,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// 10 layers of 100 bytes, and 50 other bytes.
+    /// 10 layers of 100 bytes, and 50 bytes for the rest.
     fn sizes() -> Sizes {
         Sizes {
             layers: 10,

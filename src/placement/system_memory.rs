@@ -16,7 +16,7 @@ pub(super) fn read() -> Option<SystemMemory> {
     let mut system = System::new();
     system.refresh_memory_specifics(MemoryRefreshKind::nothing().with_ram());
     let (total, used) = (system.total_memory(), system.used_memory());
-    // The library's own "available" counts on macOS what other programs use, as it could be compressed.
+    // On macOS the library's own "available" includes the memory of running programs, as it could be compressed.
     (total > 0).then_some(SystemMemory {
         total: ByteSize(total),
         available: ByteSize(total.saturating_sub(used)),
@@ -28,7 +28,7 @@ mod tests {
     use super::super::inventory::total_memory;
     use super::*;
 
-    /// Other programs, and the other tests of this process, allocate between two readings.
+    /// Programs and tests that run at the same time allocate between two readings.
     const TOLERANCE: u64 = 1 << 30;
 
     #[test]

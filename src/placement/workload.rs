@@ -8,24 +8,24 @@ use crate::run::{HiddenStatesStorage, MemorySettings, Phase};
 
 /// A run in numbers.
 ///
-/// The head's phase follows the layers. So a plan chooses the settings of the layers first and those of the head afterwards.
+/// The head's phase follows the layers. So a plan chooses the settings of the layers first and the settings of the head afterwards.
 pub trait Workload {
     /// Decoder layers.
     fn num_hidden_layers(&self) -> usize;
 
-    /// The weights of one layer, for maps that fill GPUs.
+    /// The weights of a layer, for maps that fill GPUs.
     fn layer_weights(&self) -> ByteSize;
 
     /// The bytes of all hidden states.
     fn hidden_states(&self, processors: Processors) -> ByteSize;
 
-    /// The places for hidden states, the preferred one first.
+    /// The places for hidden states, in order of preference.
     fn storages(&self, processors: Processors) -> Vec<HiddenStatesStorage>;
 
-    /// The settings a plan chooses from for the layers, the preferred ones first. Empty where no GPU can compute the layers.
+    /// The settings a plan chooses from for the layers, in order of preference. Empty where no GPU can compute the layers.
     fn layer_settings(&self, processors: Processors) -> Vec<MemorySettings>;
 
-    /// `settings` with each choice for the head, the preferred one first.
+    /// `settings` with each choice for the head, in order of preference.
     fn head_settings(&self, settings: &MemorySettings) -> Vec<MemorySettings>;
 
     /// Memory and work of all phases but the head's.
@@ -44,7 +44,7 @@ pub enum Processors {
     Gpus(usize),
 }
 
-/// One way to execute a run.
+/// A way to execute a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExecutionOption {
     /// The settings that trade memory for time.
@@ -93,7 +93,7 @@ impl PhaseMemory {
         self.parts.iter().map(|part| part.bytes).sum()
     }
 
-    /// Returns the bytes of one kind of part.
+    /// Returns the bytes of the parts of a kind.
     pub fn of(&self, kind: PartKind) -> ByteSize {
         let parts = self.parts.iter().filter(|part| part.kind == kind);
         parts.map(|part| part.bytes).sum()
@@ -103,17 +103,17 @@ impl PhaseMemory {
 /// Operations and bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Work {
-    /// Floating-point operations of one layer, all samples.
+    /// Floating-point operations of a layer, all samples.
     pub layer_flop: f64,
-    /// Operations of one layer that the CPU does, whatever computes the layer; not part of `layer_flop`.
+    /// Operations of a layer that the CPU does, whatever computes the layer; not part of `layer_flop`.
     pub layer_host_flop: f64,
-    /// Bytes of weights read for one layer. Reading overlaps computing where the settings prefetch.
+    /// Bytes of weights read for a layer. Reading overlaps computing where the settings prefetch.
     pub layer_read: f64,
-    /// Bytes of weights and hidden states moved to and from files for one layer. Nothing overlaps them.
+    /// Bytes of weights and hidden states moved to and from files for a layer. Nothing overlaps them.
     pub layer_moved: f64,
-    /// Bytes of weights copied to each GPU for one layer.
+    /// Bytes of weights copied to each GPU for a layer.
     pub layer_uploaded: f64,
-    /// Bytes of hidden states moved between memory and GPUs for one layer, all GPUs together.
+    /// Bytes of hidden states moved between memory and GPUs for a layer, all GPUs together.
     pub layer_states: f64,
     /// Floating-point operations before and after the layers.
     pub once_flop: f64,

@@ -1,4 +1,4 @@
-//! Masks: the pruned weights of a matrix, one bit each.
+//! Masks: the pruned weights of a matrix, a bit each.
 
 use crate::bytes::hex;
 use rayon::prelude::*;
@@ -15,7 +15,7 @@ pub struct Mask {
 /// Eight rows of any length end on a byte boundary, so tasks of that many rows share no byte.
 const ROWS_PER_TASK: usize = 8;
 
-/// The bits of one row.
+/// The bits of a row.
 #[derive(Debug)]
 pub struct RowBits<'a> {
     bits: &'a mut [u8],
@@ -71,7 +71,7 @@ impl Mask {
     /// Builds a mask row by row on all threads.
     ///
     /// # Arguments
-    /// * `scratch`: makes the buffers that one task reuses between rows
+    /// * `scratch`: makes the buffers that a task reuses between rows
     /// * `fill(scratch, row, bits)`: sets the pruned columns of a row, all of which are clear
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! The trait of pruning methods: a method's declarations, and its one function from a weight to a mask.
+//! The trait of pruning methods: a method's declarations, and its function from a weight to a mask.
 
 use std::fmt::Debug;
 
@@ -22,7 +22,7 @@ use crate::linalg::StoredMatrix;
 pub enum Removes {
     /// Exactly `int(in_features · ratio)` from every row.
     FromRows,
-    /// From the whole matrix every score up to and including the one at position `int(elements · ratio)` of the ascending order: one
+    /// From the whole matrix every score up to and including the score at position `int(elements · ratio)` of the ascending order: one
     /// weight more than the ratio says, and all ties of that score.
     FromMatrix,
     /// The same rule within each block of this many columns over all rows; the last block may be narrower.
@@ -39,7 +39,7 @@ pub trait PruningMethod: Debug + Sync {
     /// The value of `--prune-method`.
     fn name(&self) -> &'static str;
 
-    /// One line for the help text.
+    /// A line for the help text.
     fn summary(&self) -> &'static str;
 
     /// The number of weights that an unstructured mask removes.
@@ -66,7 +66,7 @@ pub trait PruningMethod: Debug + Sync {
         false
     }
 
-    /// Bytes that [`PruningMethod::prune`] holds for one matrix, beyond the mask, a few numbers per column and two rows per thread.
+    /// Bytes that [`PruningMethod::prune`] holds for a matrix, beyond the mask, a few numbers per column and two rows per thread.
     fn working_bytes(&self, _out_features: usize, _in_features: usize) -> ByteSize {
         ByteSize::ZERO
     }
@@ -102,7 +102,7 @@ pub trait PruningMethod: Debug + Sync {
         Ok(None)
     }
 
-    /// Chooses the weights to remove from `weight` `[out_features, in_features]`, and changes the others where the method does
+    /// Chooses the weights to remove from `weight` `[out_features, in_features]`, and changes the kept weights where the method does
     /// that. The caller writes the zeros. Call [`prune`], which makes the checks that all methods share.
     ///
     /// # Errors
@@ -110,7 +110,7 @@ pub trait PruningMethod: Debug + Sync {
     fn prune(&self, weight: &mut StoredMatrix, request: &Request<'_>) -> Result<Mask>;
 }
 
-/// One matrix to prune.
+/// A matrix to prune.
 #[derive(Clone, Copy)]
 pub struct Request<'a> {
     /// The module's full name, for errors.
@@ -136,7 +136,7 @@ impl<'a> Request<'a> {
     /// The statistics as the type that the method's kind begins.
     ///
     /// # Errors
-    /// Fails where the caller has collected none, or another kind.
+    /// Fails where the caller has collected no statistics, or a different kind.
     pub fn statistics_as<T: 'static>(&self) -> Result<&'a T> {
         let statistics = self.statistics.and_then(Statistics::downcast);
         statistics.with_context(|| format!("`{}` has no statistics of its input", self.name))
@@ -173,7 +173,7 @@ impl<'a> Request<'a> {
     }
 }
 
-/// Prunes one matrix: the rules that hold for every method, then the method. A ratio of 0 removes nothing and asks no method.
+/// Prunes a matrix: the rules that hold for every method, then the method. A ratio of 0 removes nothing and asks no method.
 pub fn prune(
     method: &dyn PruningMethod,
     weight: &mut StoredMatrix,

@@ -7,7 +7,7 @@
 //!
 //! 1. *Deal.* Columns are sorted by the sum of their scores and dealt to the groups in M equal parts, in alternating direction.
 //! 2. *Assign.* For every place p of a group: the columns at p are taken out of all groups and assigned anew, so that kept is the largest.
-//!    Group g keeps with column c: a constant + Σ_rows max(t_g, x_c), t_g the K-th highest score of the group's other columns. This is
+//!    Group g keeps with column c: a constant + Σ_rows max(t_g, x_c), t_g the K-th highest score of g without its column at p. This is
 //!    a linear sum assignment (`linalg/assignment.rs`).
 //!
 //! Gains are added in f32 over `ROWS` rows and in f64 beyond, in fixed parts, so results do not depend on threads. Scores are made anew
@@ -27,7 +27,7 @@ use crate::linalg::assignment::assign;
 /// Rows of a part.
 const ROWS: usize = 128;
 
-/// Groups whose gains one task adds up.
+/// Groups whose gains a task adds up.
 const GROUPS_PER_TASK: usize = 8;
 
 /// Columns whose scores of a part stay in the first-level cache.
@@ -52,12 +52,12 @@ pub fn working_bytes(in_features: usize, m: usize) -> ByteSize {
     let groups = in_features / m.max(1);
     let rows = ByteSize::of((in_features + 2 * groups) * ROWS, size_of::<f32>());
     let gains = ByteSize::of(groups.saturating_mul(groups), size_of::<f64>());
-    // Orders, the state of the assignment, and sums of columns, also those that a score needs.
+    // Orders, the state of the assignment, and sums of columns, also the sums that a score needs.
     let per_column = 32 * size_of::<f64>();
     rows + gains + ByteSize::of(in_features, per_column)
 }
 
-/// Chooses the order of the columns of a matrix for a pattern: the best of the present one, the dealt and the assigned one.
+/// Chooses the order of the columns of a matrix for a pattern: the best of the present, the dealt and the assigned order.
 ///
 /// # Errors
 /// Fails on weights and scores that are not finite, naming matrix, row and column.
@@ -82,7 +82,7 @@ pub fn choose(
     Ok(best)
 }
 
-/// The search for an order of the columns of one matrix.
+/// The search for an order of the columns of a matrix.
 pub struct ChannelSearch<'a> {
     weight: &'a StoredMatrix,
     scorer: Scorer<'a>,
@@ -122,7 +122,7 @@ impl<'a> ChannelSearch<'a> {
         Ok(sums.into_iter().sum())
     }
 
-    /// One number per part of the rows: the sum of what `of` finds in each.
+    /// A number per part of the rows: the sum of what `of` returns for each row.
     fn of_parts(&self, of: impl Fn(&[f32]) -> f64 + Sync) -> Result<Vec<f64>> {
         let rows = self.weight.rows();
         let firsts = (0..rows).into_par_iter().step_by(ROWS);
@@ -191,7 +191,7 @@ impl<'a> ChannelSearch<'a> {
         Ok(order)
     }
 
-    /// Gains `[groups, groups]`: what a group keeps with the column that another has at `place`, less a constant of the group.
+    /// Gains `[groups, groups]`: what group g keeps with the column of group c at `place`, less a constant of g.
     fn gains(&self, order: &[usize], place: usize, gains: &mut [f64]) -> Result<()> {
         let (columns, m) = (order.len(), self.m);
         let groups = columns / m;
@@ -278,7 +278,7 @@ fn sum_of_larger(a: &[f32; ROWS], b: &[f32; ROWS]) -> f32 {
     let (a, b) = (a.as_chunks::<LANES>().0, b.as_chunks::<LANES>().0);
     for (a, b) in a.iter().zip(b) {
         for lane in 0..LANES {
-            // Scores are numbers, so this is the larger one, in one instruction.
+            // Scores are not NaN, so this is the maximum, in one instruction.
             sums[lane] += if a[lane] > b[lane] { a[lane] } else { b[lane] };
         }
     }

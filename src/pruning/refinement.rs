@@ -26,10 +26,10 @@ pub trait Refinement: Debug + Sync {
     /// The value of `--refine`.
     fn name(&self) -> &'static str;
 
-    /// One line for the help text.
+    /// A line for the help text.
     fn summary(&self) -> &'static str;
 
-    /// The statistics it needs behind a method that needs these.
+    /// The statistics it needs after a method that needs the statistics `of_method`.
     fn statistics(
         &self,
         of_method: Option<&'static dyn StatisticsKind>,
@@ -49,7 +49,7 @@ pub trait Refinement: Debug + Sync {
         false
     }
 
-    /// Bytes for one matrix, the copy of the dense weights not included.
+    /// Bytes for a matrix, the copy of the dense weights not included.
     fn working_bytes(&self, out_features: usize, in_features: usize) -> ByteSize;
 
     /// Floating-point operations in products, for the estimate of time.

@@ -1,6 +1,6 @@
 //! From scores to a mask: per row, per group of M, or over a whole matrix.
 //!
-//! Rows are scored one at a time in a buffer of one row per thread: no f32 copy of a matrix, of its scores or of an order
+//! Every thread scores row by row in a buffer of a single row: no f32 copy of a matrix, of its scores or of an order
 //! ever exists. Selection is by value: finding the k lowest needs no order among them.
 
 use anyhow::Result;
@@ -14,7 +14,7 @@ use crate::linalg::StoredMatrix;
 use crate::linalg::buffer_pool::BufferPool;
 use crate::linalg::select::{self as lowest, Radix};
 
-/// A score: turns one row of |W| `[in_features]`, widened to f32, into scores in place. The weights are finite; scores must be
+/// A score: turns a row of |W| `[in_features]`, widened to f32, into scores in place. The weights are finite; scores must be
 /// finite and ≥ 0. The lowest are removed first.
 pub type Score<'a> = dyn Fn(&mut [f32]) + Sync + 'a;
 
@@ -54,7 +54,7 @@ pub fn lowest_of_matrix(
     })
 }
 
-/// Prunes the `count` lowest of a row's scores, of equal ones the lower columns.
+/// Prunes the `count` lowest of a row's scores, on ties the lower columns.
 fn set_lowest(scores: &[f32], count: usize, scratch: &mut Vec<u32>, bits: &mut RowBits<'_>) {
     if count == 0 {
         return;
@@ -87,7 +87,7 @@ pub(super) fn not_finite(name: &str, what: &str, row: usize, column: usize) -> a
     .into()
 }
 
-/// Buffers one task reuses between rows.
+/// Buffers that a task reuses between rows.
 #[derive(Debug, Default)]
 pub(super) struct RowScratch {
     pub(super) scores: Vec<f32>,
@@ -95,7 +95,7 @@ pub(super) struct RowScratch {
     is_pruned: Vec<bool>,
 }
 
-/// Scores the rows of one matrix.
+/// Scores the rows of a matrix.
 pub(super) struct Scorer<'a> {
     weight: &'a StoredMatrix,
     name: &'a str,
@@ -161,7 +161,7 @@ impl<'a> Scorer<'a> {
         })
     }
 
-    /// One pass over the matrix. A task takes a counter that no other task works with, so there are never more than threads.
+    /// A pass over the matrix. A task takes an idle counter, so there are never more counters than threads.
     fn count(&self, upper: Option<u16>) -> Result<Radix> {
         const ROWS_PER_TASK: usize = 256;
         let rows = self.weight.rows();

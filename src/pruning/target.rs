@@ -62,7 +62,7 @@ impl Serialize for Pattern {
     }
 }
 
-/// The ratio and pattern for one matrix.
+/// The ratio and pattern for a matrix.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Target {
     /// The fraction removed, in [0, 1).

@@ -71,7 +71,7 @@ impl Technique {
         [self.method.options(), of_refinement].concat()
     }
 
-    /// The name for reports: the method's, and the refinement's behind a plus sign.
+    /// The name for reports: the method's name, or method and refinement joined by a plus sign.
     pub fn name(&self) -> String {
         match self.refinement {
             None => self.method.name().to_string(),
@@ -88,7 +88,7 @@ impl Technique {
         }
     }
 
-    /// The statistics that serve all of these techniques: those of the highest rank.
+    /// The statistics that serve all of these techniques: the needed statistics of the highest rank.
     pub fn statistics_of_all<'t>(
         techniques: impl Iterator<Item = &'t Self>,
     ) -> Option<&'static dyn StatisticsKind> {
@@ -101,7 +101,7 @@ impl Technique {
         self.method.removes(&self.options)
     }
 
-    /// States that a kept weight may differ from the source's weight at its place: it changes, or comes from another place.
+    /// States that a kept weight may differ from the source's weight at its place: it changes, or the columns are permuted.
     pub fn changes_weights(&self) -> bool {
         self.method.changes_weights()
             || self.refinement.is_some_and(Refinement::changes_weights)
@@ -117,7 +117,7 @@ impl Technique {
         permutation::working_bytes(channels, m).max(statistics.unwrap_or_default())
     }
 
-    /// Bytes for one matrix, beyond the mask, a few numbers per column and two rows per thread.
+    /// Bytes for a matrix, beyond the mask, a few numbers per column and two rows per thread.
     pub fn working_bytes(&self, out_features: usize, in_features: usize) -> ByteSize {
         let of_method = self.method.working_bytes(out_features, in_features);
         let Some(refinement) = self.refinement else {
@@ -128,7 +128,7 @@ impl Technique {
         of_method.max(refinement.working_bytes(out_features, in_features)) + dense
     }
 
-    /// Floating-point operations for one matrix in products and factorisations.
+    /// Floating-point operations for a matrix in products and factorisations.
     pub fn operations(&self, out_features: usize, in_features: usize) -> f64 {
         let of_method = self.method.operations(out_features, in_features);
         let refinement = self.refinement;
@@ -158,7 +158,7 @@ impl Technique {
         Ok(self.method.column_factors(&request)?.map(|factors| (factors, quota)))
     }
 
-    /// Prunes and refines one matrix. The caller writes the zeros.
+    /// Prunes and refines a matrix. The caller writes the zeros.
     ///
     /// # Errors
     /// Fails on weights or statistics that are not finite, naming matrix, row and column.

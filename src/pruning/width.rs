@@ -1,4 +1,4 @@
-//! Whole input channels of a linear: their scores, the choice of those that stay, and the refit of their weights.
+//! Whole input channels of a linear: their scores, the choice of the channels that stay, and the refit of their weights.
 //!
 //! ```text
 //! score_j = Var(x_j) · Σ_i W_ij²                                WIFV; x [tokens, n] the input, W [out, n], Var over all tokens
@@ -12,7 +12,7 @@
 //! The reference adds a bias for the mean of what was removed. Here W' minimises ‖WX − W'X_S‖² + λ‖W' − W_S‖² + λ‖W_R‖², R the removed
 //! channels; without removal W' = W. G is not centred, so the mean is made up for, too, and the model needs no bias. Columns are
 //! scaled by √(G_jj + λ) as in `least_squares.rs`. The inverse is f64; products are f32, with one step of iterative refinement. Where W has
-//! zeros they stay: the least squares of `least_squares.rs` on the other weights begins at W'.
+//! zeros they stay: the least squares of `least_squares.rs` on the non-zero weights begins at W'.
 
 use anyhow::Result;
 use rayon::prelude::*;
@@ -76,7 +76,7 @@ pub fn highest(scores: &[f64], count: usize) -> Vec<usize> {
     order
 }
 
-/// The channels of groups of neighbouring ones.
+/// The channels in these groups of `channels` neighbours.
 pub fn channels_of(groups: &[usize], channels: usize) -> Vec<usize> {
     let of = |&group: &usize| group * channels..(group + 1) * channels;
     groups.iter().flat_map(of).collect()
@@ -160,7 +160,7 @@ pub fn refit_columns(
         let target = product_of_kept(&scaled, &scaled.scaled(values), kept, &mut packed);
         let mut solution = vec![0.0; rows * k];
         multiply(&target, &inverted, k, &mut solution, &mut packed);
-        // One step of refinement: what the f32 products left of the target is solved for again.
+        // A step of refinement: what the f32 products left of the target is solved for again.
         let mut spread = vec![0.0; rows * n];
         for (row, values) in spread.chunks_exact_mut(n).zip(solution.chunks_exact(k)) {
             for (column, value) in kept.iter().zip(values) {

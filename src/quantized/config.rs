@@ -8,7 +8,7 @@ use safetensors::Dtype;
 /// The key in `config.json`.
 pub const KEY: &str = "quantization_config";
 
-/// Returns whether a `config.json` says that its checkpoint is in the layout of this room. Other quantisations have no `true` here.
+/// Returns whether a `config.json` says that its checkpoint is in the layout of this room: NF4 by bitsandbytes.
 pub fn is_four_bit(config: &Value) -> bool {
     let Some(quantization) = config.get(KEY) else {
         return false;

@@ -2,7 +2,7 @@
 //!
 //! | file | content |
 //! | --- | --- |
-//! | `stored` | names and forms of the tensors of one matrix, and its `quant_state` |
+//! | `stored` | names and forms of the tensors of a matrix, and its `quant_state` |
 //! | `pass` | the writing of such a checkpoint, matrix by matrix |
 //! | `source` | [`QuantizedSource`], which reads it as if its matrices were dense |
 //! | `config` | `quantization_config` in `config.json` |

@@ -1,10 +1,10 @@
 //! [`QuantizePass`]: a dense checkpoint in, an NF4 checkpoint out, tensor by tensor.
 //!
-//! A matrix is read in pieces of whole blocks; its codes are written at once, and only its scales are held, a 64th of its weights. With double
-//! quantisation the JSON of a matrix holds the mean of its scales, and the layout of the output needs the length of that JSON. So
-//! the matrices are read once before the first write, for the scales alone.
+//! A matrix is read in pieces of whole blocks; its codes are written at once, and only its scales are held, a 64th of its weights. With
+//! double quantisation the JSON of a matrix holds the mean of its scales, and the layout of the output needs the length of that JSON.
+//! So the matrices are read once before the first write, for the scales alone.
 //!
-//! A [`QuantizeJournal`] keeps what is known after every matrix, so that another process continues with the next matrix.
+//! A [`QuantizeJournal`] keeps what is known after every matrix, so that a later process continues with the next matrix.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -83,7 +83,7 @@ pub struct QuantizePass<'a> {
     piece: usize,
     /// The JSON of every matrix, by name.
     states: BTreeMap<String, String>,
-    /// All matrices with double quantisation, else the written ones.
+    /// All matrices with double quantisation, else the written matrices.
     known: BTreeMap<String, QuantizedMatrix>,
 }
 
@@ -114,8 +114,8 @@ impl Scales {
 }
 
 impl<'a> QuantizePass<'a> {
-    /// Settles the quantisation of the `matrices` of a checkpoint. With double quantisation it reads those that an earlier process has not
-    /// measured.
+    /// Settles the quantisation of the `matrices` of a checkpoint. With double quantisation it reads the matrices that no earlier
+    /// process has measured.
     ///
     /// # Arguments
     /// * `piece`: weights that are read at once, from [`LEAST_PIECE`] to [`PIECE`], a power of two

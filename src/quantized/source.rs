@@ -1,8 +1,8 @@
 //! [`QuantizedSource`]: an NF4 checkpoint, read as if its matrices were dense.
 //!
-//! A matrix `P.weight` has the dtype and shape of its `quant_state`; a read restores the weights of its range and rounds them to that dtype,
-//! as bitsandbytes does before a product. So memory is that of the dense layers, and the results are those of the
-//! dequantised model. Everything else is the checkpoint's.
+//! A matrix `P.weight` has the dtype and shape of its `quant_state`; a read restores the weights of its range and rounds them to that
+//! dtype, as bitsandbytes does before a product. So the layers take the memory of dense layers, and the results equal the results of
+//! the dequantised model. All further tensors are read from the checkpoint unchanged.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::linalg::StoredDtype;
 use crate::linalg::convert::narrow;
 use crate::linalg::nf4::{self, BLOCK, NESTED_BLOCK};
 
-/// Weights that are in f32 at a time in one read: 1 MiB. A multiple of [`BLOCK`].
+/// Weights that a read holds in f32 at a time: 1 MiB. A multiple of [`BLOCK`].
 const PIECE: usize = 1 << 18;
 
 /// An NF4 checkpoint; see the module's first lines.
@@ -33,7 +33,7 @@ pub struct QuantizedSource {
     matrices: HashMap<String, CodedMatrix>,
 }
 
-/// The parts of one matrix.
+/// The parts of a matrix.
 #[derive(Debug)]
 struct CodedMatrix {
     packed: TensorEntry,
@@ -47,8 +47,8 @@ impl QuantizedSource {
     /// Opens the matrices of a checkpoint in the layout of bitsandbytes. Reads their small parts.
     ///
     /// # Errors
-    /// Fails for a part that is missing or has another form than its `quant_state` says, for other formats and codebooks, and where a
-    /// file cannot be read.
+    /// Fails for a part that is missing or does not have the form that its `quant_state` states, for formats and codebooks that are not
+    /// read here, and where a file cannot be read.
     pub fn open(base: Arc<Checkpoint>) -> Result<Self> {
         let mut matrices = HashMap::new();
         let mut presented = HashMap::new();

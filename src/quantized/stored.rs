@@ -1,4 +1,4 @@
-//! The tensors that store one NF4 matrix `P.weight`, as bitsandbytes names them:
+//! The tensors that store an NF4 matrix `P.weight`, as bitsandbytes names them:
 //!
 //! | name | form |
 //! | --- | --- |
@@ -20,7 +20,7 @@ use crate::linalg::nf4::{self, BLOCK, CODEBOOK, NESTED_BLOCK};
 
 /// The end of the name of a `quant_state`.
 pub(super) const STATE: &str = ".quant_state.bitsandbytes__nf4";
-/// The ends of the names of the other tensors.
+/// The ends of the names of the tensors beside `P.weight` and the `quant_state`.
 pub(super) const ABSMAX: &str = ".absmax";
 pub(super) const QUANT_MAP: &str = ".quant_map";
 pub(super) const NESTED_ABSMAX: &str = ".nested_absmax";
@@ -138,7 +138,7 @@ impl QuantState {
     /// Parses the state of the tensor `name`.
     ///
     /// # Errors
-    /// Fails for JSON that is no state, and for what is not computed here: other types and sizes of blocks.
+    /// Fails for JSON that is no state, and for a quantisation type or a block size that is not computed here.
     pub(super) fn parse(name: &str, json: &[u8]) -> Result<Self> {
         let state: Self = serde_json::from_slice(json)
             .map_err(|error| broken(name, format!("its quant_state cannot be read: {error}")))?;

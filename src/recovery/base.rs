@@ -1,7 +1,7 @@
 //! The frozen weights of layers, and the masks of the matrices that are trained.
 //!
-//! A layer is read ahead while another is in use, in the order of the caller: forwards, then backwards. As many layers as the plan has
-//! room for stay in memory. Where all kept weights are trained, the matrices stay at rest: their values are the parameters.
+//! The next layer is read ahead while a layer is in use. The caller sets the order: forwards, then backwards. As many layers as the plan
+//! has room for stay in memory. Where all kept weights are trained, the matrices stay at rest: their values are the parameters.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -134,7 +134,7 @@ impl BaseLayers {
     /// # Arguments
     /// * `masks`: the masks of the matrices; `None` takes the zeros of the source
     /// * `resident`: the number of layers that stay in memory once they are read
-    /// * `reads_ahead`: a layer is read while another is in use
+    /// * `reads_ahead`: the next layer is read while a layer is in use
     pub fn new(
         source: Arc<dyn WeightSource>,
         config: Arc<ModelConfig>,

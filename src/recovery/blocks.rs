@@ -1,13 +1,13 @@
-//! An editor that trains one layer at a time to reproduce what the dense model computes there.
+//! An editor that trains layer by layer: each layer learns to reproduce what the dense model computes there.
 //!
 //! ```text
 //! loss = mean over tokens and elements of (layer'(x) − y)²
-//! x    the sample behind the layers that are recovered already
-//! y    the dense model's own hidden state behind this layer
+//! x    the sample after the layers that are recovered already
+//! y    the dense model's own hidden state after this layer
 //! ```
 //!
-//! The memory holds one layer with its gradients and optimizer states, and two sets of hidden states, which may be on disk. Every layer has
-//! its own optimizer and schedule.
+//! The memory holds one layer with its gradients and optimizer states, and two sets of hidden states, which may be on disk. Every layer
+//! has its own optimizer and schedule.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ use crate::run::recovery::BlockLoss;
 use crate::run::{Event, Events, Phase};
 use crate::runtime::{Clock, Compute, Editor, HiddenStates, memory};
 
-/// Trains the layers one after the other.
+/// Trains the layers in their order.
 pub struct BlockTrainer<'a> {
     /// The dense model.
     pub teacher: Arc<dyn WeightSource>,
@@ -52,9 +52,9 @@ pub struct BlockTrainer<'a> {
     pub batch: Box<dyn Fn(usize, u64) -> Vec<usize> + 'a>,
     /// Seed of low-rank factors.
     pub seed: u64,
-    /// The samples behind the recovered layers.
+    /// The samples after the recovered layers.
     pub states: HiddenStates,
-    /// The samples behind the dense layers, or the targets of this layer.
+    /// The samples after the dense layers: the targets of this layer once they have passed the dense layer.
     pub targets: HiddenStates,
     /// The rounding to bf16 of the written weights.
     pub rounding: Bf16Rounding,
@@ -68,7 +68,7 @@ pub struct BlockTrainer<'a> {
     pub events: &'a dyn Events,
 }
 
-/// Values, gradients and states of one layer.
+/// Values, masks and optimizer states of a layer.
 struct TrainedBlock {
     parameters: LayerParameters,
     states: Vec<Vec<u8>>,
@@ -110,7 +110,7 @@ impl BlockTrainer<'_> {
         Ok(made.layer)
     }
 
-    /// One step on some samples. Returns their mean squared error before it.
+    /// Performs a step on some samples. Returns their mean squared error before the step.
     fn step(
         &mut self,
         base: &BaseLayer,
@@ -179,7 +179,7 @@ impl BlockTrainer<'_> {
         Ok(sum / elements as f64)
     }
 
-    /// Trains one layer.
+    /// Trains a layer.
     fn train(
         &mut self,
         base: &BaseLayer,

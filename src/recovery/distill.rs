@@ -1,7 +1,7 @@
 //! The dense model in a training of the whole model: its logits are learned together with the tokens (`linalg/distillation`).
 //!
 //! Before each step, the examples pass the dense model layer by layer. Its last hidden states are kept, and become logits part by part in
-//! the head, beside those of the model that is trained. So a step reads the dense model's layers once, and has one of them in memory.
+//! the head, beside the logits of the trained model. So a step reads each layer of the dense model once, and holds one layer in memory.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::model::{DecoderLayer, Embedding, Head, ModelConfig};
 use crate::run::{Events, Phase};
 use crate::runtime::{Clock, Compute, HiddenStates, memory};
 
-/// A dense model with the shape of the trained one.
+/// A dense model with the shape of the trained model.
 pub struct Distillation {
     source: Arc<dyn WeightSource>,
     config: Arc<ModelConfig>,

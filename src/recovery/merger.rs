@@ -24,7 +24,7 @@ pub struct Merger<'a> {
     pub part: &'a TrainedPart,
     /// The model's shape.
     pub config: &'a Arc<ModelConfig>,
-    /// The values; the best ones where they were kept.
+    /// The values; the best values if they were kept.
     pub shelf: &'a Shelf,
     /// Reads the base of a layer.
     pub base: super::BaseLayers,

@@ -8,14 +8,14 @@
 //! | `states` | the hidden states of a step: each layer's input for every example |
 //! | `spare` | memory that is used again |
 //! | `parts` | what a step works with |
-//! | `trainer` | one step over the whole model: forward sweep, head, reverse sweep, clipping, update |
+//! | `trainer` | a step over the whole model: forward sweep, head, reverse sweep, clipping, update |
 //! | `distill` | the dense model's last hidden states, whose logits a training of the whole model learns |
-//! | `blocks` | an editor that trains one layer to reproduce its dense counterpart |
+//! | `blocks` | an editor that trains each layer to reproduce the dense model's layer |
 //! | `merger` | an editor that writes trained layers |
 //! | [`optimizers`] | optimizers, learning rates, clipping, rounding: the mathematics on slices |
 //!
-//! A step reads the weights of a layer twice, whatever the number of examples: all examples pass a layer before the next one is read.
-//! Memory is that of one layer, its gradients and the hidden states, which may be on disk. With parameters in a file nothing grows with
+//! A step reads the weights of a layer twice, whatever the number of examples: all examples pass a layer before the next layer is
+//! read. Memory holds one layer, its gradients and the hidden states, which may be on disk. With parameters in a file nothing grows with
 //! the depth.
 
 mod base;

@@ -6,7 +6,8 @@
 //! ```
 //!
 //! M is the mask of the weights that were not zero before the training. Factors begin as in peft: A uniform in ±1/√in, B zero, so the
-//! first W' is W (Hu et al. 2021, arXiv:2106.09685, §4.1). All layers of a model have the same shapes, so one list describes each.
+//! first W' is W (Hu et al. 2021, arXiv:2106.09685, §4.1). All layers of a model have the same shapes, so a single list describes every
+//! layer.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -65,7 +66,7 @@ pub enum ParameterName {
 pub struct ParameterSpec {
     /// Its name.
     pub name: ParameterName,
-    /// Rows and columns; a norm is one row.
+    /// Rows and columns; a norm is a single row.
     pub shape: [usize; 2],
 }
 
@@ -81,7 +82,7 @@ impl ParameterSpec {
     }
 }
 
-/// The values of a layer's parameters in the order of their specs, and the masks of those that have one.
+/// The values and masks of a layer's parameters, in the order of their specs. Only weights have a mask.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LayerParameters {
     /// f32 values, row-major.
@@ -118,7 +119,7 @@ impl TrainedPart {
     ///
     /// # Arguments
     /// * `base`: the layer, with its matrices in memory or at rest
-    /// * `seed`: that of the factors; those of every matrix have their own stream
+    /// * `seed`: the seed of the factors; the factors of every matrix have their own stream of random numbers
     ///
     /// # Errors
     /// Fails when a matrix at rest cannot be read.
@@ -161,7 +162,7 @@ impl TrainedPart {
     /// Turns the base of a layer into the layer that these values make; the masks stay. Matrices are rounded to their stored dtype.
     ///
     /// # Arguments
-    /// * `rounding`: that to bf16; every matrix has random bits of its own
+    /// * `rounding`: the rounding to bf16; every matrix has random bits of its own
     /// * `spare`: memory for the matrices
     ///
     /// # Errors
@@ -263,7 +264,7 @@ impl TrainedPart {
         })
     }
 
-    /// The gradients of the parameters in their order, those of pruned weights +0.
+    /// The gradients of the parameters in their order. The gradients of pruned weights are +0.
     ///
     /// # Errors
     /// Fails when a parameter has no gradient, which would be a bug.
@@ -274,7 +275,7 @@ impl TrainedPart {
         kept: &[Option<KeptMask>],
     ) -> Result<Vec<Vec<f32>>> {
         let mut of = |name: ParameterName| match name {
-            // The largest ones are not copied.
+            // The largest gradients are not copied.
             ParameterName::Weight(projection) => gradients.take_weight(projection),
             ParameterName::A(projection) => gradients.factors(projection).map(|[a, _]| a.to_vec()),
             ParameterName::B(projection) => gradients.factors(projection).map(|[_, b]| b.to_vec()),

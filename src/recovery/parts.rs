@@ -16,7 +16,7 @@ use crate::recovery::optimizers::{Optimizer, TrainingStep};
 use crate::run::Events;
 use crate::runtime::{Clock, Compute};
 
-/// An example: token ids, and for each token the one that follows it if its loss counts.
+/// An example: token ids and targets. The target of a token is the next token, if its loss counts.
 #[derive(Debug, Clone, Copy)]
 pub struct Example<'a> {
     /// `[seqlen]`

@@ -3,7 +3,7 @@
 //! A parameter in a file is in memory only while it is used: its values in a pass of its layer, all of it in its update. The file has a
 //! record per layer. In a record every parameter has its values, its gradient, its optimizer state and its mask.
 //!
-//! A shelf can keep the best values beside the current ones, and writes both to a stream from which another process continues.
+//! A shelf can keep the best values beside the current values. It writes both to a stream, from which a later process continues.
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -156,7 +156,7 @@ impl Shelf {
         self.floats(layer, DataKind::Values)
     }
 
-    /// The best values of a layer's parameters; the current ones where none were kept.
+    /// The best values of a layer's parameters; the current values where no best values were kept.
     ///
     /// # Errors
     /// Fails when the file cannot be read.
@@ -262,7 +262,7 @@ impl Shelf {
         Ok(())
     }
 
-    /// Makes the best values the current ones, with fresh optimizer states.
+    /// Goes back to the best values, with fresh optimizer states.
     ///
     /// # Errors
     /// Fails when the file cannot be read or written.
@@ -291,7 +291,7 @@ impl Shelf {
     pub fn save(&self, out: &mut dyn Write) -> Result<()> {
         out.write_all(&[u8::from(self.has_best)])?;
         for layer in 0..self.layers {
-            // One kind of data of one parameter at a time: all of a layer would be the largest part of a step's memory.
+            // The data of a parameter go out kind by kind: all data of a layer would be the largest part of a step's memory.
             for at in 0..self.specs.len() {
                 self.copy(layer, at, DataKind::Values, out)?;
                 self.copy(layer, at, DataKind::State, out)?;
@@ -323,7 +323,7 @@ impl Shelf {
         Ok(())
     }
 
-    /// Reads what [`Shelf::save`] has written. Masks are those that were put.
+    /// Reads what [`Shelf::save`] has written. Masks stay as [`Shelf::put`] stored them.
     ///
     /// # Errors
     /// Fails when `from` ends early, and when the file cannot be written.

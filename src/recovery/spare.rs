@@ -34,7 +34,7 @@ impl SpareMemory {
         }
     }
 
-    /// Marks a layer as one with weights of its own, so that a device does not take an earlier copy for it.
+    /// Marks a layer as a new version, so that a device does not take an earlier copy for it.
     pub fn as_new_version(&mut self, layer: DecoderLayer) -> DecoderLayer {
         self.versions += 1;
         layer.as_version(self.versions)

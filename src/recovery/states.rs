@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 
 use crate::runtime::HiddenStates;
 
-/// The inputs of all layers, and the output of the last one, for some examples.
+/// The inputs of all layers and the output of the last layer, for some examples.
 pub(super) struct LayerInputs {
     states: HiddenStates,
     examples: usize,
@@ -19,7 +19,7 @@ impl LayerInputs {
     /// # Arguments
     /// * `folder`: the folder of the spill file; `None` keeps the states in memory
     /// * `shape`: tokens of an example, hidden_size
-    /// * `dtype`: that of the stored states
+    /// * `dtype`: the dtype of the stored states
     ///
     /// # Errors
     /// Fails when the spill file cannot be created.
@@ -42,7 +42,7 @@ impl LayerInputs {
         self.examples
     }
 
-    /// The state of an example at the input of a layer, in f32; the layer behind the last one stands for the output.
+    /// The state of an example at the input of a layer, in f32. The index after the last layer stands for the output.
     pub(super) fn get(&mut self, layer: usize, example: usize) -> Result<Tensor> {
         self.states.get(layer * self.examples + example)
     }

@@ -1,4 +1,4 @@
-//! One step of a training over the whole model, with the weights of one layer in memory at a time.
+//! A step of a training over the whole model, with the weights of one layer in memory at a time.
 //!
 //! ```text
 //! forward sweep    h_0 = embedding;  h_{l+1} = layer_l(h_l)               every h_l is stored
@@ -9,7 +9,7 @@
 //! ```
 //!
 //! The loss is the mean over all predicted tokens of the step, so the number of examples that pass at once changes nothing. This is
-//! gradient checkpointing with one checkpoint per layer (Chen et al. 2016, arXiv:1604.06174), and layers outside, examples inside.
+//! gradient checkpointing with a checkpoint per layer (Chen et al. 2016, arXiv:1604.06174), and layers outside, examples inside.
 
 use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
@@ -68,7 +68,7 @@ impl<'a> Trainer<'a> {
         })
     }
 
-    /// Returns whether the parameters are those of a finished step. They are not where an update failed, as on a full disk.
+    /// Returns whether the last step is finished for all parameters. It is not where an update failed, as on a full disk.
     pub fn is_between_steps(&self) -> bool {
         !self.is_updating
     }
@@ -76,8 +76,8 @@ impl<'a> Trainer<'a> {
     /// Puts the parameters of every layer before the first step.
     ///
     /// # Arguments
-    /// * `seed`: that of low-rank factors
-    /// * `given`: parameters of a layer that take the place of the initial ones
+    /// * `seed`: the seed of low-rank factors
+    /// * `given`: parameters of a layer that take the place of the initial parameters
     ///
     /// # Errors
     /// Fails when a layer cannot be read.
@@ -98,7 +98,7 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
-    /// The optimizer's first step is the one after this step: its states are fresh.
+    /// Counts the optimizer's steps from the step after `step`, because its states are fresh.
     pub fn restart_after(&mut self, step: u64) {
         self.restarted_after = step;
     }
@@ -118,7 +118,7 @@ impl<'a> Trainer<'a> {
         (self.parts.shelf, self.parts.compute.finish())
     }
 
-    /// Performs one step.
+    /// Performs a step.
     ///
     /// # Errors
     /// Fails when the run is asked to stop, before the update; with [`Diverged`] for a loss or gradient that is not finite, also before
@@ -131,7 +131,7 @@ impl<'a> Trainer<'a> {
         self.embed(examples, &mut |example, state| inputs.put(0, example, state))?;
         let mut kept = Vec::new();
         for index in 0..layers {
-            // Behind the last layer comes the last one that is not kept.
+            // After the last layer, the next layer to read is the last layer that is not kept.
             let first_kept = layers.saturating_sub(self.parts.kept_layers);
             let next = match index + 1 {
                 next if next < layers => next,

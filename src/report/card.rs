@@ -19,7 +19,7 @@ pub(super) const INHERITED: [&str; 4] = ["license", "license_name", "license_lin
 pub struct CardSource {
     /// The front matter of the source's card.
     pub front_matter: FrontMatter,
-    /// The name of the source's card beside this one; `None` where the source has none.
+    /// The name of the source's card beside this card; `None` if the source has no card.
     pub kept_as: Option<String>,
     /// The record of the source, where this program pruned it before.
     pub pruned_before: Option<PruningReport>,

@@ -1,7 +1,7 @@
 //! Groups of runs that may share a chart, and the lines of each chart.
 //!
 //! Perplexities are comparable only when they were measured on the same tokens of the same model: [`ComparableRuns`] holds runs with
-//! equal evaluation text, tokenizer, windows, window length and model layout. Inside it, runs that differ only in their ratio are one
+//! equal evaluation text, tokenizer, windows, window length and model layout. Inside it, runs that differ only in their ratio form a
 //! [`Series`].
 
 use crate::run::Manifest;
@@ -32,9 +32,9 @@ pub struct RunComparison<'a> {
 pub struct ComparableRuns<'a> {
     /// Their common protocol.
     pub protocol: Protocol,
-    /// One per method and settings, in the order given.
+    /// A series per method and settings, in the order given.
     pub series: Vec<Series<'a>>,
-    /// The different dense perplexities. More than one means that weights or arithmetic differ.
+    /// The different dense perplexities. Several values mean that weights or arithmetic differ.
     pub dense: Vec<f64>,
 }
 
@@ -57,7 +57,7 @@ pub struct Series<'a> {
     pub points: Vec<ChartPoint<'a>>,
 }
 
-/// One run on a chart.
+/// A run on a chart.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ChartPoint<'a> {
     /// Zeros over weights.
@@ -145,7 +145,7 @@ impl<'a> ComparableRuns<'a> {
         }
     }
 
-    /// Sorts points, and names the calibration where one method was run with several.
+    /// Sorts points, and names the calibration if a method was run with several.
     fn finish(&mut self) {
         let series = self.series.iter();
         let labels: Vec<String> = series.map(|series| series.label.clone()).collect();

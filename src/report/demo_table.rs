@@ -16,11 +16,11 @@ pub struct DemoTable {
     pub parameters: u64,
     /// The beginning of the sentence that every model continues.
     pub prompt: String,
-    /// The dense model first, then the pruned and the recovered ones.
+    /// The dense model first, then the pruned and the recovered models.
     pub rows: Vec<DemoRow>,
 }
 
-/// One model.
+/// A model in the table.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct DemoRow {
     /// `dense`, `wanda 60 %`, `wanda 60 %, recovered`, `magnitude 2:4`.

@@ -1,7 +1,7 @@
 //! The front matter of a model card: the block of YAML between two lines `---` at its beginning.
 //!
-//! Only keys at the top level are read, with a value on their line or a list below. Everything else is passed over: a card comes
-//! from other people. Values are written as JSON strings, which are YAML for every text.
+//! Only keys at the top level are read, with a value on their line or a list below. Everything else is passed over: cards
+//! come from strangers. Values are written as JSON strings, which are YAML for every text.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ pub const LONGEST: usize = 64 << 10;
 const LONGEST_VALUE: usize = 300;
 const LONGEST_LIST: usize = 100;
 
-/// The understood entries, by key. A single value is a list of one.
+/// The understood entries, by key. A single value is a list of length 1.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct FrontMatter(BTreeMap<String, Vec<String>>);
 
@@ -122,7 +122,7 @@ fn scalar(text: &str) -> Option<String> {
     (is_whole && fits).then_some(value)
 }
 
-/// The value of `a ''b'''` without its first quote, and the text after its last one.
+/// The value of `a ''b'''` without its first quote, and the text after its last quote.
 fn single_quoted(text: &str) -> Option<(String, &str)> {
     let (mut value, mut rest) = (String::new(), text);
     loop {
@@ -151,8 +151,8 @@ fn plain(text: &str) -> Option<&str> {
     (!is_other).then_some(value)
 }
 
-/// A text as a value of YAML, on one line: a JSON string in which also the characters are escaped that YAML does not take or that
-/// break a line in it.
+/// A text as a value of YAML on a single line: a JSON string that also escapes the characters that YAML does not take or takes as the
+/// end of a line.
 pub(super) fn quoted(text: &str) -> String {
     let json = serde_json::Value::from(text).to_string();
     let is_plain = |c: char| {
@@ -172,7 +172,7 @@ pub(super) fn quoted(text: &str) -> String {
     quoted
 }
 
-/// A text as code in Markdown, also within a table: on one line, without characters that end the code or the cell.
+/// A text as code in Markdown, also within a table: on a single line, without characters that end the code or the cell.
 pub(super) fn code(text: &str) -> String {
     let text = printable(text).replace('`', "'").replace('|', "\\|");
     format!("`{text}`")
@@ -235,7 +235,7 @@ mod tests {
             assert_eq!(get(&card, "language"), ["en"], "{value}");
             assert_eq!(get(&card, "license_name"), ["x"], "{value}");
         }
-        // The last one counts, and a form that is not understood is no reason to trust the first.
+        // The last value counts, and a form that is not understood is no reason to trust the first.
         assert_eq!(get("---\nlicense: a\nlicense: b\n---\n", "license"), ["b"]);
         assert!(get("---\nlicense: a\nlicense: {}\n---\n", "license").is_empty());
     }

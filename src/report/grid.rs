@@ -148,7 +148,7 @@ pub(super) fn means(record: &GridRecord) -> GridTable {
     GridTable { rows: rows.collect(), columns }
 }
 
-/// Every cell in one row.
+/// A table with a row for every cell.
 pub(super) fn every_cell(record: &GridRecord) -> GridTable {
     let number = |value: Option<f64>| value.map_or_else(dash, finite);
     let rows = record.cells.iter().map(|cell| {

@@ -35,7 +35,7 @@ pub fn text(inspection: &Inspection) -> String {
     text
 }
 
-/// Decoder linears that contradict config.json, one line each.
+/// Decoder linears that contradict config.json, a line each.
 pub fn problems(inspection: &Inspection) -> Vec<String> {
     let lines = inspection
         .problems
@@ -44,7 +44,7 @@ pub fn problems(inspection: &Inspection) -> Vec<String> {
     printed(shortened(lines.collect(), 2 * NAMES_SHOWN))
 }
 
-/// Differences that show that a model is no pruned copy of the dense one; empty for a pruned copy.
+/// Differences that show that a model is no pruned copy of the dense model; empty for a pruned copy.
 pub fn differences(comparison: &DenseComparison) -> Vec<String> {
     let dense = &comparison.dense;
     let mut lines = Vec::new();

@@ -1,5 +1,5 @@
 //! Manifests for the tests of this room: a run of two layers as `run.json` described it before memory samples and output errors
-//! came, so that reading one proves that old files load.
+//! came. Reading these manifests proves that old files load.
 
 use serde_json::{Value, json};
 

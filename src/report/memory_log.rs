@@ -13,7 +13,7 @@ use crate::run::manifest::MemorySample;
 /// The first line of the file.
 pub const CSV_HEADER: &str = "Timestamp,Checkpoint,GPU_Allocated_GB,GPU_Reserved_GB,GPU_Peak_GB,CPU_Used_GB,CPU_Percent,CPU_Peak_GB\n";
 
-/// One line of the file. The time is UTC.
+/// A line of the file. The time is UTC.
 pub fn csv_row(
     sample: &MemorySample,
     started_unix_seconds: u64,

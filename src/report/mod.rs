@@ -6,8 +6,8 @@
 //! | `profile` | the table of `--profile` |
 //! | `inspection` | the table of `prune inspect` |
 //! | `quantization` | the result of `prune quantize` |
-//! | `card`, `front_matter` | the model card beside the weights, and the facts it takes over from another |
-//! | `page` | the page of `prune report`, from one or several runs |
+//! | `card`, `front_matter` | the model card beside the weights, and the facts it takes over from the source's card |
+//! | `page` | the page of `prune report` for its runs |
 //! | `grid` | the table of a sweep, and the parts of its page |
 //! | `merges` | the parts of table and page that only merges have |
 //! | `recoveries` | the parts of the table that only recovery trainings have |
@@ -17,7 +17,7 @@
 //! | `settings`, `format` | tables; escaped text, durations, moments |
 //! | `demo_table` | the result of `prune demo`, as records and as a table of at most 80 columns |
 //! | `plan` | the table of a plan, printed before a run and by `prune plan` |
-//! | `plots` | pictures as SVG text, one file per picture |
+//! | `plots` | pictures as SVG text, a file per picture |
 //! | `training_plan` | the table of `prune plan --recover` |
 
 pub mod card;

@@ -1,4 +1,4 @@
-//! The page `prune report` writes: one HTML file without references to others, and its pictures as separate files.
+//! The page `prune report` writes: a self-contained HTML file, and its pictures as separate files.
 //!
 //! The page has no script and loads nothing. It suits light and dark screens of any width, and paper. `page.html` is its template:
 //! minijinja escapes everything that comes from a manifest (`escape`).
@@ -130,7 +130,7 @@ impl Report {
     }
 }
 
-/// The page of a sweep; `name` is that of its folder.
+/// The page of a sweep; `name` is the name of its folder.
 ///
 /// # Errors
 /// Fails where the picture cannot be drawn.

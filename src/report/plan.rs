@@ -8,7 +8,7 @@ use crate::bytes::ByteSize;
 use crate::run::plan::{PhasePlan, TimeEstimate};
 use crate::run::{HiddenStatesStorage, Plan};
 
-/// One model in the table of `prune plan --table`.
+/// A model in the table of `prune plan --table`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TableRow {
     /// Its name.
@@ -56,7 +56,7 @@ pub fn table(rows: &[TableRow]) -> String {
     text
 }
 
-/// Parts of a phase that the table names; its sum includes the others.
+/// Parts of a phase that the table names; the sum of the phase includes all parts.
 const NAMED_PARTS: usize = 3;
 
 /// Returns the table of a plan: devices, layers, hidden states, every phase with its largest parts, and the time. Ends in a newline.

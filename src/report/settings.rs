@@ -127,7 +127,7 @@ fn perplexity(report: PerplexityReport) -> String {
     )
 }
 
-/// Runs side by side, one row each.
+/// Runs side by side, a row each.
 pub(super) fn side_by_side(runs: &[NamedRun]) -> Table {
     let rows = runs
         .iter()

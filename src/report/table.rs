@@ -138,7 +138,7 @@ impl TableRows {
         );
     }
 
-    /// Perplexities, and the texts behind them.
+    /// Perplexities, and the texts of calibration and evaluation.
     fn perplexities(&mut self, manifest: &Manifest) {
         let evaluation = manifest.evaluation.as_ref();
         let dataset = evaluation.map_or("evaluation text", |text| &text.dataset);
@@ -199,7 +199,7 @@ impl TableRows {
     }
 }
 
-/// The text behind a number, with hashes short enough to compare by eye; run.json has the whole hashes.
+/// The text of calibration or evaluation, with hashes short enough to compare by eye; run.json has the whole hashes.
 fn protocol_of(text: &TextProtocol) -> String {
     format!(
         "{}, sha256 {:.12}; {} tokens, sha256 {:.12}; tokenizer {:.12}",

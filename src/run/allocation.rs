@@ -12,7 +12,7 @@ pub struct AllocationReport {
     pub points: Vec<f64>,
     /// Of every layer: the percentage of outliers, or the error at every point.
     pub measured: Vec<Vec<f64>>,
-    /// The ratios that were tried; those with the least loss were taken. Empty for `owl`.
+    /// The allocations that were tried; the allocation with the least loss was taken. Empty for `owl`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tried: Vec<TriedRatios>,
     /// The ratio of every layer.

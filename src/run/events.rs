@@ -13,7 +13,7 @@ use crate::failure::printable;
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Event {
-    /// The sweep over the layers begins. A pass is one sample through one layer or the head.
+    /// The sweep over the layers begins. A pass is a sample through a layer or the head.
     SweepStarted {
         /// Decoder layers.
         layers: usize,
@@ -24,7 +24,7 @@ pub enum Event {
     },
     /// The sweep has ended.
     SweepDone,
-    /// A phase of the run begins ("tokenize", "layer 2 of 0-31: calibrate", "verify"); `steps` is how many units it will count, 0 if unknown.
+    /// A phase of the run begins ("tokenize", "layer 2 of 0-31: calibrate", "verify").
     PhaseStarted {
         /// The name that is shown.
         phase: String,
@@ -98,7 +98,7 @@ pub enum Event {
     Fallback(FallbackReport),
     /// The process's memory at a checkpoint of the run.
     Memory(MemorySample),
-    /// From now on an interruption leaves this behind; `None` once the run is over. Not part of the JSON lines.
+    /// From now on an interruption leaves these files; `None` once the run is over. Not part of the JSON lines.
     #[serde(skip)]
     IfInterrupted(Option<Unfinished>),
     /// A temporary folder that an interruption removes; `None` once the run has removed it. Not part of the JSON lines.
@@ -111,13 +111,13 @@ pub enum Event {
 pub struct Unfinished {
     /// Their folder and the command that continues the run, for the person who reads.
     pub text: String,
-    /// True if another process can continue the run.
+    /// True if a later process can continue the run.
     pub is_resumable: bool,
     /// True if anything was written yet.
     pub has_begun: bool,
 }
 
-/// Ends the process when another process has taken its folder: takes the folder and the reason.
+/// Ends the process when another process has taken its folder. The arguments are the folder and the reason.
 pub type LockLost = fn(&str, &str);
 
 fn seconds<S: Serializer>(elapsed: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
@@ -140,7 +140,7 @@ impl std::error::Error for Stopped {}
 ///
 /// The receiver also decides when a run ends: long loops call [`Events::check`] between two units of work.
 pub trait Events: Sync {
-    /// Takes one event.
+    /// Takes an event.
     fn emit(&self, event: Event);
 
     /// Returns whether the run should stop after the current unit of work.
@@ -153,7 +153,7 @@ pub trait Events: Sync {
         if self.is_stopping() { Err(Stopped) } else { Ok(()) }
     }
 
-    /// Returns the function that ends the process when another process has taken a folder of this run. Another thread calls it.
+    /// Returns the function that ends the process when another process has taken a folder of this run. The lock's own thread calls it.
     fn when_lock_lost(&self) -> LockLost {
         |_, _| std::process::abort()
     }

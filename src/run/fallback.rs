@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::bytes::ByteSize;
 
-/// One unit of work that a device had no memory for at first.
+/// A unit of work that a device had no memory for at first.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FallbackReport {
     /// `cuda:0`.

@@ -15,7 +15,7 @@ pub struct GenerationReport {
     pub prompt: String,
     /// The text that the model added, without special tokens.
     pub text: String,
-    /// The tokens of the prompt, special ones included.
+    /// The tokens of the prompt, special tokens included.
     pub prompt_ids: Vec<u32>,
     /// The tokens that the model added, the end token included.
     pub ids: Vec<u32>,
@@ -31,7 +31,7 @@ pub struct GenerationReport {
     pub seed: u64,
     /// Prompt tokens per second.
     pub prompt_tokens_per_second: f64,
-    /// New tokens per second without the first one; absent with a single token.
+    /// New tokens per second, without the first token; absent with a single token.
     pub tokens_per_second: Option<f64>,
     /// Layers kept in memory.
     pub layers_in_memory: usize,

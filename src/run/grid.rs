@@ -1,8 +1,8 @@
-//! Records of a sweep: a grid of pruning runs in one folder.
+//! Records of a sweep: a grid of pruning runs in a folder.
 //!
 //! | file | content |
 //! | --- | --- |
-//! | `CELL/cell.json` | [`CellRecord`]: the settings of a cell, and the error of a failed one |
+//! | `CELL/cell.json` | [`CellRecord`]: the settings of a cell, and its error if it failed |
 //! | `CELL/run.json` | the record of the run; a cell with it is finished |
 //! | `sweep.json` | [`GridRecord`]: all cells, and the table of their means |
 
@@ -22,7 +22,7 @@ pub const CELL_FILE: &str = "cell.json";
 /// The file's name in the folder of a sweep.
 pub const GRID_FILE: &str = "sweep.json";
 
-/// The settings in which cells of one sweep differ.
+/// The settings in which the cells of a sweep differ.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct GridCell {
     /// `--prune-method`.
@@ -121,7 +121,7 @@ pub struct CellReport {
 }
 
 impl CellReport {
-    /// The report of a cell; `manifest` is the record of a finished one.
+    /// The report of a cell; `manifest` is its record if it is finished.
     pub fn of(cell: GridCell, error: Option<String>, manifest: Option<&Manifest>) -> Self {
         let state = match (manifest, &error) {
             (Some(_), _) => CellState::Finished,
@@ -145,7 +145,7 @@ impl CellReport {
     }
 }
 
-/// One method at one ratio or pattern, over all seeds.
+/// A method at a ratio or pattern, over all seeds.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct GridEntry {
     /// The method.
@@ -194,7 +194,8 @@ pub struct GridRecord {
 }
 
 impl GridRecord {
-    /// The table of these cells: ratios ascending, then patterns; methods in the order `methods`, others after them.
+    /// The table of these cells. Columns are the ratios, ascending, then the patterns. Rows are `methods`, in order, then methods that it
+    /// does not name.
     pub fn of(
         mut cells: Vec<CellReport>,
         settings: BTreeMap<String, String>,

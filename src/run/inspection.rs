@@ -8,7 +8,7 @@ use crate::bytes::ByteSize;
 /// The version of the schema. It rises when a field changes its meaning or is removed.
 pub const SCHEMA: u32 = 1;
 
-/// The findings for one checkpoint.
+/// The findings for a checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Inspection {
     /// [`SCHEMA`].
@@ -23,7 +23,7 @@ pub struct Inspection {
     pub parameters: u64,
     /// Bytes of all tensors.
     pub bytes: ByteSize,
-    /// The dtypes of the tensors, the one with most bytes first.
+    /// The dtypes of the tensors, by their bytes, largest first.
     pub dtypes: Vec<DtypeShare>,
     /// The weight files.
     pub shards: Vec<ShardFile>,
@@ -35,18 +35,18 @@ pub struct Inspection {
     pub non_finite: u64,
     /// The decoder layers, in order.
     pub layers: Vec<InspectedLayer>,
-    /// Every other tensor, by kind.
+    /// Tensors that are no decoder linears, by kind.
     pub other: Vec<OtherTensors>,
     /// Decoder linears that contradict config.json.
     pub problems: Vec<Problem>,
-    /// The comparison with the dense checkpoint; absent without one.
+    /// The comparison with the dense checkpoint; absent without a dense checkpoint.
     pub against: Option<DenseComparison>,
     /// `pruning.json` of the folder; absent where there is none, or none of this model.
     #[serde(default)]
     pub pruning: Option<PruningRecord>,
 }
 
-/// The tensors of one dtype.
+/// The tensors of a dtype.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DtypeShare {
     /// The dtype by its name in safetensors: `BF16`.
@@ -57,7 +57,7 @@ pub struct DtypeShare {
     pub bytes: ByteSize,
 }
 
-/// One weight file.
+/// A weight file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShardFile {
     /// Its name in the folder.
@@ -86,18 +86,18 @@ pub struct PatternCount {
     pub matrices: usize,
 }
 
-/// One decoder layer.
+/// A decoder layer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct InspectedLayer {
     /// Its index, from 0.
     pub layer: usize,
     /// Zeros in its linears.
     pub sparsity: Zeros,
-    /// Its linears, in the order of the reference, without missing ones.
+    /// Its linears, in the order of the reference; missing linears are left out.
     pub matrices: Vec<InspectedMatrix>,
 }
 
-/// One decoder linear.
+/// A decoder linear.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct InspectedMatrix {
     /// The module's name: `model.layers.0.self_attn.q_proj`.
@@ -127,7 +127,7 @@ pub struct GroupZeros {
     pub m: usize,
 }
 
-/// Tensors of one kind other than decoder linears.
+/// Tensors of a kind that are no decoder linears.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OtherTensors {
     /// `embedding`, `head`, `norms`, `biases` or `others`.
@@ -153,7 +153,7 @@ pub struct Problem {
     pub problem: String,
 }
 
-/// The comparison of a checkpoint with a dense one.
+/// The comparison of a checkpoint with a dense checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DenseComparison {
     /// The dense folder, as given.
@@ -164,22 +164,23 @@ pub struct DenseComparison {
     /// Bytes in all tensors of the dense model.
     #[serde(default)]
     pub dense_bytes: ByteSize,
-    /// Layers of the dense model that were dropped, from the record beside the weights. The others were compared.
+    /// Layers of the dense model that were dropped, from the record beside the weights. The kept layers were compared.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub layers_dropped: Vec<usize>,
     /// The width that was dropped, in words, from the record beside the weights. The matrices that lost it are not compared.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub width_dropped: Option<String>,
-    /// Both have the same tensors. Every kept weight equals the dense model's bit for bit, every other tensor byte for byte.
+    /// Both models have the same tensors. Every kept weight equals the dense model's bit for bit; every tensor that is no decoder linear
+    /// equals it byte for byte.
     pub is_pruned_copy: bool,
     /// The method that changed the kept weights, from the record of the run; absent where the record names none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub changed_by: Option<String>,
-    /// The channels of its MLPs have another order than the dense model's, by the record of the run. Weights of gate_proj, up_proj and
-    /// down_proj lie at other places, and were compared place by place.
+    /// The channels of its MLPs are not in the dense model's order, by the record of the run. So weights of gate_proj, up_proj and
+    /// down_proj have moved, but they were compared place by place.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub permuted: bool,
-    /// The merge that made this model, from the record beside its weights; absent for other models.
+    /// The merge that made this model, from the record beside its weights; absent if no merge made it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merged_by: Option<String>,
     /// Every weight of a decoder linear is +0 or the dense model's.
@@ -188,25 +189,25 @@ pub struct DenseComparison {
     pub kept: u64,
     /// Weights of decoder linears that are neither +0 nor the dense model's.
     pub changed: u64,
-    /// The first of these weights, in the order of the files.
+    /// The first changed weight, in the order of the files.
     pub first_changed: Option<ChangedWeight>,
     /// Zeros of decoder linears that were zero in the dense model already.
     pub zeros_before: u64,
-    /// Compared tensors other than decoder linears.
+    /// Compared tensors that are no decoder linears.
     pub untouched: usize,
-    /// Compared tensors other than decoder linears that differ from the dense model's.
+    /// Names of compared tensors that are no decoder linears and differ from the dense model's.
     pub untouched_differing: Vec<String>,
     /// Tensors that only the dense model has.
     pub missing: Vec<String>,
     /// Tensors that only this model has.
     pub added: Vec<String>,
-    /// Tensors of another shape or dtype than the dense model's; they were not compared.
+    /// Tensors whose shape or dtype differs from the dense model's; they were not compared.
     pub unlike: Vec<UnlikeTensor>,
 }
 
 impl DenseComparison {
-    /// True if the model was made from the dense one: a pruned copy, or its kept weights alone differ and its method changes them, or
-    /// its matrices lost width. A merge may change every tensor.
+    /// True if the model was made from the dense model: it is a pruned copy, or only its kept weights differ and its method changes
+    /// them, or its matrices lost width, or a merge made it. A merge may change every tensor.
     pub fn is_made_from_dense(&self) -> bool {
         self.is_pruned_copy
             || self.merged_by.is_some()

@@ -18,7 +18,7 @@ pub struct LayerDropReport {
     pub kept: Vec<usize>,
     /// Block influence of every layer of the source.
     pub block_influence: Vec<f64>,
-    /// Angular distances of the last token: for spans of 1, 2, ... layers, one per first layer.
+    /// Angular distances of the last token: for spans of 1, 2, ... layers, the distance from each first layer.
     pub angular_distance: Vec<Vec<f64>>,
     /// The bound below which `auto` drops; absent where the number was given.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -28,7 +28,7 @@ pub struct Manifest {
     pub schema: u32,
     /// The program's version.
     pub prune_version: String,
-    /// `prune`, `eval` or `merge`.
+    /// `prune`, `eval`, `recover` or `merge`.
     pub command: String,
     /// The command line.
     pub arguments: Vec<String>,
@@ -39,11 +39,11 @@ pub struct Manifest {
     pub started_unix_seconds: u64,
     /// The duration of the run, all sessions together.
     pub seconds: f64,
-    /// The cells of a sweep that shared one pass over the layers, in the seconds and the memory of this record; absent for a run of its
-    /// own.
+    /// The number of sweep cells that shared a pass over the layers; the seconds and the memory of this record cover these cells
+    /// together. Absent for a run of its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cells_at_once: Option<usize>,
-    /// The processes that worked on the run, in order. An interrupted run has more than one. Empty for `eval` and in older records.
+    /// The processes that worked on the run, in order. An interrupted run has several. Empty for `eval` and in older records.
     #[serde(default)]
     pub sessions: Vec<SessionReport>,
     /// The checkpoint that was pruned or measured.
@@ -58,10 +58,10 @@ pub struct Manifest {
     pub width_drop: Option<WidthDropReport>,
     /// The pruning settings, as resolved; absent for `eval`.
     pub pruning: Option<PruningReport>,
-    /// The merge; absent for other commands.
+    /// The merge; present only for `merge`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub merge: Option<MergeReport>,
-    /// The recovery training; absent for other commands.
+    /// The recovery training; present only for `recover`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub recovery: Option<RecoveryReport>,
     /// The calibration text and samples; absent for a method without calibration.
@@ -164,7 +164,7 @@ pub struct ModelReport {
     pub identity: String,
     /// `config.json` as understood.
     pub config: Value,
-    /// The format of a 4-bit checkpoint: `nf4`; absent for any other.
+    /// The format of a 4-bit checkpoint: `nf4`; absent for a checkpoint that is not quantised.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub quantization: Option<String>,
     /// Weights in all tensors.
@@ -180,7 +180,7 @@ impl ModelReport {
     }
 }
 
-/// Returns the last component of a path, which says nothing about the machine. Of `.` it is the name of that folder.
+/// Returns the last component of a path, which says nothing about the machine. For `.` it returns the name of that folder.
 pub fn name_of(path: &str) -> String {
     let absolute = std::path::absolute(path).unwrap_or_else(|_| path.into());
     let name = match absolute.file_name() {
@@ -196,7 +196,7 @@ pub fn name_of(path: &str) -> String {
 /// The arithmetic of a run. Mask hashes are comparable only between equal arithmetic.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Arithmetic {
-    /// `cpu`.
+    /// `cpu`, or the GPUs that are used: `cuda:0+cuda:1`.
     pub device: String,
     /// The dtype of the forward pass.
     pub dtype: String,
@@ -274,7 +274,7 @@ pub struct TextProtocol {
     /// The first token of each sample within its text or document; none for evaluation.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub starts: Vec<u64>,
-    /// The document of each sample, counted from 0; absent if the samples are of one joined text, and for evaluation.
+    /// The document of each sample, counted from 0; absent if the samples are cut from a joined text, and for evaluation.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub documents: Option<Vec<u64>>,
 }
@@ -292,7 +292,7 @@ pub struct SparsityReport {
     pub ratio: f64,
 }
 
-/// One decoder layer.
+/// A decoder layer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct LayerReport {
     /// Its index, from 0.
@@ -301,7 +301,7 @@ pub struct LayerReport {
     pub seconds: f64,
     /// Zeros over weights of its seven linears.
     pub sparsity: f64,
-    /// The new order of its MLP's channels; absent without one.
+    /// The new order of its MLP's channels; absent without a new order.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub permutation: Option<PermutationReport>,
     /// The losses of its training; absent where it was not trained alone.
@@ -320,7 +320,7 @@ pub struct PermutationReport {
     pub kept_after: f64,
 }
 
-/// One matrix.
+/// A matrix.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct MatrixReport {
     /// The module's name: `model.layers.0.self_attn.q_proj`.
@@ -385,7 +385,7 @@ impl GateReport {
         Self {
             max_perplexity,
             perplexity,
-            // NaN and infinity meet no limit, not even an infinite one.
+            // NaN and infinity meet no limit, not even an infinite limit.
             is_met: perplexity.is_finite() && perplexity <= max_perplexity,
         }
     }
@@ -402,7 +402,7 @@ pub struct PhaseReport {
     pub peak_anonymous: Option<ByteSize>,
 }
 
-/// The process's memory at one moment.
+/// The process's memory at a moment.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct MemorySample {
     /// Seconds since the run began.
@@ -418,7 +418,7 @@ pub struct MemorySample {
     pub gpu: Option<GpuMemory>,
 }
 
-/// GPU memory at one moment, as the driver's pool counts it.
+/// GPU memory at a moment, as the driver's pool counts it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuMemory {
     /// Bytes in allocations.

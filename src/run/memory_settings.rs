@@ -8,7 +8,7 @@ use crate::bytes::ByteSize;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct MemorySettings {
-    /// The next layer is read while this one is in use: two layers are in memory instead of one.
+    /// The next layer is read while the current layer is in use, so two layers are in memory.
     pub prefetch: bool,
     /// The part of a layer's weights that is in memory while the layer is in use.
     pub weights: WeightsHeld,
@@ -43,9 +43,9 @@ pub enum GramsHeld {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StatisticsHeld {
-    /// Those of all four inputs: the samples pass the dense layer once.
+    /// The statistics of all four inputs: the samples pass the dense layer once.
     Layer,
-    /// Those of one input: the samples pass the dense layer four times.
+    /// The statistics of a single input: the samples pass the dense layer four times.
     Input,
 }
 
@@ -55,7 +55,7 @@ pub enum StatisticsHeld {
 pub enum WeightsHeld {
     /// All weights.
     Layer,
-    /// Some rows of one matrix, read at every product. A whole matrix is in memory only while it is scored.
+    /// Some rows of a matrix, read at every product. A whole matrix is in memory only while it is scored.
     Matrix,
 }
 

@@ -14,7 +14,8 @@ pub struct MergeReport {
     pub method: String,
     /// `--semantics`: the tool or paper whose definition is followed.
     pub semantics: String,
-    /// The entries that are trimmed together: `tensor`, `layer` or `model`, with `--saliency` each `row` of a linear; absent for methods that do not trim by magnitude.
+    /// The entries that are trimmed together: `tensor`, `layer` or `model`, with `--saliency` each `row` of a linear. Absent for methods
+    /// that do not trim by magnitude.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trim_scope: Option<String>,
     /// The seed of random masks.
@@ -27,7 +28,7 @@ pub struct MergeReport {
     pub num_hidden_layers: usize,
     /// Rows of the output's embedding.
     pub vocab_size: usize,
-    /// The decision on different vocabularies; absent where the models have one.
+    /// The decision on different vocabularies; absent if the models share a vocabulary.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vocabulary: Option<VocabularyReport>,
     /// The dtype of the output, the widest of its tensors.
@@ -42,8 +43,8 @@ pub struct MergeReport {
     /// The adapter that `--semantics peft` combined; absent without it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub combined_adapter: Option<CombinedAdapter>,
-    /// Perplexities of the inputs and of the merged model, in the order of `models`, the merged one last; empty without evaluation, and
-    /// in the record beside the weights, which is written before them.
+    /// Perplexities of the inputs, in the order of `models`, then of the merged model. Empty without evaluation, and in the record
+    /// beside the weights, which is written before the evaluation.
     #[serde(default)]
     pub perplexities: Vec<ModelPerplexity>,
     /// Per tensor of the output, in its order.
@@ -130,7 +131,7 @@ pub struct VocabularyReport {
     pub source: String,
     /// Rows of embedding and head.
     pub rows: usize,
-    /// Rows of tokens; the others are padding.
+    /// Rows of tokens; the rest is padding.
     pub tokens: usize,
     /// Tokens that were added to the tokenizer.
     pub added: usize,
@@ -149,12 +150,12 @@ pub struct VocabularyReport {
     pub zero_tokens: Vec<String>,
 }
 
-/// An adapter that was combined from those of the models.
+/// An adapter that was combined from the models' adapters.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CombinedAdapter {
     /// Its folder.
     pub folder: String,
-    /// The election of signs: `total` or `frequency`; absent for methods without one.
+    /// The election of signs: `total` or `frequency`; absent for methods without an election.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub majority_sign: Option<String>,
     /// Its files.
@@ -173,7 +174,7 @@ pub struct SaliencyReport {
     pub models: Vec<MeasuredActivations>,
 }
 
-/// Activations of one model.
+/// The activations of a model.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MeasuredActivations {
     /// The model as the recipe named it.
@@ -188,7 +189,7 @@ pub struct MeasuredActivations {
     pub seed: u64,
 }
 
-/// The perplexity of one model.
+/// The perplexity of a model.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ModelPerplexity {
     /// The model as the recipe names it, or `merged`.
@@ -200,7 +201,7 @@ pub struct ModelPerplexity {
     pub text: TextProtocol,
 }
 
-/// One tensor of a merged model.
+/// A tensor of a merged model.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct MergedTensor {
     /// Its name in the output.
@@ -223,9 +224,9 @@ pub struct MergedTensor {
 /// Σ_t E‖x_t (W − W_t)ᵀ‖² over the experts, to diagonal order: Σ_t Σ_ij a_tj² (W − W_t)_ij², with a_tj² the mean square of input j.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct OutputErrors {
-    /// With W the base model's; absent for a tensor without a base.
+    /// With the base model's tensor as W; absent for a tensor without a base.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub before: Option<f64>,
-    /// With W the merged one.
+    /// With the merged tensor as W.
     pub after: f64,
 }

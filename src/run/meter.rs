@@ -46,7 +46,7 @@ impl<'a> Meter<'a> {
         self.at(0);
     }
 
-    /// Shows `bytes` of an unfinished file in addition to the finished ones. The number may fall: a download can start over.
+    /// Shows `bytes` of an unfinished file in addition to the finished bytes. The number may fall: a download can start over.
     pub fn at(&mut self, bytes: u64) {
         let done = self.done + bytes;
         if done.abs_diff(self.told) >= self.interval {

@@ -1,6 +1,6 @@
 //! A run as plain records: its events, its plan, its state on disk, and its manifest.
 //!
-//! Nothing here computes or prints. Every other room may use these records.
+//! Nothing here computes or prints. Any room may use these records.
 //!
 //! | file | content |
 //! | --- | --- |
@@ -9,7 +9,7 @@
 //! | `events` | what library code emits instead of printing |
 //! | `fallback` | records of units of work that a device had no memory for |
 //! | `generation` | the text that a model wrote, as a plain record: the object of `prune generate --json` |
-//! | `grid` | records of a sweep: a grid of pruning runs in one folder |
+//! | `grid` | records of a sweep: a grid of pruning runs in a folder |
 //! | `inspection` | the findings of `prune inspect` |
 //! | `layer_drop` | the record of dropped layers: scores, choice, and sizes before and after |
 //! | `manifest` | `run.json`: everything needed to trust, repeat or compare a run |
@@ -22,7 +22,7 @@
 //! | `pruning_record` | `pruning.json`: the record of a pruning run that is published with its model |
 //! | `quantization` | the result of `prune quantize`, as a plain record: the object of `--json` |
 //! | `recovery` | the record of a recovery training: settings as resolved, losses, held-out measurements |
-//! | `state` | `unfinished.json`: the finished work of a run that has not ended, so that another process can continue it |
+//! | `state` | `unfinished.json`: the finished work of a run that has not ended, so that a later process can continue it |
 //! | `verification` | the verification of a written model, as the record has it |
 //! | `width_drop` | the record of dropped width: sizes before and after, and what was lost |
 

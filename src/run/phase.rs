@@ -24,7 +24,7 @@ pub enum Phase {
     /// Weights are scored, and the lowest scores are chosen.
     #[serde(rename = "score and mask")]
     Score,
-    /// The outputs of a pruned matrix are compared with those of the dense one.
+    /// The outputs of a pruned matrix are compared with the outputs of the dense matrix.
     #[serde(rename = "output error")]
     OutputError,
     /// Samples pass the pruned layer.
@@ -45,10 +45,10 @@ pub enum Phase {
     Write,
     /// Logits and losses of the evaluation windows.
     Head,
-    /// Other tensors are copied, and the files are read back.
+    /// Unchanged tensors are copied, and the files are read back.
     #[serde(rename = "save and verify")]
     SaveAndVerify,
-    /// Tensors of several models become those of one.
+    /// Tensors of several models become the tensors of a merged model.
     Merge,
     /// Matrices become codes of 4 bits.
     Quantize,
@@ -85,7 +85,7 @@ pub enum Moment {
     BeforeEvaluation,
     /// Perplexities are known.
     AfterEvaluation,
-    /// Other tensors are copied next.
+    /// Unchanged tensors are copied next.
     BeforeSaving,
     /// The model is written.
     AfterSaving,

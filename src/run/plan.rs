@@ -50,7 +50,7 @@ pub fn exceeded(
     }
 }
 
-/// One device's share.
+/// The share of a device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DevicePlan {
     /// `cpu` or `cuda:0`.
@@ -66,9 +66,9 @@ pub struct DevicePlan {
 /// Consecutive layers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayersPlan {
-    /// The first one, from 0.
+    /// The first layer, from 0.
     pub first: usize,
-    /// The last one.
+    /// The last layer.
     pub last: usize,
     /// The devices that compute them. Several devices share the samples.
     pub devices: Vec<String>,
@@ -106,7 +106,7 @@ impl fmt::Display for HiddenStatesStorage {
     }
 }
 
-/// One phase.
+/// The predicted memory of a phase.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PhasePlan {
     /// The phase.
@@ -159,7 +159,7 @@ pub enum PartKind {
     /// The layer in use.
     #[serde(rename = "this layer")]
     Layer,
-    /// The copy of the layer in use that one of several runs prunes, or its masks.
+    /// If several runs share the dense layer in use: the copy of it that is pruned for a run, or its masks.
     #[serde(rename = "a copy of this layer")]
     LayerCopy,
     /// The masks of the layer in use, whose weights stay on disk.
@@ -171,7 +171,7 @@ pub enum PartKind {
     /// The layer that is read ahead.
     #[serde(rename = "the next layer")]
     NextLayer,
-    /// Frozen layers of a training: those that stay in memory, and the one that is read ahead.
+    /// Frozen layers of a training: layers that stay in memory, and the layer that is read ahead.
     #[serde(rename = "frozen layers")]
     FrozenLayers,
     /// Layers of a training whose weights and activations stay for the backward pass.
@@ -241,7 +241,7 @@ impl fmt::Display for PartKind {
 /// Seconds by a stated model; docs/memory-model.md has it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct TimeEstimate {
-    /// The time of the run. Less than the sum of the other fields if reading overlaps computing.
+    /// The time of the run. It is less than `compute + disk + transfers` if reading overlaps computing.
     pub seconds: f64,
     /// Floating-point operations, divided by the rate of the devices.
     pub compute: f64,
@@ -252,7 +252,7 @@ pub struct TimeEstimate {
 }
 
 impl TimeEstimate {
-    /// Both times, one after the other.
+    /// The sum of both times: the work is done in sequence.
     #[must_use]
     pub fn plus(&self, other: &Self) -> Self {
         Self {

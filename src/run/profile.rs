@@ -20,7 +20,7 @@ pub struct PeakReport {
     pub bf16: Option<f64>,
 }
 
-/// One part of the work.
+/// A part of the work.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PartReport {
     /// `read`, `pack`, `qkv`, `attention`, `o`, `mlp`, `statistics`, `score`, `select`, `output error`, `write`, `head`, `other`.
@@ -29,6 +29,7 @@ pub struct PartReport {
     pub seconds: f64,
     /// 10⁹ operations of its products per second; absent for parts without products.
     pub gflops: Option<f64>,
-    /// `gflops` over the peak of its arithmetic; absent without a peak. The peak of f32 products by parts is that of bf16 over the number of parts' products.
+    /// `gflops` over the peak of its arithmetic; absent without a peak. For f32 products by parts, the peak is the bf16 peak over the
+    /// number of the parts' products.
     pub share_of_peak: Option<f64>,
 }

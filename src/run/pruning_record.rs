@@ -11,7 +11,7 @@ use super::manifest::{
 use super::width_drop::WidthDropReport;
 use crate::bytes::ByteSize;
 
-/// The name of the file in the model's folder. A command that changes a model in another way has a file of its own.
+/// The name of the file in the model's folder. Every kind of change to a model has a file of its own.
 pub const PRUNING_FILE: &str = "pruning.json";
 
 /// The version of the schema. It rises when a field changes its meaning or is removed.
@@ -63,7 +63,7 @@ pub struct PrunedSource {
     /// The commit of the revision; absent for a local folder.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub commit: Option<String>,
-    /// The model on the hub that the source was made from, by the source's own `pruning.json`; absent without one.
+    /// The model on the hub that the source was made from, by the source's own `pruning.json`; absent without that file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub made_from: Option<String>,
     /// Hash of the headers of all shards.

@@ -23,7 +23,7 @@ pub struct QuantizationReport {
     pub weights: u64,
     /// Their weights that were 0.
     pub zeros_before: u64,
-    /// Their weights that are 0 now. The codes of small weights are those of 0.
+    /// Their weights that are 0 now. Small weights have the code of 0.
     pub zeros_after: u64,
     /// The bytes of all tensors before.
     pub bytes_before: ByteSize,

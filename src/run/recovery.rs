@@ -34,7 +34,7 @@ pub struct RecoveryReport {
     pub base_quant: Option<String>,
     /// The text that was trained on.
     pub text: TextProtocol,
-    /// Examples of the training, and held-out ones.
+    /// The numbers of training examples and of held-out examples.
     pub examples: [usize; 2],
     /// The steps of a training of the whole model.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -45,12 +45,12 @@ pub struct RecoveryReport {
     /// The step whose parameters were written; absent for blocks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub best_step: Option<u64>,
-    /// The end of a training whose loss exploded, or was not finite. The steps above are those before the best state.
+    /// The end of a training whose loss exploded, or was not finite. `steps` and `held_out` then end at the best state.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub divergence: Option<Divergence>,
     /// Trained weights that were not zero before and are now.
     pub new_zeros: u64,
-    /// The folder of the adapter; absent without one.
+    /// The folder of the adapter; absent without an adapter.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub adapter: Option<String>,
 }
@@ -71,7 +71,7 @@ pub struct Divergence {
 }
 
 impl Divergence {
-    /// The failure in one line, and the state that was kept.
+    /// Two lines: the failure, and the state that was kept.
     pub fn lines(&self) -> [String; 2] {
         let Self { step, rate, what, best_step, best_loss } = self;
         [

@@ -1,4 +1,4 @@
-//! `unfinished.json`: the finished work of a run that has not ended, so that another process can continue it.
+//! `unfinished.json`: the finished work of a run that has not ended, so that a later process can continue it.
 //!
 //! The file is replaced after every layer, once the layer's bytes are on the disk. So it is true at any moment, however the
 //! process ends. Its first line has the length and the hash of the rest. docs/run-json.md documents the schema.
@@ -15,13 +15,13 @@ use super::quantization::QuantizedMatrix;
 use super::recovery::Divergence;
 use super::width_drop::WidthDropReport;
 
-/// The version of the schema. A run with another version cannot be continued.
+/// The version of the schema. A run with a different version cannot be continued.
 pub const SCHEMA: u32 = 1;
 
 /// The file's name in the run folder.
 pub const FILE: &str = "unfinished.json";
 
-/// The file's name of a training between two steps, beside the other one.
+/// The name of the file that holds a training between two steps. It lies beside [`FILE`].
 pub const TRAINING_FILE: &str = "training.state";
 
 /// The settings that may change where a training continues from its best state after its loss exploded.
@@ -36,7 +36,7 @@ pub struct RunState {
     pub arguments: Vec<String>,
     /// The beginning of the run, in seconds since 1970 (UTC).
     pub started_unix_seconds: u64,
-    /// All settings that decide the outcome, by name. Two processes can work on one run only with equal settings.
+    /// All settings that decide the outcome, by name. Two processes can work on the same run only with equal settings.
     pub settings: BTreeMap<String, String>,
     /// The layers that are dropped, with their scores.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -60,7 +60,7 @@ pub struct RunState {
     /// The perplexities of the models of a merge.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub perplexities_of_models: Vec<ModelPerplexity>,
-    /// The model folder holds an earlier model of this run, which this one replaces: a diverged training continues.
+    /// The model folder holds an earlier model of this run, which the run will replace: a diverged training continues.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub replaces_model: bool,
     /// The perplexities, once all are measured.
@@ -70,7 +70,7 @@ pub struct RunState {
     pub divergence: Option<Divergence>,
     /// All warnings.
     pub warnings: Vec<String>,
-    /// The processes that worked on the run, in order, the current one last.
+    /// The processes that worked on the run, in order, the current process last.
     pub sessions: Vec<SessionReport>,
     /// Time and peak memory per phase, of all sessions.
     pub phases: Vec<PhaseReport>,
@@ -78,7 +78,7 @@ pub struct RunState {
     pub memory: Vec<MemorySample>,
 }
 
-/// One process that worked on a run.
+/// A process that worked on a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SessionReport {
     /// The beginning of the process, in seconds since 1970 (UTC).

@@ -9,12 +9,12 @@ pub enum VerifyLevel {
     /// Headers, hashes, zeros and groups.
     #[default]
     Quick,
-    /// In addition, every element of a rewritten tensor equals the source's, bit for bit, or is +0. Only for methods that keep the
-    /// other weights unchanged. Reads these tensors of the source once more.
+    /// In addition, every element of a rewritten tensor equals the source's, bit for bit, or is +0. Only for methods that do not
+    /// change the weights they keep. Reads the rewritten tensors of the source once more.
     Full,
 }
 
-/// One finished file.
+/// A finished file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VerifiedFile {
     /// Its name in the output folder.
@@ -25,7 +25,7 @@ pub struct VerifiedFile {
     pub sha256: String,
 }
 
-/// The zeros counted in one matrix.
+/// The zeros counted in a matrix.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MatrixZeros {
     /// The tensor's name.
@@ -49,7 +49,7 @@ pub struct Verification {
     pub tensors_rewritten: usize,
     /// Tensors copied from the source.
     pub tensors_copied: usize,
-    /// One row per expected matrix, in that order.
+    /// A row per expected matrix, in the order of the expected matrices.
     pub zeros: Vec<MatrixZeros>,
     /// Checked N:M groups of all matrices.
     pub groups_checked: u64,

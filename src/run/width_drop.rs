@@ -12,7 +12,7 @@ pub struct WidthDropReport {
     pub asked: f64,
     /// `--width-of`.
     pub of: String,
-    /// The weights behind the dropped width were refitted.
+    /// The weights of o_proj and down_proj, which read the narrower width, were refitted.
     pub is_refitted: bool,
     /// MLP channels per layer.
     pub intermediate_size: [usize; 2],
@@ -24,7 +24,7 @@ pub struct WidthDropReport {
     pub num_key_value_heads: [usize; 2],
     /// The key/value heads that stay, by layer and their numbers in the source; empty where all stay.
     pub kept_heads: Vec<Vec<usize>>,
-    /// The part of the scores of all channels that the dropped ones had, by layer: of o's input, and of down's.
+    /// The dropped channels' part of the scores of all channels, by layer: of o's input, and of down's input.
     pub lost_scores: Vec<[f64; 2]>,
     /// The perplexity of the source, where it was measured in the pass that dropped.
     #[serde(default, skip_serializing_if = "Option::is_none")]

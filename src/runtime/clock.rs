@@ -107,7 +107,7 @@ impl Clock {
         result
     }
 
-    /// Adds the phases of another clock.
+    /// Adds `phases`, which a different clock reported.
     pub fn add(&self, phases: &[PhaseReport]) {
         let mut records = self.records();
         records.phases = merge_phases(&records.phases, phases);
@@ -124,7 +124,7 @@ impl Clock {
     }
 
     fn records(&self) -> MutexGuard<'_, Records> {
-        // A panic in another thread cannot leave a half-written report: each update is one push or two stores.
+        // A thread that panics cannot leave a half-written report: each update is a push or two stores.
         self.records.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -147,7 +147,8 @@ mod tests {
         assert!(report[0].seconds >= 0.005);
     }
 
-    // tests/it/messages.rs tests the real peak in a separate process. Here other tests reset the process's high-water mark.
+    // tests/it/messages.rs tests the real peak in a separate process. Here, tests that run at the same time reset the process's
+    // high-water mark.
     #[test]
     fn a_sample_has_the_highest_peak_since_the_one_before() {
         let mut records = Records { peak: ByteSize(5), ..Records::default() };

@@ -1,8 +1,9 @@
 //! The devices that compute: the CPU, and GPUs, which share the samples of a layer.
 //!
-//! A plan names the devices of each layer. Without a GPU, samples are computed one by one, each with all threads. With GPUs, each GPU
-//! takes the next free sample, or samples in turn where it sums them up (`pass.rs`). If a GPU has too little memory for a sample, the CPU
-//! computes this sample immediately ([`DeviceWorker`]). Results are combined in the order of the samples, so they depend on the device of a sample only by its rounding.
+//! A plan names the devices of each layer. Without a GPU, the CPU computes the samples in their order, each with all threads. With GPUs,
+//! each GPU takes the next free sample, or samples in turn where it sums them up (`pass.rs`). If a GPU has too little memory for a sample,
+//! the CPU computes this sample immediately ([`DeviceWorker`]). Results are combined in the order of the samples, so they depend on the
+//! device of a sample only by its rounding.
 
 use std::sync::Mutex;
 
@@ -73,7 +74,7 @@ impl<'a> Compute<'a> {
         &mut self.context
     }
 
-    /// Returns whether a device other than the CPU computes the last layer, and so the head.
+    /// Returns whether a device besides the CPU computes the last layer, and so the head.
     pub fn has_device_for_the_head(&self) -> bool {
         let last = self.devices.last();
         last.is_some_and(|last| self.workers.iter().any(|worker| last.contains(worker.name())))
@@ -82,7 +83,7 @@ impl<'a> Compute<'a> {
     /// Replaces every hidden state by the output of a layer. Calls `done` after each sample with the number of samples finished before.
     ///
     /// # Errors
-    /// Fails when a hidden state cannot be read or written, and when a device fails for another reason than lack of memory.
+    /// Fails when a hidden state cannot be read or written, and on a device error that is not lack of memory.
     pub fn forward(
         &mut self,
         phase: Phase,
@@ -183,7 +184,7 @@ impl<'a> Compute<'a> {
                 Ok(())
             },
             order,
-            // The samples of a device are one sum: with the same ones each time it has the same bits.
+            // A device sums up its samples: with the same samples each time the sum has the same bits.
             is_dealt: self.deals_samples || !grams.widths.is_empty(),
         }
         .run(workers, samples, self.events)?;
@@ -194,7 +195,7 @@ impl<'a> Compute<'a> {
     /// X·Wᵀ of a matrix without its bias, in f32 on a device that has the layer; `None` where no device has it.
     ///
     /// # Errors
-    /// Fails when a device fails for another reason than lack of memory.
+    /// Fails on a device error that is not lack of memory.
     pub fn product(
         &mut self,
         layer: &DecoderLayer,
@@ -209,7 +210,7 @@ impl<'a> Compute<'a> {
     /// where no device can.
     ///
     /// # Errors
-    /// Fails when a device fails for another reason than lack of memory.
+    /// Fails on a device error that is not lack of memory.
     pub fn choose_lowest(
         &mut self,
         layer: &DecoderLayer,
@@ -318,7 +319,7 @@ pub struct SweepReport {
 }
 
 impl SweepReport {
-    /// The devices of this sweep, and those of a later one with its profile.
+    /// Adds the fallbacks and the devices of a later sweep, and takes its profile.
     #[must_use]
     pub fn and(mut self, later: Self) -> Self {
         self.fallbacks.extend(later.fallbacks);
@@ -343,12 +344,12 @@ fn ready<'s, 'a>(
     Ok(ready)
 }
 
-/// The moment at which the observations of a sample may be added to those of earlier samples.
+/// The moment at which the observations of a sample may be added to the observations of earlier samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Turn {
     /// While the sample passes: all earlier samples are done.
     Now,
-    /// After the sample has passed: other samples pass at the same time, and an attempt on a device may fail half-way.
+    /// After the sample has passed: several samples pass at the same time, and an attempt on a device may fail half-way.
     Later,
 }
 

@@ -1,4 +1,4 @@
-//! The devices of a run's plan, opened: GPUs, or simulated ones for tests.
+//! The devices of a run's plan, opened: GPUs, or simulated GPUs for tests.
 
 use std::sync::Arc;
 
@@ -54,7 +54,7 @@ pub struct DeviceAccount {
 }
 
 impl DeviceAccount {
-    /// The opened device; `None` for a simulated one.
+    /// The opened device; `None` for a simulated device.
     pub fn candle_device(&self) -> Option<candle_core::Device> {
         #[cfg(feature = "cuda")]
         return self.device.clone();
@@ -222,7 +222,7 @@ impl Devices {
         Ok(workers)
     }
 
-    /// The devices with the accounts of their memory, for work other than layers.
+    /// The devices with the accounts of their memory, for work outside the layers.
     ///
     /// # Errors
     /// Fails for a simulation that cannot be read.

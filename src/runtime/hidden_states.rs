@@ -1,7 +1,7 @@
-//! The hidden states of one stream of samples, on the GPUs that compute, in RAM or in a spill file.
+//! The hidden states of a stream of samples, on the GPUs that compute, in RAM or in a spill file.
 //!
-//! Samples are independent, so a pass takes one, runs it through a layer and puts the result back in its place: one set
-//! of states, not two. They are stored in the dtype of the arithmetic (f32 on the CPU, the checkpoint's on GPUs), so storing them
+//! Samples are independent, so a pass takes a state, runs it through a layer and puts the result back in its place: a single
+//! set of states, not two. They are stored in the dtype of the arithmetic (f32 on the CPU, the checkpoint's on GPUs), so storing them
 //! changes no bit: the masks are the same in RAM and on disk. On several GPUs a sample stays on the GPU whose turn it is.
 
 use std::fs::File;
@@ -102,7 +102,7 @@ impl HiddenStates {
         self.shape[0]
     }
 
-    /// Returns the state of one sample on the host, `[seqlen, hidden_size]` in f32.
+    /// Returns the state of a sample on the host, `[seqlen, hidden_size]` in f32.
     ///
     /// # Errors
     /// Fails when the state was never put, and when the spill file cannot be read.
@@ -110,7 +110,7 @@ impl HiddenStates {
         Ok(self.stored(sample)?.to_device(&Device::Cpu)?.to_dtype(DType::F32)?)
     }
 
-    /// Returns the state of one sample in its stored dtype, where it is.
+    /// Returns the state of a sample in its stored dtype, where it is.
     pub fn stored(&mut self, sample: usize) -> Result<Tensor> {
         let elements = self.shape[0] * self.shape[1];
         let at = self.offset(sample);
@@ -146,7 +146,7 @@ impl HiddenStates {
         }
     }
 
-    /// Puts the state of one sample, `[seqlen, hidden_size]` in any dtype, as [`HiddenStates::put`] does. A device copies it as it is.
+    /// Puts the state of a sample, `[seqlen, hidden_size]` in any dtype, as [`HiddenStates::put`] does. A device copies it unchanged.
     ///
     /// # Errors
     /// As [`HiddenStates::put`].
@@ -160,10 +160,10 @@ impl HiddenStates {
         self.put(sample, copied)
     }
 
-    /// Replaces the state of one sample. A device without memory for it leaves it on the host.
+    /// Replaces the state of a sample. A device without memory for it leaves it on the host.
     ///
     /// # Errors
-    /// Fails for another shape, and when the spill file cannot be written.
+    /// Fails for a state with a wrong shape, and when the spill file cannot be written.
     pub fn put(&mut self, sample: usize, state: Tensor) -> Result<()> {
         ensure!(
             state.dims() == self.shape,
@@ -223,7 +223,7 @@ pub fn check_spill_folder(folder: &Path) -> Result<()> {
     spill_file(folder, "check").map(drop)
 }
 
-/// Attempts to find a name that no other file has.
+/// Attempts to find an unused file name.
 const NAMES: usize = 16;
 
 /// Creates a spill file that only its owner can read. It never opens an existing file and never follows a link.

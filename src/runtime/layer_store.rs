@@ -1,7 +1,7 @@
 //! The layers of a generating model, which uses them again for every token: in memory, or read at each use.
 //!
-//! [`Residency`] decides which layers are streamed. A thread reads the next streamed layer while others compute, and the first one
-//! after the last. Used layers are dropped. At most two streamed layers exist at a time.
+//! [`Residency`] decides which layers are streamed. A thread reads the next streamed layer while the layers before it compute; after the
+//! last streamed layer it reads the first. Used layers are dropped. At most two streamed layers exist at a time.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -30,7 +30,7 @@ pub struct LayerStore {
 }
 
 impl LayerStore {
-    /// Reads the layers that stay in memory, and begins to read the first streamed one.
+    /// Reads the layers that stay in memory, and begins to read the first streamed layer.
     ///
     /// # Errors
     /// Fails when a layer cannot be read, or a thread cannot be started.
@@ -71,7 +71,7 @@ impl LayerStore {
         Ok(store)
     }
 
-    /// The division of layers into resident and streamed ones.
+    /// The division into resident and streamed layers.
     pub fn residency(&self) -> Residency {
         self.residency
     }
@@ -115,7 +115,7 @@ impl LayerStore {
     }
 }
 
-/// A thread that reads one layer when asked.
+/// A thread that reads a layer when asked.
 struct Reader {
     /// `None` once the thread must end.
     asked: Option<SyncSender<usize>>,
@@ -128,7 +128,7 @@ struct Reader {
 impl Reader {
     fn start(source: Arc<dyn WeightSource>, config: Arc<ModelConfig>) -> Result<Self> {
         let (asked, questions) = sync_channel::<usize>(1);
-        // Capacity 0: the thread keeps a layer until it is taken, and does not begin a second one.
+        // Capacity 0: the thread keeps a layer until it is taken, and does not begin a second layer.
         let (answers, read) = sync_channel(0);
         let thread = std::thread::Builder::new()
             .name("layer-reader".to_string())

@@ -1,7 +1,7 @@
 //! The account of a device's memory: the planned bytes of a unit of work are reserved before it begins.
 //!
-//! `model` and `pruning` never see the account. For the fallback ladder, a refused reservation and a refused allocation are one event.
-//! A *simulated* device knows only the first. Tests can make the ledger refuse certain units.
+//! `model` and `pruning` never see the account. For the fallback ladder, a refused reservation and a refused allocation are the same
+//! event. A *simulated* device knows only refused reservations. Tests can make the ledger refuse certain units.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -27,7 +27,7 @@ impl fmt::Display for Refused {
 impl std::error::Error for Refused {}
 
 /// Units to refuse, by number, and the number of refused attempts: `7` refuses every attempt of the eighth unit, `7x1,9x2` the first
-/// one of the eighth and the first two of the tenth, `all` everything.
+/// attempt of the eighth and the first two attempts of the tenth, `all` every attempt.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Refusals {
     all: bool,
@@ -54,14 +54,14 @@ impl FromStr for Refusals {
     }
 }
 
-/// One device's account.
+/// A device's account.
 #[derive(Debug)]
 pub struct Ledger {
     capacity: ByteSize,
     held: ByteSize,
     peak: ByteSize,
     refusals: Refusals,
-    /// Units begun, and attempts of the last one.
+    /// Units begun, and attempts of the last unit.
     units: u64,
     attempts: u32,
 }

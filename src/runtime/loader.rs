@@ -1,4 +1,4 @@
-//! Reads decoder layers: the next one while this one is in use, if the plan says so (`prefetch`).
+//! Reads decoder layers: the next layer while the current layer is in use, if the plan says so (`prefetch`).
 //!
 //! A waiting layer has its stored dtype. At most two layers exist at a time; without reading ahead, one.
 //! The thread that reads a layer also copies it to the GPU that will compute it, while the GPU works on the layer before.
@@ -22,7 +22,7 @@ pub struct LayerLoader {
     settings: MemorySettings,
     /// Copies a layer to its devices as soon as it is read ahead.
     copy: Arc<CopyAhead>,
-    /// One past the last layer.
+    /// The index after the last layer.
     end: usize,
     ahead: Option<(usize, JoinHandle<Result<DecoderLayer>>)>,
 }

@@ -1,17 +1,17 @@
 //! The memory of this process, measured by the operating system.
 //!
 //! "Peak anonymous memory" is the high-water mark of the resident set without the pages of files. No part of a
-//! checkpoint is mapped, so the rest is allocated memory. Systems other than Linux report the resident set only, and no peak that
-//! can be reset: `resident_set` reads it, over and over.
+//! checkpoint is mapped, so the rest is allocated memory. Outside Linux, systems report the resident set only, and no peak that
+//! can be reset: `resident_set` reads the resident set over and over.
 
 use crate::bytes::ByteSize;
 
 /// A reading of the process's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Resident {
-    /// Anonymous pages now; on systems other than Linux all resident pages.
+    /// Anonymous pages now; outside Linux all resident pages.
     pub anonymous: ByteSize,
-    /// The peak since the last [`reset_peak`], without file pages; on systems other than Linux the highest of the readings.
+    /// The peak since the last [`reset_peak`], without file pages; outside Linux the highest of the readings.
     pub peak_anonymous: ByteSize,
 }
 
@@ -47,7 +47,7 @@ pub fn reset_peak() {
 }
 
 /// Gives memory that was freed in small pieces back to the system. glibc keeps it otherwise: after tokenizing 5 MB of
-/// text with Llama 3's tokenizer 411 MB stay resident, 38 MB after this call. Does nothing with other C libraries.
+/// text with Llama 3's tokenizer 411 MB stay resident, 38 MB after this call. Does nothing without glibc.
 pub fn release_freed() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
@@ -63,8 +63,8 @@ pub fn release_freed() {
 pub const RETURNED_AT_ONCE: usize = 4 << 20;
 
 /// Makes glibc give large blocks back to the system when they are freed. By default, glibc takes blocks of up to 32 MiB from its
-/// heap once a block of that size was freed, and keeps free memory below other blocks: with hidden states of 16 MiB on disk a run's peak
-/// was 63 MiB above its allocations. Does nothing with other C libraries. Must be called once, at the start.
+/// heap once a block of that size was freed, and keeps free memory below blocks in use: with hidden states of 16 MiB on disk a run's peak
+/// was 63 MiB above its allocations. Does nothing without glibc. Must be called once, at the start.
 pub fn return_large_blocks() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     // tests/it/memory.rs compares the system's report with a counting allocator in a separate process.
-    // Here other tests allocate, free and reset the peak at the same time.
+    // Here, tests that run at the same time allocate, free and reset the peak.
     #[test]
     fn file_pages_are_taken_off_the_peak() {
         let status = "Name:\tprune\nVmHWM:\t    5000 kB\nVmRSS:\t    3000 kB\nRssAnon:\t    2000 kB\nRssFile:\t     900 kB\nRssShmem:\t     100 kB\n";

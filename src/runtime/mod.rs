@@ -3,12 +3,12 @@
 //!
 //! | file | story |
 //! | --- | --- |
-//! | `sweep` | the one loop over the layers |
+//! | `sweep` | the loop over the layers |
 //! | `loader`, `layer_store` | layers read ahead; the layers of a generating model |
 //! | `hidden_states` | the samples between two layers |
 //! | `compute`, `pass` | a pass of all samples through a layer, on the CPU and on GPUs |
-//! | `one_sample` | a pass of one sample, forwards or backwards, for trainings |
-//! | `device_worker`, `ledger` | one device: the fallback ladder of a unit of work, and the account of the memory |
+//! | `one_sample` | a pass of a single sample, forwards or backwards, for trainings |
+//! | `device_worker`, `ledger` | a device: the fallback ladder of a unit of work, and the account of the memory |
 //! | `engine` | the arithmetic of a device |
 //! | `devices` | the opened devices of a plan |
 //! | `clock`, `memory` | measured time and memory |

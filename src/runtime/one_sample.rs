@@ -1,7 +1,7 @@
-//! One sample at a time, in the order of the caller: the passes of a training.
+//! Passes of a single sample, in the order of the caller: the passes of a training.
 //!
 //! A sample is computed by the first device of the layer that has room for it, and by the CPU where there is none. Sums of gradients have
-//! the order of the samples, so a training on one device has the same bits each time.
+//! the order of the samples, so a training on a single device has the same bits each time.
 
 use anyhow::Result;
 use candle_core::{DType, Tensor};
@@ -12,10 +12,10 @@ use crate::model::{DecoderLayer, Head, LayerGradients};
 use crate::run::Phase;
 
 impl Compute<'_> {
-    /// Passes one sample through a layer, on its first device with room, else on the CPU. The output is f32.
+    /// Passes a sample through a layer, on its first device with room, else on the CPU. The output is f32.
     ///
     /// # Errors
-    /// Fails when a device fails for another reason than lack of memory.
+    /// Fails on a device error that is not lack of memory.
     pub fn forward_one(
         &mut self,
         phase: Phase,
@@ -31,14 +31,14 @@ impl Compute<'_> {
         layer.forward(state, &mut self.context)
     }
 
-    /// Passes the gradient of one sample's output back through a layer, on its first device with room, else on the CPU. The gradients of
+    /// Passes the gradient of a sample's output back through a layer, on its first device with room, else on the CPU. The gradients of
     /// what is trained are complete after [`Compute::collect_gradients`]. The result is f32.
     ///
     /// # Arguments
     /// * `sample`: its number, the layer's input, and the gradient with respect to its output
     ///
     /// # Errors
-    /// Fails when a device fails for another reason than lack of memory.
+    /// Fails on a device error that is not lack of memory.
     pub fn backward_one(
         &mut self,
         layer: &DecoderLayer,
@@ -54,11 +54,11 @@ impl Compute<'_> {
         layer.backward(state, output_gradient, gradients, &mut self.context)
     }
 
-    /// Returns Σ −ln p of one sample's targets, in nat, and the gradient of `scale` times it with respect to the sample, in f32. A head in
+    /// Returns Σ −ln p of a sample's targets, in nat, and the gradient of `scale` times it with respect to the sample, in f32. A head in
     /// memory is computed by the first device of the last layer with room, else by the CPU.
     ///
     /// # Errors
-    /// Fails as [`Head::loss_gradient`], and when a device fails for another reason than lack of memory.
+    /// Fails as [`Head::loss_gradient`], and on a device error that is not lack of memory.
     pub fn head_one(
         &mut self,
         head: &Head,
@@ -91,7 +91,7 @@ impl Compute<'_> {
         workers.try_for_each(|worker| worker.collect_gradients(gradients))
     }
 
-    /// Returns whether a device other than the CPU computes a layer, where its memory suffices.
+    /// Returns whether a device besides the CPU computes a layer, where its memory suffices.
     pub fn has_device_for(&self, layer: &DecoderLayer) -> bool {
         let named = self.devices.get(layer.index());
         named.is_some_and(|named| {

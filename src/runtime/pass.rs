@@ -13,15 +13,15 @@ use crate::run::Events;
 /// The order in which results are handed on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ResultOrder {
-    /// That of the samples. A result waits for those of earlier samples, so results should be small.
+    /// Sample order. A result waits until all earlier samples are done, so results should be small.
     OfSamples,
-    /// That of the samples, for large results: a device waits with its result, so there is at most one result per device.
+    /// Sample order, for large results: a device waits with its result, so there is at most a single result per device.
     Blocking,
-    /// That of computing.
+    /// The order of computing: each result is handed on as soon as it is there.
     Any,
 }
 
-/// Results that wait for those of earlier samples.
+/// The receiver of a pass's results, and the results that wait for earlier samples.
 struct Results<'c, R> {
     order: ResultOrder,
     next: usize,
@@ -65,7 +65,7 @@ impl<R> Queue<'_, R> {
         self.next.load(Ordering::Relaxed) >= self.samples
     }
 
-    /// Takes the result of a sample; with [`ResultOrder::Blocking`] after those of all earlier samples.
+    /// Takes the result of a sample; with [`ResultOrder::Blocking`] after the results of all earlier samples.
     fn take(&self, sample: usize, result: R) -> Result<()> {
         let mut results = lock(&self.results);
         while results.order == ResultOrder::Blocking && results.next != sample && !results.is_over {
@@ -80,7 +80,7 @@ impl<R> Queue<'_, R> {
         taken
     }
 
-    /// Ends the pass early: no device begins another sample, and none waits.
+    /// Ends the pass early: no device begins a new sample, and none waits.
     fn stop(&self) {
         self.next.store(self.samples, Ordering::Relaxed);
         lock(&self.results).is_over = true;
@@ -94,7 +94,7 @@ pub(super) struct Pass<'p, 'a, R> {
     pub(super) on_cpu: &'p mut (dyn FnMut(usize) -> Result<R> + Send),
     pub(super) done: &'p mut (dyn FnMut(usize, R) -> Result<()> + Send),
     pub(super) order: ResultOrder,
-    /// Devices get the samples in turn. Otherwise each takes the next one that is free.
+    /// Devices get the samples in turn. Otherwise each device takes the next free sample.
     pub(super) is_dealt: bool,
 }
 
@@ -186,7 +186,7 @@ fn on_threads<'a>(
     })
 }
 
-/// Ends the pass for the other threads once one has panicked.
+/// Ends the pass for all threads once a thread has panicked.
 struct StopOnPanic<'q, 'c, R>(&'q Queue<'c, R>);
 
 impl<R> Drop for StopOnPanic<'_, '_, R> {
@@ -197,7 +197,7 @@ impl<R> Drop for StopOnPanic<'_, '_, R> {
     }
 }
 
-/// Locks a mutex. A panic of another thread ends the run, so the state behind the lock does not matter then.
+/// Locks a mutex. A thread that panics ends the run, so the state that the lock protects does not matter then.
 pub(super) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

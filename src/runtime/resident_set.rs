@@ -22,7 +22,7 @@ pub(super) static GAUGE: Gauge = Gauge::new();
 
 /// Readings of the resident set.
 pub(super) struct Gauge {
-    /// Locked during a reading: one that began before a reset must not end after it.
+    /// Locked during a reading: a reading that began before a reset must not end after it.
     peak: Mutex<u64>,
     thread: Once,
 }
@@ -78,7 +78,7 @@ mod tests {
 
     use super::*;
 
-    /// Other tests of this process allocate between two readings.
+    /// Tests that run at the same time allocate between two readings.
     const TOLERANCE: u64 = 256 << 20;
 
     #[test]

@@ -1,11 +1,12 @@
-//! The one loop of the program: every decoder layer once, in order.
+//! The main loop of the program: every decoder layer once, in order.
 //!
 //! For each layer, passengers get the dense layer, the editor changes it, and passengers get the pruned layer. Weights are read once for
 //! calibration, pruning and all perplexities; at any depth, memory holds the layer in use (with some kernels also packed),
-//! the next one's stored bytes, the hidden states and one workspace. Other [`MemorySettings`] need less memory.
+//! the next layer's stored bytes, the hidden states and one workspace. Some [`MemorySettings`] need less memory.
 //!
-//! A sweep can continue the work of an earlier process. Then only the samples pass through the finished layers: the editor's and
-//! those of the pruned side through the written layers, those of the dense side through the source's.
+//! A sweep can continue the work of an earlier process. Then only the samples pass through the finished layers: the samples of
+//! the pruned side through the written layers, the samples of the dense side through the source's layers.
+//! [`Editor::side`] names the side of the editor's samples.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -125,7 +126,7 @@ impl Sweep<'_> {
         let mut first = 0;
         if let Some(finished) = &self.finished {
             first = finished.layers;
-            // One side after the other, so that only one layer is in memory, and one is read ahead.
+            // The sides pass in turn, so that memory holds only the layer in use and the layer that is read ahead.
             for (side, source) in [(Side::Pruned, &finished.written), (Side::Dense, &self.source)] {
                 let moves = editor
                     .as_deref()
@@ -205,7 +206,7 @@ impl Sweep<'_> {
             compute.begin_layer();
             loader.read_ahead(index + 1);
             let layer = body(layer, compute).with_context(in_layer)?;
-            // Layers are allocated by the reader's thread and freed by this one. Without this, glibc keeps about one
+            // Layers are allocated by the reader's thread and freed by this thread. Without the release, glibc keeps about one
             // layer's worth per arena, and the peak grows with the depth (by 25 MiB over 32 layers of 24.5 MiB).
             drop(layer);
             memory::release_freed();

@@ -1,4 +1,4 @@
-//! `prune selftest` (hidden, feature `selftest`): compares the results of a device with those of the CPU of the same machine.
+//! `prune selftest` (hidden, feature `selftest`): compares the results of a device with the CPU's results on the same machine.
 //!
 //! The binary is all a GPU machine needs: models are made on the spot. On the CPU, candle's operators are compared with our own, and
 //! the checks that need a GPU (its counters, a real out-of-memory) are reported as skipped.
@@ -36,7 +36,7 @@ type Check = fn(&Bench, &Path) -> Result<CheckOutcome>;
 enum CheckOutcome {
     /// As it should be, with the figures.
     Held(String),
-    /// Only another device can show it.
+    /// This device cannot show it, for the given reason.
     Skipped(&'static str),
 }
 
@@ -94,8 +94,8 @@ struct Bench {
     device: Device,
 }
 
-/// Largest relative difference of one layer by the dtype of the arithmetic; f32 sums in another order, the others round at every
-/// operator. Measured with candle on the CPU: at most 7e-7, 2e-3, 1e-2.
+/// Largest relative difference of a layer by the dtype of the arithmetic. f32 differs by the order of its sums; f16 and bf16 round at
+/// every operator. Measured with candle on the CPU: at most 7e-7, 2e-3, 1e-2.
 const TOLERANCES: [(DType, f32); 3] = [(DType::F32, 2e-5), (DType::F16, 5e-3), (DType::BF16, 4e-2)];
 
 impl Bench {
@@ -169,7 +169,7 @@ impl Bench {
             let sums = (0..4)
                 .map(|point| difference(&observed.0[point], &theirs.0[point]))
                 .fold(0.0, f32::max);
-            // Once more, copied by another thread while this one computes, as a sweep does it.
+            // Once more, with weights copied by a second thread while this thread computes, as in a sweep.
             let copies = engine.copies_ahead().context("candle copies")?;
             let again = std::thread::scope(|scope| {
                 let copied = scope.spawn(|| copies(layer));
@@ -280,7 +280,7 @@ impl Bench {
         Ok(CheckOutcome::Held(format!("off by {apart:.1e}")))
     }
 
-    /// One sample through a layer on a device, in f32: the distance from the host's result, and the outcomes of the ladder.
+    /// A sample through a layer on a device, in f32: the distance from the host's result, and the outcomes of the ladder.
     fn pass(&self, model: &mut Model, ledger: Ledger) -> Result<(f32, Vec<FallbackOutcome>)> {
         let ours = values(&model.layer.forward(&model.state, &mut model.context)?)?;
         let seqlen = model.tokens.len();

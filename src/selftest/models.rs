@@ -40,7 +40,7 @@ impl Model {
         Ok(Self { config, source, layer, context, tokens, state })
     }
 
-    /// A random one.
+    /// A model of random weights, written to the folder unless it is there.
     pub(super) fn random(
         folder: &Path,
         name: &str,
@@ -55,7 +55,7 @@ impl Model {
     }
 }
 
-/// The wide one: rows of 11008, grouped-query heads.
+/// The wide model: rows of 11008, grouped-query heads.
 pub(super) fn wide() -> RandomCheckpoint {
     RandomCheckpoint {
         hidden_size: 1024,
@@ -185,7 +185,7 @@ pub(super) fn values(tensor: &Tensor) -> Result<Vec<f32>> {
     Ok(tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
 }
 
-/// −ln p of every token that follows another.
+/// −ln p of the next token at each position.
 pub(super) fn losses(seen: &[LogSumExpPart]) -> Vec<f32> {
     let loss = |seen: &LogSumExpPart| {
         let logit = f64::from(seen.logit.unwrap_or(f32::NAN));
@@ -194,7 +194,8 @@ pub(super) fn losses(seen: &[LogSumExpPart]) -> Vec<f32> {
     seen.iter().map(loss).collect()
 }
 
-/// The largest difference, relative to the largest element; infinite where lengths differ or a value is none.
+/// The largest difference, relative to the largest element of `ours`; infinite if lengths differ or are 0, or if a value of `theirs`
+/// is not finite.
 pub(super) fn difference(ours: &[f32], theirs: &[f32]) -> f32 {
     let largest = ours.iter().fold(0f32, |max, value| max.max(value.abs()));
     let apart = ours.iter().zip(theirs).map(|(a, b)| (a - b).abs());

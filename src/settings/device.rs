@@ -25,7 +25,7 @@ pub struct DeviceSettings {
     /// `--device-map`.
     #[serde(serialize_with = "as_text")]
     pub device_map: DeviceMapChoice,
-    /// `--threads`; `None` for those of the batch job, else of this process.
+    /// `--threads`; `None` for the processors of the batch job, else of this process.
     pub threads: Option<u16>,
     /// `--max-memory`; empty for 80 % of the available memory.
     #[serde(serialize_with = "as_text")]
@@ -136,7 +136,7 @@ impl FromStr for DeviceMapChoice {
 }
 
 impl DeviceMapChoice {
-    /// The map; reads the file where there is one.
+    /// Returns the map; reads it if a file is named.
     pub fn load(&self) -> Result<DeviceMap> {
         Ok(match self {
             Self::Named(map) => map.clone(),
@@ -145,7 +145,7 @@ impl DeviceMapChoice {
     }
 }
 
-/// Refuses devices this build lacks, and flags that contradict each other.
+/// Refuses devices this build lacks, and contradictory flags.
 ///
 /// # Errors
 /// Fails with exit code 2, naming the flags.

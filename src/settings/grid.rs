@@ -7,7 +7,7 @@ use crate::settings::Settings;
 /// Settings of `prune sweep`.
 #[derive(Debug, Clone)]
 pub struct GridSettings {
-    /// The settings that all cells share. Its `--save` folder is that of the sweep; method, target and seed are replaced.
+    /// The settings that all cells share. Its `--save` folder is the sweep's; method, target and seed are replaced.
     pub run: Settings,
     /// `--methods`.
     pub methods: Vec<String>,
@@ -19,7 +19,7 @@ pub struct GridSettings {
     pub shard: GridShard,
 }
 
-/// `--shard i/n`: the part of the cells that one process works on.
+/// `--shard i/n`: the part of the cells that a process works on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GridShard {
     /// i, from 1.
@@ -33,7 +33,7 @@ pub struct GridShard {
 pub enum Deal {
     /// Every n-th cell.
     InTurn,
-    /// Cells in a row, of as few seeds as possible: cells of one seed share their statistics.
+    /// Cells in a row, of as few seeds as possible: cells of the same seed share their statistics.
     InARow,
 }
 

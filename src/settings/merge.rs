@@ -18,7 +18,7 @@ pub struct MergeSettings {
     pub arguments: Vec<String>,
     /// The recipe: a file of mergekit's form, or flags.
     pub recipe: RecipeSettings,
-    /// `--cache-dir`: folder of the hub's files; `None` for the one of the environment.
+    /// `--cache-dir`: folder of the hub's files; `None` for the environment's folder.
     pub cache_dir: Option<PathBuf>,
     /// `--semantics`.
     pub semantics: MergeSemantics,
@@ -34,7 +34,7 @@ pub struct MergeSettings {
     pub truncates_embeddings: bool,
     /// `--saliency`.
     pub saliency: Option<SaliencySource>,
-    /// `--saliency-file`; `None` for one in the run folder.
+    /// `--saliency-file`; `None` for a file in the run folder.
     pub saliency_file: Option<PathBuf>,
     /// `--dataset`, once for all models or once per measured model.
     pub datasets: Vec<DatasetSpec>,
@@ -104,9 +104,9 @@ impl MajorityOf {
 pub enum TrimScope {
     /// Each tensor alone.
     Tensor,
-    /// The tensors of one layer.
+    /// The tensors of a layer together.
     Layer,
-    /// All tensors.
+    /// All tensors of the model together.
     Model,
 }
 

@@ -6,8 +6,8 @@
 //! rate of factors        0.016 / √hidden_size       2e-3 for 64, 2.5e-4 for 4096
 //! ```
 //!
-//! The first two follow the scaling of Adam's rate with the width (Yang et al. 2022, arXiv:2203.03466). The third is near 1e-3 for a width of
-//! 256, as in docs/recovery.md, and near QLoRA's 2e-4 for 7B (Dettmers et al. 2023, arXiv:2305.14314).
+//! The first two follow the scaling of Adam's rate with the width (Yang et al. 2022, arXiv:2203.03466). The third is near 1e-3 for a
+//! width of 256, as in docs/recovery.md, and near QLoRA's 2e-4 for 7B (Dettmers et al. 2023, arXiv:2305.14314).
 
 use std::path::PathBuf;
 
@@ -27,7 +27,7 @@ pub const DISTILL_WEIGHT: f64 = 0.5;
 pub struct RecoverySettings {
     /// `--how`.
     pub how: RecoveryWay,
-    /// `--teacher`: the dense model; `None` without one.
+    /// `--teacher`: the dense model; `None` without a teacher.
     pub teacher: Option<PathBuf>,
     /// `--distill-weight`: the share of the divergence from the teacher in the loss of the whole model; `None` for
     /// [`DISTILL_WEIGHT`].
@@ -67,7 +67,7 @@ pub struct RecoverySettings {
     pub keep_activations: usize,
     /// `--max-grad-norm`; `None` for no limit.
     pub max_grad_norm: Option<f64>,
-    /// `--base-quant`: the format of the frozen base; `None` for the stored one.
+    /// `--base-quant`: the format of the frozen base; `None` for the stored format.
     #[serde(serialize_with = "by_format")]
     pub base_quant: Option<FourBitFormat>,
     /// `--per-document`: examples do not run over the ends of documents.
@@ -76,7 +76,7 @@ pub struct RecoverySettings {
     pub held_out: usize,
     /// `--eval-every` steps the held-out loss is measured; `None` for ten times in a training.
     pub eval_every: Option<u64>,
-    /// `--patience`: the training ends after so many measurements without a better one.
+    /// `--patience`: the training ends after so many measurements without an improvement.
     pub patience: Option<u64>,
     /// `--save-adapter`.
     pub save_adapter: bool,

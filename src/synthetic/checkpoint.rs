@@ -32,7 +32,7 @@ use crate::run::{Events, Meter};
 /// The version of transformers whose config.json is imitated.
 const TRANSFORMERS_VERSION: &str = "4.46.3";
 
-/// One thread's share of a chunk, in bytes: a multiple of every element's size.
+/// A thread's share of a chunk, in bytes: a multiple of every element's size.
 const SHARE_BYTES: usize = 128 << 10;
 
 fn stored(dtype: StoredDtype) -> Dtype {
@@ -66,7 +66,7 @@ pub struct RandomCheckpoint {
     pub num_attention_heads: usize,
     /// Key and value heads; divides the query heads.
     pub num_key_value_heads: usize,
-    /// Width of one head; `None` is hidden_size / num_attention_heads.
+    /// Width of a head; `None` is hidden_size / num_attention_heads.
     pub head_dim: Option<usize>,
     /// Rows of the embedding; at least 260 with the built-in tokenizer.
     pub vocab_size: usize,
@@ -84,7 +84,7 @@ pub struct RandomCheckpoint {
     pub mlp_bias: bool,
     /// The dtype of every tensor.
     pub dtype: StoredDtype,
-    /// The largest data of one file. A larger tensor has a file of its own.
+    /// The most bytes of tensors in a file. A larger tensor has a file of its own.
     pub max_shard: ByteSize,
     /// The seed. The same seed and shape give the same bytes on any number of threads.
     pub seed: u64,
@@ -119,7 +119,7 @@ impl Default for RandomCheckpoint {
 }
 
 impl RandomCheckpoint {
-    /// The default shape in another family.
+    /// The default shape in the family `model_type`.
     pub fn of_family(model_type: &str) -> Result<Self, Failure> {
         let mut families = FAMILIES.iter();
         let family = families
@@ -217,7 +217,7 @@ impl RandomCheckpoint {
 
         let partial = partial_path(path);
         let mut file = File::create(&partial)?;
-        // One chunk is written while the next is generated.
+        // A chunk is written while the next chunk is generated.
         let (mut ready, mut next) = (encode_header(&metadata, &infos), Vec::new());
         for tensor in tensors {
             let mut done = 0;

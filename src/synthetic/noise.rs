@@ -13,7 +13,7 @@ const DEVIATION: f32 = 37_837.22;
 /// Four times the mean of a uniform on 0..=65535.
 const CENTRE: i32 = 131_070;
 
-/// The random numbers of one tensor.
+/// The random numbers of a tensor.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Noise {
     key: u64,
@@ -22,7 +22,7 @@ pub(super) struct Noise {
 impl Noise {
     /// The stream of tensor number `tensor` under `seed`.
     pub(super) fn new(seed: u64, tensor: u64) -> Self {
-        // The key is mixed twice. Mixed once, seeds 0, 1, 2 and tensors 0, 1, 2 would give shifted copies of one stream.
+        // The key is mixed twice. Mixed once, seeds 0, 1, 2 and tensors 0, 1, 2 would give shifted copies of the same stream.
         Self { key: mix(mix(seed.wrapping_add(STEP)).wrapping_add(tensor.wrapping_mul(STEP))) }
     }
 

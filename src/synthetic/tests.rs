@@ -72,7 +72,7 @@ fn tied_checkpoint_in_small_shards_has_an_index_and_no_head() -> anyhow::Result<
 #[test]
 fn same_seed_gives_the_same_bytes_on_one_thread_and_on_four() -> anyhow::Result<()> {
     let (first, second, other) = (tempfile::tempdir()?, tempfile::tempdir()?, tempfile::tempdir()?);
-    // More than one share per tensor: 2000 × 64 × 4 bytes are four shares.
+    // Several shares per tensor: 2000 × 64 × 4 bytes are four shares.
     let shape = RandomCheckpoint { vocab_size: 2000, ..Default::default() };
     let write_with =
         |threads, target: &Path, shape: &RandomCheckpoint| -> anyhow::Result<Vec<u8>> {

@@ -1,5 +1,5 @@
-//! The tokenizer of a random checkpoint: a given one, or one token per byte and four special tokens. The byte tokenizer needs no
-//! training and reproduces any text.
+//! The tokenizer of a random checkpoint: a given tokenizer, or one token per byte and four special tokens. The byte tokenizer needs
+//! no training and reproduces any text.
 
 use std::path::Path;
 
@@ -168,8 +168,8 @@ fn tokenizer_config(max_position_embeddings: usize) -> Value {
     })
 }
 
-/// The printable character that stands for a byte in GPT-2's alphabet: visible characters of Latin-1 stand for themselves, the others are
-/// numbered from U+0100 in byte order.
+/// The printable character that stands for a byte in GPT-2's alphabet. Visible characters of Latin-1 stand for themselves; invisible
+/// characters are numbered from U+0100 in byte order.
 fn byte_character(byte: u8) -> char {
     let is_visible = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     if is_visible(byte) {

@@ -26,6 +26,13 @@ const QUESTION_WORDS: &[&str] =
 /// The largest share of comments that may begin with one of [`QUESTION_WORDS`].
 const QUESTIONS_AT_MOST: f64 = 0.02;
 
+/// Words that make a reader look back for their noun.
+const LOOKS_BACK: &[&str] =
+    &["those", "another", "one", "ones", "other", "others", "behind", "that of"];
+
+/// The most of these words in a thousand words of comment. Some are numbers or part of a name.
+const LOOKING_BACK_AT_MOST: f64 = 4.0;
+
 /// The largest number of lines of a file.
 const FILE_LINES: usize = 500;
 
@@ -169,6 +176,39 @@ fn comments_begin_with_a_noun_or_a_verb() {
         "{questions} of {all} comments begin with a question word ({:.1} %):{worst}",
         100.0 * share
     );
+}
+
+/// The words of a comment's line, in lower case; none for a line of code.
+fn words_of_comment(line: &str) -> Vec<String> {
+    let Some(comment) = line.trim_start().strip_prefix("//") else {
+        return Vec::new();
+    };
+    let words = comment.split(|letter: char| !letter.is_alphabetic() && letter != '\'');
+    words.filter(|word| !word.is_empty()).map(str::to_lowercase).collect()
+}
+
+/// The words of [`LOOKS_BACK`] among some words.
+fn words_that_look_back(words: &[String]) -> usize {
+    let pairs = words.windows(2).filter(|two| LOOKS_BACK.contains(&two.join(" ").as_str()));
+    words.iter().filter(|word| LOOKS_BACK.contains(&word.as_str())).count() + pairs.count()
+}
+
+#[test]
+fn comments_name_their_nouns() {
+    let example = words_of_comment("  /// That of the others: one's own, behind it");
+    assert_eq!(words_that_look_back(&example), 3, "{example:?}");
+    let (mut all, mut files) = (0, Vec::new());
+    for source in sources() {
+        let words: Vec<String> = source.text.lines().flat_map(words_of_comment).collect();
+        all += words.len();
+        files.push((words_that_look_back(&words), source.path));
+    }
+    let found: usize = files.iter().map(|(count, _)| count).sum();
+    files.sort_by(|one, other| other.cmp(one));
+    let worst: String =
+        files.iter().take(20).map(|(count, path)| format!("\n{count:3} src/{path}")).collect();
+    let share = 1000.0 * found as f64 / all as f64;
+    assert!(share <= LOOKING_BACK_AT_MOST, "{share:.1} of 1000 words of comment:{worst}");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 //!
 //! The template library allocates what a template asks for, and its filters cannot be stopped from outside. So the program starts itself
 //! again with [`ARGUMENT`], and sends each conversation as a line of JSON. The second process bounds its own memory, and ends when a
-//! rendering takes too long; the first one reads an answer, or the end of the second. A library that was not given a program
+//! rendering takes too long; the first process reads an answer, or sees the second process end. A library that was not given a program
 //! ([`use_program`]) renders in its own process.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -46,7 +46,7 @@ struct Renderer {
     answers: BufReader<ChildStdout>,
 }
 
-/// The place where one model's template is rendered. The process starts with the first conversation and ends with this value.
+/// The place where a model's template is rendered. The process starts with the first conversation and ends with this value.
 #[derive(Debug, Default)]
 pub(super) struct RenderingPlace(Mutex<Option<Renderer>>);
 
@@ -127,7 +127,7 @@ fn send(to: &mut impl Write, value: &impl serde::Serialize) -> io::Result<()> {
 /// Answers conversations until there are no more: the work of the second process.
 ///
 /// # Errors
-/// Fails when a request is not one, and when the first process has ended.
+/// Fails when a request is malformed, and when the first process has ended.
 pub fn serve(requests: impl Read, mut answers: impl Write) -> io::Result<()> {
     bound_memory();
     let began: Arc<Mutex<Option<Instant>>> = Arc::default();
@@ -168,7 +168,7 @@ fn bound_memory() {
         let most = (in_use << 10) + super::rendering::STACK as u64 + MEMORY.0;
         let maximum = getrlimit(Resource::As).maximum;
         let most = maximum.map_or(most, |maximum| maximum.min(most));
-        // The end of a process that asks for too much leaves no core dump. A system that refuses has other bounds.
+        // A process that ends because it asks for too much leaves no core dump. A system that refuses a limit has limits of its own.
         let none = Rlimit { current: Some(0), maximum: Some(0) };
         let _ = setrlimit(Resource::Core, none);
         let _ = setrlimit(Resource::As, Rlimit { current: Some(most), maximum });

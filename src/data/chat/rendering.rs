@@ -1,7 +1,7 @@
 //! The rendering of a chat template in this process: compiled as `transformers` compiles it, with a bound on its steps.
 //!
-//! Fuel bounds the steps of a template, but a filter of the library is one step and may loop or allocate without end. So the program
-//! renders in a process of its own ([`super::process`]), whose time and memory are bounded.
+//! Fuel bounds the steps of a template, but a filter of the library counts as one step and may loop or allocate without end. So
+//! the program renders in a process of its own ([`super::process`]), whose time and memory are bounded.
 
 use std::thread;
 use std::time::Duration;
@@ -20,7 +20,7 @@ const FUEL: u64 = 1_000_000;
 /// Stack of the thread that renders. The library follows chains and nested values by recursion. The longest chain of a template of
 /// this size (`x()()()…`) needs between 128 and 256 MiB without optimization. Only the part in use takes memory.
 pub(super) const STACK: usize = 512 << 20;
-/// The longest rendering of one conversation: this, and four times its text.
+/// The longest rendering of a conversation: this, and four times the text of the conversation.
 const LONGEST: u64 = 1 << 20;
 
 /// The fields of a message, in order.
@@ -148,5 +148,5 @@ fn refuse(why: String) -> Result<Jinja, Error> {
     Err(Error::new(ErrorKind::InvalidOperation, why))
 }
 
-/// The longest time of one rendering. Published templates take milliseconds.
+/// The longest time of a rendering. Published templates take milliseconds.
 pub(super) const DEADLINE: Duration = Duration::from_secs(1);

@@ -122,7 +122,7 @@ fn documents_that_are_all_too_short_end_in_advice_instead_of_a_loop() {
     );
     // The largest power of two below 40.
     assert!(error.contains("--seqlen 32"), "{error}");
-    // A single document that fits is found, however often the others are drawn.
+    // A single document that fits is found, however often the short documents are drawn.
     assert_eq!(run(39).expect("calibration").protocol.documents, Some(vec![39; 4]));
 }
 

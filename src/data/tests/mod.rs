@@ -21,7 +21,7 @@ use super::*;
 use crate::bytes::ByteSize;
 use crate::run::{Events, Silent};
 
-/// A tokenizer of one id per letter of a small alphabet, "a" = 0: counts can be done by hand.
+/// A tokenizer with an id for each letter of a small alphabet, "a" = 0: counts can be done by hand.
 fn letters(folder: &Path) -> Tokenizer {
     let vocab: serde_json::Map<String, Value> =
         ('a'..='z').chain([' ']).enumerate().map(|(id, c)| (c.to_string(), json!(id))).collect();
@@ -90,7 +90,7 @@ fn texts_that_are_too_short_say_how_long_they_are() {
     let none = TextCache::disabled();
     let error = message(calibration(&dataset, &tokenizer, 1, 10, 0, &none, &Silent));
     assert!(error.contains("has 10 tokens") && error.contains("--seqlen 8"), "{error}");
-    // One token more than a sample is needed; n = 1 is the only start.
+    // A text needs seqlen + 1 tokens; with exactly as many, n = 1, and 0 is the only start.
     assert_eq!(
         calibration(&dataset, &tokenizer, 2, 9, 0, &none, &Silent)
             .expect("calibration")

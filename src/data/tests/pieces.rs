@@ -1,4 +1,4 @@
-//! Texts encoded in pieces have the ids of the whole: small tokenizers of every known kind, and the real ones where they are.
+//! Texts encoded in pieces have the ids of the whole: small tokenizers of every known kind, and the real tokenizers that are there.
 
 use std::sync::OnceLock;
 
@@ -84,7 +84,7 @@ fn metaspace(scheme: &str, split: bool) -> Value {
 
 /// Bytes, and merges of letters, spaces and newlines.
 pub(super) fn bytes() -> Value {
-    // GPT-2's stand-ins for bytes: the visible characters of Latin-1 are themselves, the others follow from U+0100.
+    // GPT-2's stand-ins for bytes: the visible characters of Latin-1 are themselves, the rest follows from U+0100.
     let mut others = 0x100..;
     let alphabet = (0..=255u8).map(move |byte| match byte {
         b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff => char::from(byte).to_string(),
@@ -152,7 +152,7 @@ fn kinds() -> Vec<(String, Value)> {
     kinds
 }
 
-/// Small tokenizers of all kinds, and the real ones that are there.
+/// Small tokenizers of all kinds, and the real tokenizers that are there.
 fn tokenizers() -> &'static [(String, Tokenizer)] {
     static TOKENIZERS: OnceLock<Vec<(String, Tokenizer)>> = OnceLock::new();
     TOKENIZERS.get_or_init(|| {
@@ -306,7 +306,7 @@ fn special_tokens_of_the_configuration_stand_around_all_pieces() {
     assert!(!ids.contains(&1) && ids.last() == Some(&2), "{ids:?}");
 }
 
-/// One change to a `tokenizer.json`.
+/// A change to a `tokenizer.json`.
 type Change = Box<dyn Fn(&mut Value)>;
 
 #[test]
@@ -388,7 +388,7 @@ fn a_tokenizer_without_a_rule_encodes_the_whole() {
 fn letters_at_cuts_are_letters_to_the_patterns() {
     use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
     use tokenizers::{PreTokenizedString, PreTokenizer, SplitDelimiterBehavior};
-    // `Lone` cuts before a letter behind "." and a newline: what is cut there tells which characters count.
+    // `Lone` cuts before a letter after "." and a newline: what is cut there tells which characters count.
     let rule = loaded(&file(bytes(), json!(null), split_at(LLAMA_3))).cuts().expect("cuts").rule;
     let letters: String =
         ('\u{21}'..='\u{2ffff}').filter(|c| rule.find(&format!(".\n{c}"), 1).is_some()).collect();

@@ -1,8 +1,8 @@
-//! Tokenizers of model folders: their special tokens, and the ids of the real ones.
+//! Tokenizers of model folders: their special tokens, and the ids of the real tokenizers.
 
 use super::*;
 
-/// A copy of the small real tokenizer with another configuration beside it.
+/// A copy of the small real tokenizer with the configuration `config` beside it.
 fn stories_with(config: &str) -> Option<(tempfile::TempDir, Result<Tokenizer>)> {
     let source = shared("models/stories260k/tokenizer.json")?;
     let folder = tempfile::tempdir().expect("a temporary folder");

@@ -4,7 +4,7 @@ use super::pieces::{byte_level, bytes, file, loaded, prepend_and_replace, senten
 use super::*;
 use proptest::prelude::*;
 
-/// A tokenizer with one token per byte: byte b has the id of its stand-in.
+/// A tokenizer with a token per byte: byte b has the id of its stand-in.
 fn of_bytes() -> Tokenizer {
     let mut json = file(bytes(), json!(null), byte_level(true, false));
     json["decoder"] = byte_level(true, false);

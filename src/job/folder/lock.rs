@@ -7,10 +7,10 @@
 //! | --- | --- |
 //! | a living process of this host and boot | refused |
 //! | a dead process of this host, or the same batch job before it was requeued | stale: taken over, with a note |
-//! | another host, boot or container | watched: refused at the first sign, stale after [`PATIENCE`] without one |
+//! | another host, boot or container | watched: refused at the first sign, stale after [`PATIENCE`] without a sign |
 //!
-//! No decision compares clocks, because they differ between hosts. If an owner finds another owner's lock, or none, when it raises
-//! its count, it ends at once: another process may be working in the folder, or may have finished there.
+//! No decision compares clocks, because they differ between hosts. If an owner that raises its count finds a foreign lock, or
+//! no lock, it ends at once: another process may be working in the folder, or may have finished there.
 
 use std::fs::{self, File};
 use std::io;
@@ -57,8 +57,8 @@ static HELD: Mutex<Vec<Weak<FolderLock>>> = Mutex::new(Vec::new());
 /// Longest wait for changes under way at the end of the process.
 const LAST_CHANGES: Duration = Duration::from_secs(2);
 
-/// Releases all folders of this process, the inner ones first. The end of the process calls it. Other threads still run, so no
-/// change of a file may follow; where one does not end, the locks stay and are stale once the process is gone.
+/// Releases all folders of this process, inner folders first. The end of the process calls it. Threads may still run, so no
+/// change of a file may follow. If a change under way does not end, the locks stay and are stale once the process is gone.
 pub(crate) fn release_all() {
     let held = std::mem::take(&mut *HELD.lock().unwrap_or_else(PoisonError::into_inner));
     let held: Vec<Arc<FolderLock>> = held.into_iter().filter_map(|lock| lock.upgrade()).collect();
@@ -83,7 +83,7 @@ pub(in crate::job) struct FolderLock {
 }
 
 impl FolderLock {
-    /// Takes the folder, and creates it if it is missing. Another thread calls `lost` with the reason if this process loses the lock.
+    /// Takes the folder, and creates it if it is missing. A background thread calls `lost` with the reason if this process loses the lock.
     ///
     /// # Errors
     /// Fails when another process works there, and when the folder cannot be written.
@@ -151,7 +151,7 @@ impl FolderLock {
             match made_file {
                 Ok(file) => {
                     if let Err(error) = positioned::write_all_at(&file, &text(&owner), 0) {
-                        // The error is the one to tell.
+                        // The error of the write is reported, not an error of the removal.
                         let _ = fs::remove_file(&path);
                         return Err(cannot(error).into());
                     }
@@ -165,7 +165,7 @@ impl FolderLock {
                 }
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                     let Some((seen, why)) = judge(&path, &owner, patience, events)? else {
-                        // It is gone, or just coming: others may be at it, too.
+                        // The lock is gone, or is just being written: a concurrent process may take it, too.
                         std::thread::sleep(BRIEFLY);
                         continue;
                     };
@@ -200,8 +200,8 @@ impl FolderLock {
             }
         }
         owner.beat = beat;
-        // In its place and of its length: a full disk does not matter, and nobody ever finds half of it. A server that does not answer will be
-        // noticed by the work itself.
+        // The lock is written in place, with the same length: a full disk does not matter, and nobody ever finds half of it. If a
+        // server does not answer, the work itself will notice.
         let open = File::options().write(true).open(&self.path);
         let _ = open.and_then(|file| positioned::write_all_at(&file, &text(&owner), 0));
         None
@@ -223,7 +223,7 @@ impl FolderLock {
             let _ = fs::remove_file(&self.path);
         }
         for folder in &self.made {
-            // One that something was written to stays.
+            // A folder that something was written to stays.
             if fs::remove_dir(folder).is_err() {
                 break;
             }
@@ -239,7 +239,7 @@ impl Drop for FolderLock {
 
 fn text(owner: &Owner) -> Vec<u8> {
     let mut text = serde_json::to_vec(owner).expect("strings and numbers always have a JSON form");
-    // Always of one length, whatever the count.
+    // The length is the same for every count.
     text.resize(text.len().next_multiple_of(LENGTH), b' ');
     text
 }
@@ -312,7 +312,7 @@ fn judge(
     Ok(Some((first, why)))
 }
 
-/// Removes the stale lock `seen`, and no other: of several that try, one moves it away.
+/// Removes the stale lock `seen`, and no newer lock: if several processes try, only the first moves it away.
 fn take_over(path: &Path, seen: &[u8], me: &Owner) -> io::Result<()> {
     let aside = path.with_file_name(format!("{FILE}.stale.{}.{}", me.host, me.pid));
     match fs::rename(path, &aside) {

@@ -39,7 +39,7 @@ impl Default for MemoryLog {
 }
 
 impl MemoryLog {
-    /// Opens the file, continues the one of an earlier process, and writes the rows so far.
+    /// Opens the file, continues the file of an earlier process, and writes the rows so far.
     pub(in crate::job) fn write_to(&mut self, path: &Path) -> Result<()> {
         let creating = || format!("creating `{}`", path.display());
         let file = File::options().create(true).append(true).open(path);

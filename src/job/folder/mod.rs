@@ -102,7 +102,7 @@ impl RunFolder {
             .hint("remove that folder, or choose another --save folder")
             .into());
         }
-        // One folder in two spellings is one folder.
+        // Two spellings may name the same folder.
         let is_one = matches!(&resolved[..], [save, model] if save == model);
         Ok(Self {
             run: save.map(Path::to_path_buf),
@@ -171,7 +171,7 @@ impl RunFolder {
         }
     }
 
-    /// Refuses to replace the record of a run whose model would stay, described by another's.
+    /// Refuses to replace the record of a run whose model would stay: the new record would not describe it.
     fn refuse_to_part(&self) -> Result<()> {
         let Some(run) = self.run.as_ref().filter(|_| self.model.is_none()) else {
             return Ok(());
@@ -199,7 +199,7 @@ impl RunFolder {
             .into()
     }
 
-    /// Names of the files in the run folder that a new run removes, other than the record.
+    /// Names of the files in the run folder that a new run removes, besides the record.
     fn results() -> Vec<String> {
         let logs = METHODS.iter().map(|method| report::log::file_name(method.name()));
         let others = [memory_log::FILE, MASKS_FILE, state::TRAINING_FILE].map(String::from);
@@ -226,8 +226,8 @@ impl RunFolder {
         .into())
     }
 
-    /// Refuses a model folder with files in it, unless forced: finished ones, and those of a run whose state is elsewhere where
-    /// `partials` count, too.
+    /// Refuses a model folder with files in it, unless forced. With `partials`, partial files count too: they belong to a run whose
+    /// state is elsewhere.
     pub(in crate::job) fn refuse_files(&self, partials: bool) -> Result<()> {
         let Some(model) = self.model.as_ref().filter(|_| !self.is_forced) else {
             return Ok(());
@@ -257,7 +257,7 @@ impl RunFolder {
     }
 
     /// The record of a run that was cut off when only its state was left to remove, with the gate of this command; removes the state.
-    /// `None` where the model is not the one of the record: then the run continues from the state.
+    /// `None` where the model does not match the record: then the run continues from the state.
     pub(in crate::job) fn record_of_the_last_step(
         &self,
         max_perplexity: Option<f64>,
@@ -284,7 +284,7 @@ impl RunFolder {
         }
         let recovery = manifest.recovery.as_ref();
         if recovery.is_some_and(|recovery| recovery.divergence.is_some()) {
-            // Another learning rate may continue from the state.
+            // A run with a changed learning rate may continue from the state.
             return Ok(Some(manifest));
         }
         remove(folder.join(state::TRAINING_FILE))?;
@@ -304,7 +304,7 @@ impl RunFolder {
         model.join(CONFIG_FILE).is_file() && output.verification.files.iter().all(has)
     }
 
-    /// Refuses the folder of an unfinished run, for commands that do not continue one.
+    /// Refuses the folder of an unfinished run, for commands that do not continue runs.
     pub(in crate::job) fn refuse_unfinished(&self) -> Result<()> {
         match &self.run {
             Some(run) if StateFile::path(run).exists() => {
@@ -331,7 +331,7 @@ impl RunFolder {
         self.make_room(&[state::TRAINING_FILE])
     }
 
-    /// Removes the files of an earlier run, but for the `kept` ones.
+    /// Removes the files of an earlier run, except the files `kept`.
     fn make_room(&self, kept: &[&str]) -> Result<()> {
         if let Some(run) = &self.run {
             std::fs::create_dir_all(run)

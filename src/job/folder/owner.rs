@@ -15,7 +15,7 @@ pub(super) struct Owner {
     pub(super) pid: u32,
     /// Start of the process in the system's ticks, which tells a reused number apart; empty where unknown.
     pub(super) process_began: String,
-    /// The batch job and how often it was started again; empty outside one.
+    /// The batch job and how often it was started again; empty outside a batch job.
     pub(super) job: String,
     pub(super) restart: String,
     /// Signs given.
@@ -62,7 +62,8 @@ impl Owner {
                 return Some(false);
             }
             let began = began(self.pid);
-            // Systems may hide other users' processes: then only its signs tell. One that has ended since the first question is not hidden.
+            // Systems may hide other users' processes: then only the signs tell. A process that ended since the first question is not
+            // hidden.
             let is_hidden = began.is_empty() && !self.process_began.is_empty();
             return match is_hidden {
                 true => exists(self.pid).filter(|exists| !exists),
@@ -103,7 +104,7 @@ pub(super) fn exists(pid: u32) -> Option<bool> {
     }))
 }
 
-/// On other systems the heartbeat tells.
+/// Returns true for this process, else `None`: outside Unix, only the heartbeat tells.
 #[cfg(not(unix))]
 pub(super) fn exists(pid: u32) -> Option<bool> {
     (pid == std::process::id()).then_some(true)
@@ -119,7 +120,7 @@ pub(super) fn is_dead(pid: u32) -> bool {
     ["Z", "X"].contains(&stat(pid, 0).as_str())
 }
 
-/// One field of `/proc/PID/stat`, counted after the name; empty where the system has none.
+/// A field of `/proc/PID/stat`, counted after the name; empty where the system has no such file.
 fn stat(pid: u32, field: usize) -> String {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // The name before the last parenthesis may hold anything.

@@ -30,7 +30,7 @@ const LARGEST: ByteSize = ByteSize(256 << 20);
 /// `unfinished.json` while this process works on it.
 pub struct StateFile<'a> {
     path: PathBuf,
-    /// The state that earlier sessions left, with the layers this one finished.
+    /// The state that earlier sessions left, with the layers this session finished.
     state: RunState,
     clock: &'a Clock,
     recorder: &'a Recorder<'a>,
@@ -42,10 +42,10 @@ impl<'a> StateFile<'a> {
         folder.join(FILE)
     }
 
-    /// The state in `folder`, where there is one.
+    /// The state in `folder`; `None` where the folder has no state.
     ///
     /// # Errors
-    /// Fails for a file that is not as it was written, and for another version's.
+    /// Fails for a damaged file, and for a file whose version is not `SCHEMA`.
     pub fn read(folder: &Path) -> Result<Option<RunState>> {
         let path = Self::path(folder);
         let cannot = |why: String| {
@@ -72,7 +72,7 @@ impl<'a> StateFile<'a> {
         write(&Self::path(folder), state)
     }
 
-    /// Begins a session: of a new run, or of one whose finished layers are in `state`.
+    /// Begins a session: of a new run, or of an unfinished run whose finished layers are in `state`.
     pub(in crate::job) fn begin(
         folder: &Path,
         mut state: RunState,
@@ -109,7 +109,7 @@ impl<'a> StateFile<'a> {
         self.write()
     }
 
-    /// Records that the training diverged: the run has a model, and can be continued with another learning rate.
+    /// Records that the training diverged: the run has a model, and can be continued with a changed learning rate.
     ///
     /// # Errors
     /// Fails when the file cannot be written; the state before is still there.
@@ -118,7 +118,7 @@ impl<'a> StateFile<'a> {
         self.write()
     }
 
-    /// Records finished tensors of a merge; `digests` are those of all written tensors. A tensor that was written and whose counts have
+    /// Records finished tensors of a merge; `digests` cover all written tensors. A tensor that was written but whose counts have
     /// not come is not recorded: it would not be merged again, and its counts would be missing.
     ///
     /// # Errors
@@ -140,7 +140,7 @@ impl<'a> StateFile<'a> {
         &self.state.merged
     }
 
-    /// Records what is known of the matrices of a quantisation; `digests`, where they are given, are those of all finished tensors.
+    /// Records what is known of the matrices of a quantisation; `digests`, where given, cover all finished tensors.
     ///
     /// # Errors
     /// Fails when the file cannot be written; the state before is still there.
@@ -178,7 +178,7 @@ impl<'a> StateFile<'a> {
         }
         state.warnings = merged_warnings(&self.state.warnings, self.recorder.warnings());
         state.phases = merge_phases(&self.state.phases, &self.clock.report());
-        // Seconds of work: those of earlier sessions come first.
+        // Seconds of work: the seconds of earlier sessions come first.
         let earlier = state.sessions.iter().rev().skip(1).rev();
         let before: f64 = earlier.map(|session| session.seconds).sum();
         let samples = self.clock.samples().into_iter().map(|mut sample| {
@@ -207,8 +207,8 @@ impl<'a> StateFile<'a> {
         manifest.warnings = now.warnings;
     }
 
-    /// The run is finished: nothing is left to continue, also of a training. If a power cut brings the file back, the record beside it says so.
-    /// A training that diverged leaves its state.
+    /// Removes the state of a finished run, also of a training: nothing is left to continue. If a power cut brings the file back, the
+    /// record beside it tells that the run is finished. A training that diverged keeps its state.
     pub(in crate::job) fn remove(&self) -> Result<()> {
         if self.state.divergence.is_some() {
             return Ok(());
@@ -341,7 +341,7 @@ mod tests {
         assert_eq!((broken.layers.len(), broken.perplexity), (1, None));
         assert_eq!(broken.tensors.len(), 1);
 
-        // A norm belongs to its layer, and to no other whose number begins alike.
+        // A norm belongs to its own layer only: `layers.11` is not part of layer 1.
         let mut norm = state(2);
         let damaged = ["model.layers.1.input_layernorm".to_string()].into();
         norm.keep_whole_layers(&damaged);
@@ -370,7 +370,7 @@ mod tests {
         let mut odd = state(2);
         odd.layers.swap(0, 1);
         let path = StateFile::path(folder.path());
-        // Without a seal, as older versions wrote it, and with one around a state that is none.
+        // A state without a seal, as older versions wrote it, and a seal around a text that is no valid state.
         let text = serde_json::to_string(&state(2))?;
         for (text, is_sealed) in [
             ("{".to_string(), false),

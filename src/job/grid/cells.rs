@@ -24,7 +24,7 @@ impl PlannedCell {
 }
 
 /// The settings of a method of the list, METHOD or METHOD+REFINEMENT. Options that its method does not read are left out: they are
-/// for others.
+/// for methods elsewhere in the list.
 fn technique(settings: &GridSettings, name: &str) -> Result<SparsitySettings> {
     let common = settings.run.sparsity.clone().unwrap_or_default();
     let (method, refine) = match name.split_once('+') {

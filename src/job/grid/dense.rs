@@ -13,8 +13,8 @@ use crate::settings::{EvalSides, OutputSettings, Settings};
 /// The name of the run folder in the folder of the sweep.
 const DENSE: &str = "dense";
 
-/// The record of the dense perplexity; `None` where cells do not show it. Where another process measures it just now, this one
-/// measures it too: that takes no longer than waiting.
+/// The record of the dense perplexity; `None` where cells do not show it. If another process is measuring it now, this
+/// process measures it too: that takes no longer than waiting.
 ///
 /// # Errors
 /// Fails as `prune eval`.

@@ -42,7 +42,7 @@ impl<'a> CellEvents<'a> {
         events
     }
 
-    /// The next cells begin: one, or several that share their statistics.
+    /// Announces the next cell, or the next cells that share their statistics.
     pub(super) fn begin(&self, numbers: RangeInclusive<usize>, of: usize, names: &str) {
         let (first, last) = numbers.into_inner();
         let (place, note) = match first == last {
@@ -111,7 +111,7 @@ impl Events for CellEvents<'_> {
             }
             Event::Note { text } | Event::Warning { text } if !self.is_new(&text) => return,
             Event::IfInterrupted(unfinished) => {
-                // A cell whose layers are kept may finish its layer first; another one ends at once.
+                // A cell whose layers are kept may finish its layer first; without kept layers, a cell ends at once.
                 let resumable = unfinished.filter(|of| of.is_resumable && of.has_begun);
                 Event::IfInterrupted(Some(resumable.unwrap_or_else(|| Unfinished {
                     text: self.interrupted.clone(),

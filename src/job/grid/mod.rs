@@ -1,16 +1,16 @@
-//! `prune sweep`: a grid of pruning runs. check → dense perplexity → cells, one after the other or in groups → table.
+//! `prune sweep`: a grid of pruning runs. check → dense perplexity → cells, in sequence or in groups → table.
 //!
 //! | file | story |
 //! | --- | --- |
 //! | `cells` | the cells of a grid, and the settings of each |
-//! | `together` | cells of one seed in one pass over the layers, with the same statistics |
+//! | `together` | cells of the same seed in a single pass over the layers, with the same statistics |
 //! | `records` | `cell.json`, and the comparison of a sweep with the cells in its folder |
 //! | `dense` | the dense perplexity, measured once |
 //! | `table` | `sweep.json`, `sweep.md` and `report.html`, from the records of all cells |
 //! | `messages` | events of a cell on their way out: its number, and nothing twice |
 //!
-//! Every cell is an ordinary run folder, with the bytes of a run of its own. Processes with different shards work in one folder and
-//! never on one cell.
+//! Every cell is an ordinary run folder, with the bytes of a run of its own. Processes with different shards share the
+//! folder and never work on the same cell.
 
 mod cells;
 mod dense;
@@ -58,7 +58,7 @@ pub struct GridOutcome {
 /// Runs the cells of a grid that are not finished, and writes the table of all cells in the folder.
 ///
 /// # Errors
-/// Fails before the first cell for settings that no run would take and for a folder with cells of other settings; and when the
+/// Fails before the first cell for settings that no run would take and for a folder whose cells have different settings; and when the
 /// dense perplexity cannot be measured or a record cannot be written. The error of a cell is recorded, and the next cell begins.
 pub fn grid(settings: &GridSettings, events: &dyn Events) -> Result<GridOutcome> {
     let out = folder(settings)?;
@@ -150,7 +150,7 @@ fn mine<'c>(settings: &GridSettings, cells: &'c [PlannedCell]) -> Result<Vec<&'c
         is_shared |= together::can_share(cell)?;
     }
     let deal = match is_shared {
-        // Statistics are of one seed, so a process gets as few seeds as possible.
+        // Statistics belong to a seed, so a process gets as few seeds as possible.
         true => {
             all.sort_by_key(|cell| cell.cell.seed);
             Deal::InARow
@@ -163,7 +163,7 @@ fn mine<'c>(settings: &GridSettings, cells: &'c [PlannedCell]) -> Result<Vec<&'c
     Ok(mine.map(|(_, cell)| cell).collect())
 }
 
-/// Groups the cells that share statistics. Other cells are groups of one.
+/// Groups the cells that share statistics. A cell that cannot share forms its own group.
 ///
 /// # Errors
 /// Fails for a method that does not exist.
@@ -228,7 +228,7 @@ impl CellsOfSweep<'_> {
         Ok(cells)
     }
 
-    /// Runs cells of one seed in one pass. Returns false where they cannot begin together.
+    /// Runs cells of one seed in a single pass. Returns false where they cannot begin together.
     fn run_together(
         &self,
         cells: &[&PlannedCell],
@@ -265,7 +265,7 @@ impl CellsOfSweep<'_> {
         let has_state = StateFile::path(&cell.folder).exists();
         records::begin(cell, self.common)?;
         let mut settings = cell.settings.clone();
-        // Without a state, the files here are those of an attempt at this cell: its record was compared.
+        // Without a state, the files here come from an attempt at this cell: its record was compared.
         settings.output.force = settings.output.force || !has_state;
         Ok(settings)
     }

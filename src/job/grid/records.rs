@@ -1,4 +1,4 @@
-//! `cell.json`: the settings of a cell, and the error of a failed one. A sweep continues in a folder only where all of them are equal.
+//! `cell.json`: the settings of a cell, and the error if the cell failed. A sweep continues in a folder only where all settings are equal.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -48,10 +48,10 @@ pub(super) fn common(run: &Settings, model: &OpenedModel) -> Result<CommonSettin
     Ok(common)
 }
 
-/// The record of a cell; `None` for a folder without one.
+/// The record of a cell; `None` if the folder has no such record.
 ///
 /// # Errors
-/// Fails for a file that is no such record, or that of a later version.
+/// Fails for a file that is no such record, and for a record of a later version.
 pub(super) fn read(folder: &Path) -> Result<Option<CellRecord>> {
     let path = folder.join(CELL_FILE);
     let text = match read_whole(&path, LARGEST_RECORD) {
@@ -78,7 +78,7 @@ fn unreadable(path: &Path, why: &dyn std::fmt::Display) -> Failure {
         .hint("remove its folder, or choose another --save folder")
 }
 
-/// The record of a finished run; `None` for a folder without one.
+/// The record of a finished run; `None` if the folder has no such record.
 pub(super) fn manifest(folder: &Path) -> Result<Option<Manifest>> {
     let path = folder.join(MANIFEST);
     match read_whole(&path, LARGEST_RECORD) {
@@ -91,7 +91,7 @@ pub(super) fn manifest(folder: &Path) -> Result<Option<Manifest>> {
     }
 }
 
-/// The report of the cell in a folder; `None` for a folder without one.
+/// The report of the cell in a folder; `None` if the folder has no cell.
 ///
 /// # Errors
 /// Fails for records that cannot be read.
@@ -124,7 +124,7 @@ pub(super) fn all(out: &Path) -> Result<BTreeMap<String, CellRecord>> {
     Ok(found)
 }
 
-/// Refuses a folder that holds cells of other settings. With `--force` the cells of this grid may differ, since they are replaced.
+/// Refuses a folder that holds cells whose settings differ. With `--force` the cells of this grid may differ, since they are replaced.
 ///
 /// # Errors
 /// Fails with the differences.
@@ -154,7 +154,7 @@ pub(super) fn check(
     Ok(())
 }
 
-/// Returns whether a folder has files other than those of an attempt that ended before it had a record.
+/// Returns whether a folder has files besides the traces of an attempt that ended before it had a record.
 fn has_files(folder: &Path) -> bool {
     let is_foreign =
         |name: &str| !name.starts_with(lock::FILE) && !name.starts_with(&format!(".{CELL_FILE}."));

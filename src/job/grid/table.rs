@@ -40,7 +40,7 @@ pub fn remake(out: &Path, events: &dyn Events) -> Result<(GridRecord, PathBuf)> 
     write(out, common, &methods_before(out), events)
 }
 
-/// The methods in the order of the last table; without one in the order of the help.
+/// The methods in the order of the last table; without a table, in the order of the help.
 fn methods_before(out: &Path) -> Vec<String> {
     /// The part of `sweep.json` that is read.
     #[derive(Deserialize)]
@@ -53,7 +53,7 @@ fn methods_before(out: &Path) -> Vec<String> {
     before.map_or_else(|| names().collect(), |order| order.methods)
 }
 
-/// Writes the table of the cells with these settings. Methods stand in the order `methods`, others after them.
+/// Writes the table of the cells with these settings. Methods stand in the order `methods`; methods that it lacks come after.
 ///
 /// Processes of other shards may finish cells meanwhile, so the table is written until the records stay the same: whichever
 /// process ends last leaves the table of all cells.

@@ -1,4 +1,4 @@
-//! Cells of one seed in one pass over the layers: with `--propagate dense` the samples that reach a layer do not depend on the method
+//! Cells of one seed in a single pass over the layers: with `--propagate dense` the samples that reach a layer do not depend on the method
 //! or the ratio, so the statistics of a layer are computed once for all of them (`pipeline/shared.rs`).
 //!
 //! settle every cell, with the texts and the plan of the first → outputs of each → streams → sweep → record of each.
@@ -27,7 +27,7 @@ use crate::settings::Settings;
 /// The phases of the pass that are the same for all cells.
 const SHARED_PHASES: [Phase; 3] = [Phase::Read, Phase::Calibrate, Phase::Propagate];
 
-/// Returns whether a cell can share statistics with others of its seed.
+/// Returns whether a cell can share statistics with the cells of its seed.
 ///
 /// # Errors
 /// Fails for a method that does not exist.
@@ -35,7 +35,7 @@ pub(super) fn can_share(cell: &PlannedCell) -> Result<bool> {
     let settings = &cell.settings;
     let sparsity = settings.sparsity.as_ref().context("a cell prunes")?;
     let kind = sparsity.technique()?.statistics();
-    // Measured ratios and a smaller model give each cell a model or a pass of its own, an order of channels gives it other statistics.
+    // Measured ratios and a smaller model give each cell a model or a pass of its own, an order of channels changes its statistics.
     Ok(sparsity.propagate == Propagation::Dense
         && kind.is_some_and(|kind| kind.rank().is_some())
         && sparsity.allocate == Allocation::Uniform
@@ -218,7 +218,7 @@ fn sharing_cell<'a>(
     })
 }
 
-/// Adds the shared phases, which the first cell's clock has measured, to those of another.
+/// Adds the shared phases, which the first cell's clock has measured, to the clock of `job`.
 fn add_shared_phases(job: &Job, first: &Job) {
     if std::ptr::eq(job, first) {
         return;

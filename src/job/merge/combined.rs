@@ -5,7 +5,7 @@
 //! ```
 //!
 //! The combined adapter is written anew by every process that works on the run. Its factors depend on the recipe and the seed alone, so
-//! a merge that is continued has the same ones.
+//! a merge that is continued has the same factors.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -51,7 +51,7 @@ fn kind(name: &str) -> Option<CombinationKind> {
     kinds.find(|(of, _)| *of == name).map(|(_, kind)| *kind)
 }
 
-/// The inputs of one of peft's combinations.
+/// The inputs of a combination of peft.
 fn declaration(name: &'static str, kind: CombinationKind) -> Declaration {
     const WEIGHT: Declared = (Parameter::Weight, Otherwise::Required);
     const DENSITY: Declared = (Parameter::Density, Otherwise::Is(1.0));
@@ -87,7 +87,7 @@ fn permissive(name: &'static str) -> Declaration {
     }
 }
 
-/// The methods that a recipe can name under these semantics, and those that [`method`] refuses.
+/// The methods that a recipe can name under these semantics, and the methods that [`method`] refuses.
 pub(super) fn declarations(semantics: MergeSemantics) -> Vec<Declaration> {
     let of_models = methods::METHODS.iter().map(|method| method.declaration());
     if semantics == MergeSemantics::Peft {
@@ -156,7 +156,7 @@ pub(super) struct CombinedJob {
 }
 
 impl CombinedJob {
-    /// Checks that the models are adapters of one base. `tensors` become those of the base alone. `None` without `--semantics peft`.
+    /// Checks that the models are adapters of one base. `tensors` become the tensors of the base alone. `None` without `--semantics peft`.
     ///
     /// # Errors
     /// Fails for models that are not the base with an adapter, for adapters that cannot be combined, and without a run folder.

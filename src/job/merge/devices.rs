@@ -1,4 +1,4 @@
-//! The GPUs of a merge: those that `--device cuda` names. Without the flag the CPU merges, since disks are slower than both.
+//! The GPUs of a merge, named by `--device cuda`. Without the flag the CPU merges, since disks are slower than both.
 
 use anyhow::Result;
 
@@ -38,7 +38,7 @@ pub(super) fn add(plan: &mut Plan, device: &DeviceSettings, inventory: &Inventor
 /// Opens the GPUs of a plan.
 ///
 /// # Errors
-/// Fails where the driver cannot open one.
+/// Fails where the driver cannot open a GPU.
 pub(super) fn open(
     plan: &Plan,
     device: &DeviceSettings,
@@ -87,7 +87,7 @@ impl DeviceRecords {
         }
     }
 
-    /// Adds the records of one part. Units of a device add up, and peaks are the larger ones.
+    /// Adds the records of a part. Units of a device add up, and the larger peak counts.
     pub(in crate::job) fn add(
         &mut self,
         fallbacks: Vec<FallbackReport>,

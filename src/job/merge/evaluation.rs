@@ -65,7 +65,7 @@ impl MergeJob {
         self.evaluate(MERGED, folder, None, state, devices, recorder)
     }
 
-    /// Measures one model, unless the state has its perplexity.
+    /// Measures a model, unless the state has its perplexity.
     fn evaluate(
         &self,
         name: &str,

@@ -1,9 +1,9 @@
 //! Settings of single layers in the configuration of a stack.
 //!
 //! Some families give a layer its attention window or its positions by its place: Gemma 2 alternates, Qwen 2 begins at
-//! `max_window_layers`, SmolLM3 leaves every fourth layer without positions. A stack moves layers to other places. So it lists the setting
-//! of every layer, as its source has it. Rules are those of transformers 5.23; it reads the lists of all of these families. A stack is
-//! refused where a setting cannot be listed.
+//! `max_window_layers`, SmolLM3 leaves every fourth layer without positions. A stack moves layers. So its configuration lists
+//! the setting of every layer, as the source has it. The rules follow transformers 5.23, which reads the lists of all of these families.
+//! A stack is refused where a setting cannot be listed.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,7 +17,7 @@ use crate::merging::pass::MergeTensor;
 /// A configuration.
 type Config = Map<String, Value>;
 
-/// Per key one value per layer.
+/// Values of all layers, by key.
 type Lists = BTreeMap<String, Vec<Value>>;
 
 /// Lists of the numbers of layers.
@@ -40,8 +40,8 @@ const BY_PLACE: &[(&str, Option<u64>, Option<&str>)] = &[
     ("sliding_window_pattern", None, Some("layer_types")),
 ];
 
-/// Lists the settings of the output's layers in `config`, which is that of the donor. A configuration that is right as it is stays as it
-/// is.
+/// Lists the settings of the output's layers in `config`, the donor's configuration. A configuration that is already right stays
+/// unchanged.
 ///
 /// # Errors
 /// Fails when a layer is merged from layers of different settings, and for a setting that follows from the place and cannot be listed.
@@ -150,7 +150,7 @@ fn layers_of(config: &Config) -> Option<usize> {
     layers.map(|layers| layers as usize)
 }
 
-/// The settings of `layers` layers: lists of the configuration, and those that follow from its rules.
+/// The settings of `layers` layers: lists of the configuration, and lists that follow from its rules.
 fn lists_of(config: &Config, layers: usize) -> Lists {
     let mut lists = Lists::new();
     for (key, value) in config {
@@ -234,7 +234,7 @@ fn hidden_setting(config: &Config, lists: &Lists) -> Option<&'static str> {
     let is_hidden = |&&(key, shared, list): &&(&str, Option<u64>, Option<&str>)| {
         let has_meaning = match config.get(key) {
             None | Some(Value::Null) => false,
-            // The window begins at this layer only if there is one.
+            // The window begins at this layer only if there is a window.
             Some(_) if key == "max_window_layers" => {
                 config.get("use_sliding_window") == Some(&Value::Bool(true))
             }

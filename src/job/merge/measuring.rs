@@ -1,4 +1,4 @@
-//! The sweeps that measure activations, one per model, layer by layer into the file.
+//! The sweeps that measure activations, model by model and layer by layer, into the file.
 
 use std::path::Path;
 
@@ -22,11 +22,11 @@ pub(super) struct MeasuredStatistics {
 }
 
 impl Saliency {
-    /// Measures the models whose statistics the file does not have. Every finished layer is in the file at once, so another process
+    /// Measures the models whose statistics the file does not have. Every finished layer is in the file at once, so a later process
     /// continues there.
     ///
     /// # Errors
-    /// Fails when a layer cannot be read, for activations that are not finite, when a device fails for another reason than lack of
+    /// Fails when a layer cannot be read, for activations that are not finite, when a device fails for a reason besides lack of
     /// memory, and when the file cannot be written.
     pub(super) fn measure(&self, clock: &Clock, events: &dyn Events) -> Result<MeasuredStatistics> {
         let mut activations =
@@ -46,7 +46,7 @@ impl Saliency {
     }
 }
 
-/// Passes the samples of one model through its layers; finished ones are not measured again.
+/// Passes the samples of a model through its layers; finished layers are not measured again.
 fn sweep(
     job: &Job,
     journal: &mut FileJournal<'_>,
@@ -91,7 +91,7 @@ impl ActivationJournal for FileJournal<'_> {
     }
 }
 
-/// The plan of the whole run: that of a measurement, then that of the merge. Peaks are the larger ones, times add up.
+/// The plan of the whole run: the plan of the measurement, then the plan of the merge. The larger peak counts, times add up.
 pub(in crate::job) fn joined(measuring: Plan, merging: Plan) -> Plan {
     let mut devices = measuring.devices;
     for device in merging.devices {

@@ -22,10 +22,10 @@ const PROGRAM: u64 = 6 << 20;
 /// Bytes of the lists of tensors and their sources, per source of a tensor: names, shapes, values, the record.
 const LISTED: u64 = 1 << 10;
 
-/// Freed pieces that the allocator keeps while the files are read back, in small parts between others.
+/// Freed pieces that the allocator keeps while the files are read back, in small parts between memory in use.
 const LEFT_OVER: u64 = 2 << 20;
 
-/// Bytes of the counts of one expert in a read, at most: two tables of 65,536 counts.
+/// Bytes of the counts of an expert in a read, at most: two tables of 65,536 counts.
 const COUNTS: u64 = 2 * 65_536 * 8;
 
 /// Elements of a source that a thread of a recent CPU widens, measures or merges in a second.
@@ -71,13 +71,13 @@ pub(super) struct MergeShape {
     pub(super) stored_bytes: u64,
     /// Bytes of the largest tensor that is written.
     pub(super) largest_tensor: u64,
-    /// Zeros are compared with those of all sources.
+    /// True if zeros are compared with the zeros of all sources.
     pub(super) keeps_zeros: bool,
     /// True if magnitudes are counted.
     pub(super) searches: bool,
     /// Groups of tensors that are counted together; 0 where each is counted by itself.
     pub(super) groups: usize,
-    /// Bytes of the factors of an adapter for one tensor.
+    /// Bytes of the factors of an adapter for a single tensor.
     pub(super) factor_bytes: u64,
     /// Bytes of activation statistics.
     pub(super) statistics_bytes: u64,
@@ -216,7 +216,7 @@ impl MergeShape {
     /// The largest pass that fits: fewer workers first, then smaller pieces.
     ///
     /// # Errors
-    /// Fails where one worker with single rows does not fit, or another phase, with the numbers.
+    /// Fails where a single worker with single rows does not fit, or where a fixed phase does not fit, with the numbers.
     pub(super) fn fit(
         &self,
         wanted: PassSize,

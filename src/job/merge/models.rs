@@ -27,7 +27,7 @@ const LOOKED_AT: usize = 16;
 /// The share of zeros from which on a base counts as pruned. Matrices of dense models have none.
 const SPARSE: f64 = 0.1;
 
-/// One input of a merge.
+/// An input of a merge.
 pub(super) struct InputModelFiles {
     /// The model as the recipe names it.
     pub(super) spec: ModelSpec,
@@ -44,7 +44,7 @@ pub(super) struct InputModelFiles {
 /// All inputs, in the order of [`crate::merging::recipe::Recipe::models`].
 pub(super) struct InputModels {
     pub(super) models: Vec<InputModelFiles>,
-    /// The rows of embedding and head in the output's order, by tensor; empty where they are those of the models.
+    /// The rows of embedding and head in the output's order, by tensor; empty where the models' rows stay as they are.
     pub(super) row_maps: BTreeMap<String, Arc<RowMap>>,
     /// `dtype` of the recipe: elements are rounded to it when they are read, as in mergekit.
     pub(super) dtype: Option<StoredDtype>,
@@ -115,7 +115,7 @@ impl InputModels {
         adapters.map(|adapter| adapter.largest_change_bytes()).sum()
     }
 
-    /// Stored bytes of one source of a tensor.
+    /// Stored bytes of a source of a tensor.
     pub(super) fn stored_bytes(&self, source: &TensorSource) -> u64 {
         let entry = self.models[source.model].entry(&source.tensor);
         entry.map_or(0, |entry| entry.bytes)
@@ -201,7 +201,7 @@ impl InputModelFiles {
         })
     }
 
-    /// The fingerprint of the weights, and that of the adapter after it.
+    /// The fingerprint of the weights, followed by the adapter's fingerprint.
     pub(super) fn fingerprint(&self) -> Result<String> {
         let base = self.checkpoint.fingerprint()?;
         Ok(match &self.adapter {
@@ -263,7 +263,7 @@ pub(super) fn open_adapter(folder: &Path, base_is_tied: bool) -> Result<Adapter>
     }
 }
 
-/// Puts an adapter on an opened model, whose head may be another tensor then.
+/// Puts an adapter on an opened model. The adapter may untie the head from the embedding.
 ///
 /// # Errors
 /// Fails when the adapter does not fit.

@@ -23,7 +23,7 @@ pub(super) struct MergeOutputs<'a> {
 }
 
 impl<'a> MergeOutputs<'a> {
-    /// Reopens the files of the unfinished run, or creates those of a new one.
+    /// Reopens the files of the unfinished run, or creates the files of a new run.
     ///
     /// # Errors
     /// Fails when files cannot be created, read or renamed.
@@ -72,7 +72,7 @@ fn create(job: &MergeJob, events: &dyn Events) -> Result<(MergedWriter, RunState
         ..RunState::default()
     };
     if let Some(folder) = job.folder.state() {
-        // The state comes first: files without a state belong to another run.
+        // The state comes first: files without a state are refused as foreign.
         StateFile::create(folder, &state)?;
     }
     let model = job.folder.model.as_ref().context("a merge has a folder")?;
@@ -82,7 +82,7 @@ fn create(job: &MergeJob, events: &dyn Events) -> Result<(MergedWriter, RunState
     Ok((writer, state))
 }
 
-/// Reopens the files of the unfinished run; `None` where there is no such run, or one of its files is missing.
+/// Reopens the files of the unfinished run; `None` where there is no such run, or a file of it is missing.
 fn reopen(job: &MergeJob, events: &dyn Events) -> Result<Option<(MergedWriter, RunState)>> {
     let (Some(state), Some(model)) = (&job.unfinished, &job.folder.model) else {
         return Ok(None);

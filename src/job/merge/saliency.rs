@@ -1,6 +1,6 @@
 //! Activation statistics of a merge: the models that are measured, their texts and plans, and the file.
 //!
-//! `--saliency base` needs the base model's statistics, `--saliency experts` the statistics of every other model. With
+//! `--saliency base` needs the base model's statistics, `--saliency experts` the statistics of every model but the base. With
 //! `--saliency-file` alone, the statistics of that file serve the output errors of the record, and nothing is measured.
 
 use std::path::{Path, PathBuf};
@@ -69,8 +69,8 @@ impl Saliency {
     /// Finds the statistics that the merge needs: in the file, or by measurements that can begin. `None` for a merge without any.
     ///
     /// # Errors
-    /// Fails for flags that contradict the recipe, for a file of other statistics, and for everything that can be wrong with models and
-    /// texts.
+    /// Fails for flags that contradict the recipe, for a file whose statistics do not fit, and for everything that can be wrong with
+    /// models and texts.
     pub(super) fn settle(
         settings: &MergeSettings,
         recipe: &Recipe,
@@ -100,7 +100,7 @@ impl Saliency {
             Ok(file)
         });
         let found = match found {
-            // --force replaces a file in the run folder, and no other.
+            // --force replaces the file only in the run folder.
             Err(_) if settings.output.force && settings.saliency_file.is_none() => {
                 SaliencyFile::default()
             }
@@ -174,13 +174,13 @@ impl Saliency {
 
     /// Bytes of the statistics in memory during the merge.
     pub(super) fn bytes(&self) -> ByteSize {
-        // The file as it was read, other models included, and the vectors that tensors share.
+        // The file as it was read, with all models in it, and the vectors that tensors share.
         let all = self.configs.iter().map(bytes_of);
         let bytes: ByteSize = all.sum();
         bytes + bytes.max(found_bytes(&self.found))
     }
 
-    /// The statistics, in the record. `used` are those that the merge used.
+    /// The statistics, in the record. `used` are the measurements that the merge used.
     pub(super) fn report(&self, used: &[Measurement]) -> SaliencyReport {
         SaliencyReport {
             of: self.source.map(|source| source.name().to_string()),
@@ -282,7 +282,7 @@ fn measurement(
     })
 }
 
-/// Refuses a file of other statistics.
+/// Refuses a file whose statistics do not fit the models.
 fn check(
     file: &SaliencyFile,
     measurements: &[Measurement],

@@ -5,8 +5,8 @@
 //! ```
 //!
 //! The inputs are `attn_in` (q, k, v), `o_in`, `mlp_in` (gate, up) and `down_in`. The metadata entry `models` lists the models with
-//! everything that decides their statistics, `data_sha256` is the hash of all vectors. A file is replaced as a whole after every layer, so an
-//! interrupted measurement continues.
+//! everything that decides their statistics, `data_sha256` is the hash of all vectors. A file is replaced as a whole after every layer,
+//! so an interrupted measurement continues.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -53,7 +53,7 @@ pub(super) struct Measurement {
 }
 
 impl Measurement {
-    /// The settings that differ: name, value of this measurement, value of the other.
+    /// The settings that differ: name, value here, value there.
     fn differences(&self, other: &Self) -> Vec<(&'static str, String, String)> {
         let named = |of: &Self| {
             [
@@ -73,7 +73,7 @@ impl Measurement {
     }
 }
 
-/// The statistics of one model.
+/// The statistics of a model.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct MeasuredModel {
     pub(super) measurement: Measurement,
@@ -97,7 +97,7 @@ impl SaliencyFile {
     /// Reads a file; `None` where there is none.
     ///
     /// # Errors
-    /// Fails for a file that is damaged or of another kind.
+    /// Fails for a damaged file, and for a file that holds no activation statistics.
     pub(super) fn read(path: &Path) -> Result<Option<Self>> {
         if !path.exists() {
             return Ok(None);
@@ -125,7 +125,7 @@ impl SaliencyFile {
     /// Replaces the file.
     ///
     /// # Errors
-    /// Fails when it cannot be written; the old one stays then.
+    /// Fails when it cannot be written; the old file stays then.
     pub(super) fn write(&self, path: &Path) -> Result<()> {
         let mut tensors: Vec<(String, TensorInfo)> = Vec::new();
         let mut data: Vec<u8> = Vec::new();
@@ -176,7 +176,7 @@ impl SaliencyFile {
     /// The complete statistics that a merge asks for; `None` where they are to be measured.
     ///
     /// # Errors
-    /// Fails where the model was measured in another way, with the differences.
+    /// Fails where the model was measured with different settings, naming the differences.
     pub(super) fn asked(&self, asked: &Measurement, path: &Path) -> Result<Option<&MeasuredModel>> {
         let Some(found) = self.find(&asked.fingerprint) else {
             return Ok(None);
@@ -197,8 +197,8 @@ impl SaliencyFile {
         Ok(Some(found).filter(|found| found.is_complete()))
     }
 
-    /// Begins or continues the measurement of a model, and returns its index. Layers that were measured from other tokens, or with another
-    /// arithmetic, are dropped.
+    /// Begins or continues the measurement of a model, and returns its index. Layers that were measured from different tokens, or with
+    /// different arithmetic, are dropped.
     pub(super) fn begin(&mut self, measurement: &Measurement) -> usize {
         let known = self
             .models
@@ -272,14 +272,14 @@ fn models_of(metadata: &BTreeMap<String, String>) -> std::result::Result<Vec<Mea
     serde_json::from_str(models).map_err(|error| format!("its list of models is damaged: {error}"))
 }
 
-/// The refusal of a file of another kind.
+/// The refusal of a file that holds no activation statistics.
 fn is_other(path: &Path, why: String) -> Failure {
     Failure::new(format!("`{}` is no file of activation statistics", path.display()))
         .detail(why)
         .hint("name another file with --saliency-file; a file that does not exist is written")
 }
 
-/// Reads the statistics of one model.
+/// Reads the statistics of a model.
 struct StatisticsReader<'a> {
     file: &'a Checkpoint,
     path: &'a Path,
@@ -287,7 +287,7 @@ struct StatisticsReader<'a> {
 }
 
 impl StatisticsReader<'_> {
-    /// Reads the layers up to the first one that is missing.
+    /// Reads the layers up to the first missing layer.
     fn model(&self, measurement: Measurement) -> Result<MeasuredModel> {
         let mut layers = Vec::new();
         while layers.len() < measurement.num_hidden_layers {
@@ -329,7 +329,7 @@ impl MeasuredModel {
     /// Checks the lengths of all vectors.
     ///
     /// # Errors
-    /// Fails for statistics of another shape than the model's.
+    /// Fails for statistics whose shape does not fit the model.
     pub(super) fn check(&self, config: &ModelConfig, path: &Path) -> Result<()> {
         let widths = widths(config);
         let fits = |inputs: &LayerSquares| inputs.each_ref().map(Vec::len) == widths;

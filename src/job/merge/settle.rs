@@ -31,7 +31,7 @@ use crate::settings::{
     MergeSemantics, MergeSettings, PIECE_ELEMENTS, SaliencySource, TrimScope, check_device,
 };
 
-/// Workers per thread: while one waits for the disk, another computes.
+/// Workers per thread: while the first waits for the disk, the second computes.
 const WORKERS_PER_THREAD: usize = 2;
 
 /// A merge that can begin.
@@ -271,7 +271,8 @@ fn with_enough_for(shape: &MergeShape, settings: &MergeSettings) -> MergeSetting
     enough
 }
 
-/// The refusal of a pass, with the memory that a refused measurement needs; any other failure of the measurement as it is.
+/// The refusal of a pass, with the memory that a refused measurement needs. A measurement that fails for a different reason
+/// keeps its error.
 fn with_advice_of(pass: Failure, measuring: anyhow::Error) -> anyhow::Error {
     let failure = measuring.downcast_ref::<Failure>();
     let hint = failure.and_then(|failure| failure.hint.clone());

@@ -94,7 +94,7 @@ impl OutputVocabulary {
         Ok(vocabulary)
     }
 
-    /// The vocabulary of models that have one, or that are cut to one.
+    /// The vocabulary of models with equally many rows, or of models that are cut to the fewest rows.
     fn as_it_is(
         settings: &MergeSettings,
         inputs: &InputModels,
@@ -409,8 +409,8 @@ fn tokenizer_size(folder: &Path) -> u64 {
     file.map_or(0, |file| file.len())
 }
 
-/// Warns where models have as many rows and other tokens in them, and returns the bytes that were read for it. A merge of weights alone
-/// needs no tokenizer, so one that cannot be read is passed over.
+/// Warns where models have equally many rows but different tokens in them, and returns the bytes that were read for it. A merge of
+/// weights alone needs no tokenizer, so a tokenizer that cannot be read is passed over.
 fn warn_of_other_tokens(
     inputs: &InputModels,
     rows: &BTreeMap<usize, usize>,
@@ -428,7 +428,7 @@ fn warn_of_other_tokens(
     for (&model, &rows) in rows {
         let model = &inputs.models[model];
         let name = model.spec.to_string();
-        // Most models have one tokenizer: it is hashed, not parsed again.
+        // Most models share their tokenizer: it is hashed, not parsed again.
         let known = ModelTokens::digest(&name, &model.folder);
         if known.is_ok_and(|digest| !others.contains_key(&digest))
             && let Ok(tokens) = ModelTokens::read(name, &model.folder, rows)

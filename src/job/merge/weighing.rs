@@ -1,6 +1,6 @@
 //! Tensors with the statistics of their inputs: what the method weighs with, and what the output errors are computed with.
 //!
-//! A tensor that comes from another layer of its source has the statistics of that layer.
+//! A stack may move layers: a tensor has the statistics of the layer that it comes from.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use crate::model::ModelConfig;
 use crate::run::Events;
 use crate::settings::SaliencySource;
 
-/// The statistics of one model, shared by the tensors that use them.
+/// The statistics of a model, shared by the tensors that use them.
 struct Shared<'a> {
     measurement: &'a Measurement,
     config: &'a ModelConfig,
@@ -84,7 +84,7 @@ impl Saliency {
     /// Output errors use the expert's own statistics where the file has them, else the base's.
     ///
     /// # Errors
-    /// Fails for statistics of another width than a tensor.
+    /// Fails for statistics whose width differs from a tensor's.
     pub(super) fn weigh(
         &self,
         tensors: &mut [MergeTensor],
@@ -128,7 +128,7 @@ impl Saliency {
     }
 }
 
-/// Refuses vectors of another length than the rows of the tensor.
+/// Refuses vectors that are not as long as the rows of the tensor.
 fn check_widths(tensor: &MergeTensor) -> Result<()> {
     let columns = tensor.matrix().1;
     let mut all = tensor.observed.iter().chain(&tensor.squares).flatten();

@@ -1,4 +1,4 @@
-//! Data of a training that take the place of those of texts and seeds, so that tests repeat a recorded training.
+//! Data of a training, in place of the data that texts and seeds give, so that tests repeat a recorded training.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ use crate::data::{Calibration, ExampleOrder, Examples};
 use crate::recovery::LayerParameters;
 use crate::settings::Settings;
 
-/// The parameters of a layer before the first step, from those that the seed gives.
+/// The parameters of a layer before the first step, from the parameters that the seed gives.
 pub type InitialParameters = dyn Fn(usize, LayerParameters) -> LayerParameters + Send + Sync;
 
 /// Recorded data of a training.
@@ -18,9 +18,9 @@ pub type InitialParameters = dyn Fn(usize, LayerParameters) -> LayerParameters +
 pub struct GivenTraining {
     /// Token ids of the examples or samples, `[examples, seqlen]` row-major; empty to use the text.
     pub tokens: Vec<u32>,
-    /// The examples of steps, one row behind the other; `None` for the order of the seed.
+    /// The examples of steps, row after row; `None` for the order of the seed.
     pub order: Option<Vec<Vec<usize>>>,
-    /// The first parameters; `None` for those of the seed.
+    /// The first parameters; `None` for the parameters that the seed gives.
     pub initial: Option<Box<InitialParameters>>,
 }
 

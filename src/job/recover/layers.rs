@@ -1,4 +1,4 @@
-//! The sweep of a recovery: it trains layers one by one, or merges what was trained, and measures the perplexities.
+//! The sweep of a recovery: it trains layer by layer, or merges what was trained, and measures the perplexities.
 
 use anyhow::{Context, Result};
 
@@ -81,7 +81,7 @@ pub(super) fn sweep(
     conclude(job, recovery, outputs, (layers, trained), (perplexity, swept))
 }
 
-/// The editor that trains layers one by one.
+/// The editor that trains layer by layer.
 fn block_trainer<'t>(
     job: &'t Job,
     recovery: &'t Recovery,

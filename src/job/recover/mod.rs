@@ -8,7 +8,7 @@
 //! | `steps` | `--how lora` and `full`: the steps of a training of the whole model |
 //! | `saved` | such a training between two steps, on the disk |
 //! | `base` | the frozen base of such a training, quantised where the flags ask for it |
-//! | `layers` | the sweep that trains layers one by one, or merges what was trained |
+//! | `layers` | the sweep that trains layer by layer, or merges what was trained |
 //! | `published` | `recovery.json` and the model card |
 //! | `given` | recorded data, for tests |
 

@@ -24,7 +24,7 @@ pub(in crate::job) struct Recovery {
     pub(in crate::job) settings: RecoverySettings,
     /// The parameters of each layer.
     pub(super) part: TrainedPart,
-    /// The dense model; `None` without one.
+    /// The dense model; `None` without a teacher.
     pub(super) teacher: Option<Teacher>,
     kind: &'static OptimizerKind,
     rate: f64,
@@ -35,8 +35,8 @@ impl Recovery {
     /// underflow.
     ///
     /// # Errors
-    /// Fails for settings that contradict each other, for a teacher that is missing, cannot be read, has another shape or the weights of
-    /// the model, for modules that the model does not have, and for a rank that no matrix has room for.
+    /// Fails for contradictory settings, for a teacher that is missing, cannot be read, has the wrong shape or the weights of the
+    /// model, for modules that the model does not have, and for a rank that no matrix has room for.
     pub(in crate::job) fn resolve(
         settings: &Settings,
         model: &mut OpenedModel,
@@ -91,7 +91,7 @@ impl Recovery {
         })
     }
 
-    /// Returns whether the loss is that of the whole model.
+    /// Returns whether the loss is the loss of the whole model.
     pub(in crate::job) fn is_whole(&self) -> bool {
         self.settings.how != RecoveryWay::Blocks
     }
@@ -158,7 +158,7 @@ impl Recovery {
     }
 }
 
-/// Refuses settings that contradict each other, and arithmetic that no backward pass exists for.
+/// Refuses contradictory settings, and arithmetic that no backward pass exists for.
 ///
 /// # Errors
 /// Fails with exit code 2, naming the flags.
@@ -169,7 +169,7 @@ pub(super) fn check(settings: &Settings) -> Result<()> {
     check_device(settings)
 }
 
-/// Refuses settings that contradict each other.
+/// Refuses contradictory settings.
 fn check_ways(recovery: &RecoverySettings, settings: &Settings) -> Result<()> {
     let name = recovery.how.name();
     let refused = match (recovery.how, recovery.trains) {
@@ -251,7 +251,7 @@ fn check_device(settings: &Settings) -> Result<()> {
     Ok(())
 }
 
-/// The refusal of an optimizer. One of the Trainer's is answered with the nearest.
+/// The refusal of an optimizer. For an optimizer of the Trainer, it names the nearest optimizer here.
 fn no_optimizer(name: &str) -> Failure {
     let names: Vec<&str> = OPTIMIZERS.iter().map(|kind| kind.name).collect();
     let names = names.join(", ");

@@ -1,8 +1,8 @@
-//! `training.state`: a training of the whole model between two steps, so that another process continues with the same bits.
+//! `training.state`: a training of the whole model between two steps, so that a later process continues with the same bits.
 //!
 //! After its seal the file has one line of JSON, the [`TrainingHead`], and then the bytes of [`Shelf::save`]: values, optimizer states, and
 //! the best values. The order of the examples is a function of the step, so it needs no state. The file appears whole or not at all. A file
-//! of other settings is passed over; that of a training that diverged may have another rate.
+//! whose settings differ is passed over; after a divergence, the settings `OF_THE_RATE` may differ.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufWriter, ErrorKind, Read, Write};
@@ -34,7 +34,7 @@ pub(super) struct TrainingHead {
     pub(super) best_step: Option<u64>,
     /// The training is over; layers are merged next.
     pub(super) is_over: bool,
-    /// The loss exploded, and the values are the best ones.
+    /// Set if the loss exploded; the values are then the best values.
     #[serde(default)]
     pub(super) divergence: Option<Divergence>,
     /// Steps before the optimizer began with fresh states, after a divergence.
@@ -43,7 +43,7 @@ pub(super) struct TrainingHead {
 }
 
 impl TrainingHead {
-    /// Goes back to the steps and measurements of the best state, from which another learning rate continues with a fresh optimizer.
+    /// Goes back to the steps and measurements of the best state, from which a new learning rate continues with a fresh optimizer.
     pub(super) fn return_to_best(&mut self, divergence: Divergence) {
         let best = divergence.best_step;
         self.steps.retain(|report| report.step <= best);
@@ -74,7 +74,7 @@ pub(super) fn write(folder: &Path, head: &TrainingHead, shelf: &Shelf) -> Result
     })
 }
 
-/// Reads a training with these settings into a shelf whose layers are put. `None` where there is none, or one of other settings.
+/// Reads a training with these settings into a shelf whose layers are put. `None` where no training is saved, or its settings differ.
 ///
 /// # Errors
 /// Fails when the file cannot be read, and when it is not as it was written.
@@ -111,7 +111,7 @@ pub(super) fn read(
     Ok(Some(head))
 }
 
-/// Returns whether two runs have equal settings but for those of the learning rate.
+/// Returns whether two runs have equal settings apart from `OF_THE_RATE`.
 fn differ_in_the_rate(one: &BTreeMap<String, String>, other: &BTreeMap<String, String>) -> bool {
     let is_rate = |name: &&String| OF_THE_RATE.contains(&name.as_str());
     let names = one.keys().chain(other.keys());

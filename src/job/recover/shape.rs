@@ -49,7 +49,7 @@ impl Recovery {
         recovery.map(|recovery| recovery.shape(model.into(), nsamples as usize))
     }
 
-    /// The training in numbers. `samples` are those of a training by layers.
+    /// The training in numbers. `samples` is the number of samples of a training by layers.
     pub(in crate::job) fn shape(&self, model: TrainedModel<'_>, samples: usize) -> TrainingShape {
         let (config, optimizer) = (model.config, self.optimizer());
         let specs = self.part.parameters(config);
@@ -84,7 +84,7 @@ impl Recovery {
             values: ByteSize(match (is_whole, self.is_paged()) {
                 (true, false) => 0,
                 (true, true) => values as u64,
-                // Those of the layer that is trained, and its states.
+                // The values of the layer that is trained, and its states.
                 (false, _) => (values + states) as u64,
             }),
             gradients: ByteSize::of(self.gradient_elements(model), 4),
@@ -284,7 +284,7 @@ impl Job {
         asked.or(run).unwrap_or_else(std::env::temp_dir)
     }
 
-    /// Files of a training: the saved state, twice while it is replaced, and those of the offload folder.
+    /// Files of a training: the saved state, twice while it is replaced, and the files of the offload folder.
     pub(in crate::job) fn recovery_files(&self) -> Vec<(PathBuf, ByteSize, &'static str)> {
         let of_whole = self.recovery.as_ref().filter(|of| of.is_whole());
         let Some(recovery) = of_whole else {

@@ -1,4 +1,4 @@
-//! The steps of a training of the whole model: from the first, or from those that an earlier process saved.
+//! The steps of a training of the whole model: from the first step, or from the steps that an earlier process saved.
 
 use std::borrow::Cow;
 use std::path::Path;
@@ -27,7 +27,7 @@ const SAVE_INTERVAL: Duration = Duration::from_secs(600);
 /// Rows of the memory log of a training, about.
 const MEMORY_ROWS: u64 = 20;
 
-/// The rise of the held-out loss above the lowest one, in nat, from which on a training has diverged: the perplexity is twenty times as
+/// The rise of the held-out loss above its lowest value, in nat, from which on a training has diverged: the perplexity is twenty times as
 /// high. Overfitting rises more slowly; `--patience` ends it.
 const EXPLOSION: f64 = 3.0;
 
@@ -46,7 +46,7 @@ impl Trained {
         self.head.divergence.as_ref()
     }
 
-    /// Writes the factors as an adapter for peft; the best ones where they were kept.
+    /// Writes the factors as an adapter for peft; the best factors where they were kept.
     ///
     /// # Errors
     /// Fails when the disk refuses.
@@ -167,7 +167,7 @@ impl<'a> Training<'a> {
         let specs = recovery.part.parameters(config);
         let shelf = Shelf::new(specs, &*optimizer, config.num_hidden_layers, &place)?;
         let mut settings = job.plan.memory_settings.clone();
-        // A weight that is packed for one product alone costs memory and saves nothing.
+        // A weight that is packed for a single product costs memory and saves nothing.
         settings.keep_packed &= recovery.settings.per_step() > 1;
         // The weights of a layer are made when it is needed, so devices copy none ahead.
         settings.prefetch = false;
@@ -337,7 +337,7 @@ impl<'a> Training<'a> {
         step == steps || step.is_multiple_of(every.max(1))
     }
 
-    /// Returns whether the last measurements, as many as `--patience`, were worse than one before them.
+    /// Returns whether the last measurements, as many as `--patience`, were worse than the best before them.
     fn is_out_of_patience(&self) -> bool {
         let Some(patience) = self.recovery.settings.patience else {
             return false;
@@ -363,7 +363,7 @@ impl<'a> Training<'a> {
     }
 }
 
-/// The dtype of stored hidden states: that of the arithmetic.
+/// The dtype of stored hidden states: the dtype of the arithmetic.
 pub(super) fn states_dtype(products: Products) -> StoredDtype {
     match products {
         Products::Bf16(_) => StoredDtype::Bf16,

@@ -1,4 +1,4 @@
-//! The dense model that a recovery learns from: opened, of the model's shape, and with other weights than the model.
+//! The dense model that a recovery learns from: opened, of the model's shape, and with weights that differ from the model's.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -34,7 +34,7 @@ impl Teacher {
     /// Opens a teacher.
     ///
     /// # Errors
-    /// Fails for a model that is missing, cannot be read, or has another shape.
+    /// Fails for a model that is missing, cannot be read, or has the wrong shape.
     pub(super) fn open(
         folder: &Path,
         settings: &Settings,
@@ -61,8 +61,8 @@ impl Teacher {
         Ok(Self { folder, source, fingerprint })
     }
 
-    /// Refuses a teacher whose trained matrices are those of the model: there is nothing to learn from it. Warns where it has the zeros of
-    /// the model. Reads up to the first difference, which for a pruned model and its dense one is in the first piece.
+    /// Refuses a teacher whose trained matrices equal the model's: there is nothing to learn from it. Warns where it has the zeros of
+    /// the model. Reads up to the first difference, which for a pruned model and its dense model is in the first piece.
     ///
     /// # Errors
     /// Fails when all values are equal, and when a matrix cannot be read.
@@ -131,7 +131,7 @@ fn values(
     Ok(values)
 }
 
-/// Refuses a teacher of another shape.
+/// Refuses a teacher whose shape differs from the model's.
 fn check_shape(teacher: &ModelConfig, model: &ModelConfig, folder: &Path) -> Result<()> {
     let facts = |config: &ModelConfig| {
         [

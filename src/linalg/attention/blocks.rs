@@ -233,7 +233,7 @@ impl WithSimd for Soften<'_> {
     }
 }
 
-/// scores ← e^(scale·score − largest) for the first `visible` scores, and 0 for the others, which belong to future keys. Returns the
+/// scores ← e^(scale·score − largest) for the first `visible` scores, and 0 for the scores of future keys. Returns the
 /// factor for earlier sums, since the largest score may have changed.
 #[inline(always)]
 fn soften<S: Simd>(

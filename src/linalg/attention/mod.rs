@@ -9,12 +9,15 @@
 //!
 //! | kernel | scores of | softmax | unused results |
 //! | --- | --- | --- | --- |
-//! | `Fused` (`panels.rs`) | as many queries as a block of C is wide, transposed | down the lanes of registers | the last few keys of each panel |
+//! | `Fused` (`panels`) | as many queries as a block of C is wide, transposed | down the register lanes | the last few keys of each panel |
+//! | `Split`, `Amx`, `Avx512` (`blocks`) | 128 queries | row by row, then packed again | half of the last 128 keys, values of up to 512 |
+//!
+//! | file | content |
+//! | --- | --- |
 //! | `backward` | gradients of causal attention, from the gradient of a loss with respect to its contexts |
 //! | `blocks` | attention by products of packed factors, for kernels that round or split them |
 //! | `one_query` | attention of one token, for text generation: a row of scores per head, without blocks |
 //! | `panels` | attention by f32 multiply-adds |
-//! | the others (`blocks.rs`) | 128 queries | row by row, then packed again | half of the last 128 keys, values of up to 512 |
 //!
 //! Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245): query head h reads key/value head
 //! h / (num_heads / num_key_value_heads), without a repeated copy.
@@ -45,7 +48,7 @@ pub struct Heads {
 }
 
 impl Heads {
-    /// Floating-point operations of scores and context for `tokens` that follow `past` others: 4·head_dim for every pair of a query
+    /// Floating-point operations of scores and context for `tokens` after `past` cached tokens: 4·head_dim for every pair of a query
     /// and a visible key, in every query head.
     pub fn operations(&self, past: usize, tokens: usize) -> usize {
         let pairs = tokens * past + tokens * (tokens + 1) / 2;
@@ -68,7 +71,7 @@ pub fn scratch_bytes(
         }
 }
 
-/// Computes causal self-attention of a sequence, or of the tokens after `past` cached ones. The contexts of all heads are side by side.
+/// Computes causal self-attention of a sequence, or of the tokens after `past` cached tokens. The contexts of all heads are side by side.
 ///
 /// # Arguments
 /// * `past`: tokens before the first query, 0 for a whole sequence

@@ -10,7 +10,7 @@ use super::Heads;
 /// The least keys of a task, over all its heads.
 const KEYS_PER_TASK: usize = 256;
 
-/// Computes the attention of the last token. The query heads that share a key head are one product.
+/// Computes the attention of the last token. The query heads that share a key head form one product.
 pub(super) fn one_query(
     heads: Heads,
     past: usize,

@@ -2,8 +2,8 @@
 //! along the lanes of registers, one query per lane, and its result is the packed factor of the product with the values.
 //!
 //! S ᵀ = K·Qᵀ, P ᵀ = e^(scale·Sᵀ − largest), context ᵀ = Vᵀ·Pᵀ, for a block of keys at a time; the rows of K and Vᵀ are broadcast. Future
-//! keys are computed only where they share a block of C with past ones: the last few keys of each panel. Blocks of keys have the same
-//! length on every CPU, and a query's sums do not depend on other queries. So all CPUs give the same bits.
+//! keys are computed only where they share a block of C with past keys: the last few keys of each panel. Blocks of keys have the same
+//! length on every CPU, and the sums of every query are its own. So all CPUs give the same bits.
 
 use std::ops::Range;
 
@@ -254,7 +254,8 @@ impl InBlocks for Block<'_, '_> {
 
 /// scores ← e^(scale·score − largest), 0 for future keys and in the rows after the last key. Returns the factor for earlier sums, since
 /// the largest score may have changed.
-/// `scores` has a row for each key and a lane for each query; `first_seen` keys are visible to the first query, one more to each later one.
+/// `scores` has a row for each key and a lane for each query. The first query sees `first_seen` keys, and every later query sees one key
+/// more than the query before it.
 #[inline(always)]
 fn soften<S: Simd, const WIDE: usize>(
     simd: S,
@@ -269,7 +270,7 @@ fn soften<S: Simd, const WIDE: usize>(
     let (zero, lowest) = (simd.splat_f32s(0.0), simd.splat_f32s(f32::NEG_INFINITY));
     let (scores, beyond) = scores.split_at_mut(keys.len());
     beyond.as_flattened_mut().fill(zero);
-    // This lane and the later ones see the key of a row.
+    // Lanes from `row + sees` on see the key of `row`.
     let mut numbers = [0.0f32; WIDEST];
     for (lane, number) in numbers.iter_mut().enumerate() {
         *number = lane as f32;
@@ -338,8 +339,8 @@ fn soften<S: Simd, const WIDE: usize>(
     shrinks
 }
 
-/// Updates the largest scores of a panel with those of a block, `most`, and scales its sums. Returns the offsets for the block's
-/// exponentials, and the factor of earlier sums.
+/// Updates the largest scores of a panel with `most`, the largest scores of a block, and scales the panel's sums. Returns the offsets
+/// for the block's exponentials, and the factor of earlier sums.
 #[inline(always)]
 fn rescale<S: Simd, const WIDE: usize>(
     simd: S,
@@ -372,7 +373,7 @@ fn rescale<S: Simd, const WIDE: usize>(
     (offsets, shrinks)
 }
 
-/// Keeps the larger of each pair, and the old value if the other is a NaN.
+/// Keeps the larger value of each pair, and the old value if the new value is a NaN.
 #[inline(always)]
 fn larger_of<S: Simd, const WIDE: usize>(
     simd: S,

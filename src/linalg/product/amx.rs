@@ -83,7 +83,7 @@ pub(super) fn is_granted() -> bool {
 pub(super) enum Terms {
     /// Products of bf16 factors.
     Whole,
-    /// Products of parts: [`ROW_PARTS`] of X and the given number of W, without those too small for an f32 sum.
+    /// Products of parts: [`ROW_PARTS`] of X and the given number of W, without the products too small for an f32 sum.
     Split(u8),
 }
 
@@ -237,10 +237,10 @@ unsafe fn block(
 }
 
 /// Defines `$name`, the function of a block: four accumulators are loaded or zeroed, a loop over the steps adds to them, and they are
-/// stored. The instructions of a step use `x0` and `x1` for the rows of tiles of X, and `w0` and `w1` for those of W; a step has `$x`
-/// tiles of a row of X, and `$w` of W. `next` is the address to prefetch, `$ahead` bytes a step.
+/// stored. The instructions of a step use `x0` and `x1` for the tiles of X, and `w0` and `w1` for the tiles of W. A step has `$x` tiles
+/// of a row of X, and `$w` of W. `next` is the address to prefetch, `$ahead` bytes a step.
 ///
-/// A block is one `asm!` that declares all eight tiles. Between two `asm!`, the compiler may use the tiles for other values.
+/// A block is a single `asm!` that declares all eight tiles. Between two `asm!`, the compiler may use the tiles itself.
 macro_rules! block_of {
     ($name:ident, $x:literal, $w:literal, $ahead:literal, $($instruction:expr),+ $(,)?) => {
         /// Writes or adds to the target.
@@ -301,7 +301,7 @@ macro_rules! block_of {
     };
 }
 
-/// Loads the tiles of a part of X, `$at` bytes after those of the first part, and multiplies them by the loaded tiles of W.
+/// Loads the tiles of a part of X, `$at` bytes after the tiles of the first part, and multiplies them by the loaded tiles of W.
 macro_rules! x_part {
     ($at:literal, $ahead:literal) => {
         concat!(

@@ -1,7 +1,7 @@
 //! `vdpbf16ps`: 16 outputs of two products each per instruction.
 //!
 //! Eight rows by three column tiles at a time: 24 accumulators, three registers of weights, the activations broadcast from
-//! memory. The instruction treats subnormal numbers as zero, and so does the one that rounds ([`round_row`]).
+//! memory. The instruction treats subnormal numbers as zero, and so does the rounding instruction ([`round_row`]).
 
 #![expect(unsafe_code, reason = "intrinsics on memory of checked length")]
 
@@ -31,7 +31,7 @@ pub(super) fn can_round() -> bool {
     is_there() && std::is_x86_feature_detected!("avx512bw")
 }
 
-/// Rounds or splits whole steps of a row of X: one line in the tile of each part. If a number to split is not finite, or rounds to
+/// Rounds or splits whole steps of a row of X: a line in the tile of each part. If a number to split is not finite, or rounds to
 /// infinity, `slow` packs the row again, step by step; it gets the position of the line in its tiles.
 ///
 /// # Panics
@@ -85,7 +85,7 @@ fn round_steps<const PARTS: usize>(
     special != 0
 }
 
-/// Rounds or splits a tile of a matrix that is read by columns: pairs of elements (k, column), (k + 1, column) for even k, one line of 16
+/// Rounds or splits a tile of a matrix that is read by columns: pairs of elements (k, column), (k + 1, column) for even k, a line of 16
 /// columns per pair and part. Returns false if a number to split is not finite, or rounds to infinity: then the tile is not complete.
 ///
 /// # Arguments
@@ -104,7 +104,7 @@ pub(super) fn round_pairs<const PARTS: usize>(
     unsafe { round_lines::<PARTS>(values, stride, lines) }
 }
 
-/// Positions of the words of two halves, one from each in turn.
+/// Positions of the words of two halves, a word of each half in turn.
 const IN_TURN: [u16; DEPTH] = {
     let mut words = [0; DEPTH];
     let mut pair = 0;
@@ -236,7 +236,7 @@ fn columns<const N: usize>(
 ///
 /// # Safety
 /// The CPU has AVX-512 with bf16. Each of `weights` holds `steps` tiles; `activations` holds `steps` tiles less at most the first
-/// half of the first one.
+/// half of the first tile.
 #[target_feature(enable = "avx512f,avx512bf16")]
 unsafe fn block<const N: usize>(
     activations: &[Line],
@@ -244,7 +244,7 @@ unsafe fn block<const N: usize>(
     steps: usize,
     sums: &mut [[[f32; TILE]; N]; ROWS],
 ) {
-    // SAFETY: addresses stay inside the factors: the last one read is line `(steps - 1) * 16 + 15` of a weight and pair 15 of
+    // SAFETY: addresses stay inside the factors: the last reads are line `(steps - 1) * 16 + 15` of a weight and pair 15 of
     // line `(steps - 1) * 16 + 7` of the activations, which the caller promises to be there. `__m512bh` is 64 bytes of any bits.
     unsafe {
         let mut held = [[_mm512_setzero_ps(); N]; ROWS];

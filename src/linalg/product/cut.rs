@@ -103,7 +103,7 @@ impl TaskCut {
                 row_parts *= 2;
             }
         }
-        // Every thread gets the same number of tasks: with fifteen tasks, one of two threads would be idle during the last one.
+        // Every thread gets the same number of tasks: with 15 tasks, one of two threads would be idle during the last task.
         if !row_parts.is_multiple_of(threads) {
             for (parts, columns) in column_parts.iter_mut().zip(columns) {
                 let even = parts.next_multiple_of(threads);
@@ -146,7 +146,7 @@ const LEAST_TASK_ROWS: usize = 64;
 fn longest(total: usize, block: usize, parts: usize) -> usize {
     let blocks = total.div_ceil(block);
     let (each, more) = (blocks / parts, blocks % parts);
-    // `more` parts have an additional block. The last part is one of these, and may end within a block.
+    // `more` parts, including the last part, have an additional block. The last part may end within a block.
     let last = even(total, block, parts - 1, parts).len();
     let others = match (parts, more) {
         (1, _) => 0,

@@ -1,12 +1,12 @@
 //! f32 products for any CPU: blocks of C in registers, one multiply-add per product, on the widest vectors of the CPU.
 //!
-//! | registers | a block of C | sums | other registers |
+//! | registers | a block of C | sums | factors |
 //! | --- | --- | --- | --- |
-//! | 32 | 8 rows by 3 registers | 24 | 3 of W, one with an element of X in all lanes |
+//! | 32 | 8 rows by 3 registers | 24 | 3 of W, 1 with an element of X in all lanes |
 //! | 16 | 6 rows by 2 registers | 12 | 2 of W, the same |
 //!
-//! 4 rows by 3 registers would load less, but need all 16 registers. Compilers then keep one of the sums in memory, every step waits for
-//! the store of the last, and products take twice the time. The loop is unrolled by four steps, because the number of instructions
+//! 4 rows by 3 registers would load less, but need all 16 registers. Compilers then keep a sum in memory, every step waits
+//! for the store of the last, and products take twice the time. The loop is unrolled by four steps, because the number of instructions
 //! limits two threads that share a core. Packing widens W, so there is no copy of W in f32. A CPU that cannot multiply and add in one
 //! step rounds twice and is slow; such CPUs are rare since 2013.
 
@@ -212,7 +212,7 @@ impl<R: OutputRows> InBlocks for Blocks<'_, R> {
 }
 
 /// sums + x·w, with sums `[ROWS, WIDE registers]`, x `[steps, ROWS]` and w `[steps, WIDE registers]`.
-/// `x` and `w` have a multiple of [`UNROLLED`] steps; surplus steps of the longer one are ignored.
+/// `x` and `w` have a multiple of [`UNROLLED`] steps; surplus steps of the longer factor are ignored.
 #[inline(always)]
 pub fn plus_block<S: Simd, const ROWS: usize, const WIDE: usize>(
     simd: S,

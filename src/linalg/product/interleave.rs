@@ -1,7 +1,7 @@
 //! Packing for f32 products: rows of a factor side by side, `[steps, rows of a block]`, widened to f32.
 //!
 //! This transposes a block. With AVX and blocks of at least 8 rows, 8 × 8 elements are transposed in registers; otherwise the elements
-//! are moved one by one. Products of 128 tokens spend an eighth of their time on the former, and a third on the latter.
+//! are moved one by one. Products of 128 tokens spend an eighth of their time on packing in registers, and a third on moving elements.
 
 use half::bf16;
 use pulp::{Arch, Simd, WithSimd};
@@ -13,7 +13,7 @@ use super::packed::{Strided, Values};
 pub(super) const DEPTH: usize = 16;
 /// Rows and columns that are transposed in registers.
 const EIGHT: usize = 8;
-/// Elements of a row of f16 that are widened by one call.
+/// Elements of a row of f16 that are widened per call.
 const LONG: usize = 128;
 
 /// Packs rows of a factor, `width` rows at a time, with zeros up to whole blocks.

@@ -225,7 +225,7 @@ impl PackedWeight {
         shape.packed_columns(columns, inner) * size_of::<Line>()
     }
 
-    /// Returns whether a product with some of the columns can begin at this one.
+    /// Returns whether a product with some of the columns can begin at `column`.
     pub fn begins_at(kernel: Kernel, column: usize) -> bool {
         column.is_multiple_of(kernel.shape().unit)
     }
@@ -236,16 +236,16 @@ impl PackedWeight {
 pub enum Factor<'a> {
     /// `[columns, inner]` as stored, row-major; packed while it is multiplied.
     Stored(Values<'a>),
-    /// `[columns, inner]` in another layout, such as a matrix `[inner, columns]`; packed while it is multiplied.
+    /// `[columns, inner]` in any layout, such as the transpose of a matrix `[inner, columns]`; packed while it is multiplied.
     Strided(Strided<'a>),
-    /// Columns of a packed weight from a first one on, at which a product may begin ([`PackedWeight::begins_at`]).
+    /// Columns of a packed weight from a first column on, at which a product may begin ([`PackedWeight::begins_at`]).
     Packed(&'a PackedWeight, usize),
 }
 
 /// Lends lines with unspecified content.
 pub(in super::super) fn resize(lines: &mut Vec<Line>, length: usize) -> &mut [Line] {
     if lines.len() < length {
-        // The old lines are freed first. The system zeroes new ones.
+        // The old lines are freed first. The system zeroes new lines.
         *lines = Vec::new();
         *lines = bytemuck::allocation::zeroed_vec(length);
     }

@@ -223,7 +223,7 @@ fn multiply_in_scratch(
 }
 
 /// Computes x·Wᵀ in rectangles, and gives each to `take` in place of storing the product. Returns what `take` returns, in order: all
-/// rectangles of the first rows, those of the next rows. They do not depend on the number of threads.
+/// rectangles of the first rows, then all of the next rows. The rectangles do not depend on the number of threads.
 ///
 /// # Arguments
 /// * `x`: `[tokens, inner]`

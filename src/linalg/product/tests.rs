@@ -44,7 +44,7 @@ fn oracle(kernel: Kernel, x: &[f32], weight: &[bf16], inner: usize) -> Vec<(f64,
     sums
 }
 
-/// One product.
+/// A product.
 fn product(
     kernel: Kernel,
     x: &[f32],
@@ -231,7 +231,7 @@ fn infinities_and_nans_stay_visible_in_their_rows() {
     }
 }
 
-/// Products one after another, of one weight and of several: the planned bytes are the most that remain.
+/// Products in sequence, of a single weight and of several: the planned bytes are the most that remain.
 #[test]
 fn packed_bytes_are_those_of_the_footprint() {
     type Case = (usize, usize, usize, &'static [usize]);
@@ -241,7 +241,7 @@ fn packed_bytes_are_those_of_the_footprint() {
         &[(2, 300, 2100, &[500])],
         // Each product alone is cut into wider tasks than all together.
         &[(8, 1024, 64, &[2048, 512, 512])],
-        // Few wide tasks, then many narrow ones.
+        // Few wide tasks, then many narrow tasks.
         &[(4, 70, 600, &[96]), (4, 700, 40, &[300, 300])],
     ];
     for kernel in Kernel::all() {

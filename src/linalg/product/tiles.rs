@@ -1,5 +1,5 @@
-//! Packing for the bf16 kernels: tiles of 16 rows or columns by 32 elements of `inner`, 1 KiB each. The tiles of a row of tiles and a
-//! slab follow one another; for split numbers, each step has the tiles of all parts.
+//! Packing for the bf16 kernels: tiles of 16 rows or columns by 32 elements of `inner`, 1 KiB each. Within a slab, the tiles of a
+//! row of tiles are consecutive; for split numbers, each step has the tiles of all parts.
 //!
 //! In a tile of X, the 32 values of a row are 64 bytes. In a tile of W, the values 2p and 2p + 1 of all 16 columns are 64 bytes. Both
 //! instructions multiply these forms. f32 is rounded to the nearest bf16, ties to even. Zeros fill up whole tiles.
@@ -115,8 +115,8 @@ impl<const PARTS: usize> PackRows<'_, PARTS> {
         }
     }
 
-    /// Packs all rows of a matrix `[inner, count]`, as columns are packed; then each tile is turned. The tiles of a step follow each other,
-    /// so a row of the matrix is read as a whole.
+    /// Packs all rows of a matrix `[inner, count]`, as columns are packed; then each tile is turned. All tiles of a step are packed before
+    /// the next step, so a row of the matrix is read as a whole.
     #[inline(always)]
     fn run_turned(self) {
         let tiles = self.count.div_ceil(SHAPE.rows) * SHAPE.rows / TILE;
@@ -176,7 +176,7 @@ fn split_row<const PARTS: usize, const ROUNDS: bool>(
     }
 }
 
-/// Packs a step of a row: one line in the tile of each part.
+/// Packs a step of a row: a line in the tile of each part.
 #[inline(always)]
 fn split_line<const PARTS: usize>(values: &[f32; DEPTH], in_tile: usize, lines: &mut [Line]) {
     let mut rest = *values;

@@ -5,8 +5,8 @@
 //! kept = int(density·n)        outliers = int(gamma·n)
 //! ```
 //!
-//! Where density + gamma > 1, fewer of the largest are removed. Equal magnitudes have ranks in the order of their elements. The shared
-//! steps are in `differences.rs`.
+//! If density + gamma > 1, fewer of the largest entries are removed. Equal magnitudes have ranks in the order of their elements. The
+//! shared steps are in `differences.rs`.
 //!
 //! Source: M. Davari, E. Belilovsky, "Model breadcrumbs" (2023, arXiv:2312.06795), section 3; mergekit 0.1.5.
 

@@ -1,4 +1,4 @@
-//! DARE: removes entries of a difference at random and scales the others up, so that its mean stays.
+//! DARE: removes entries of a difference at random and scales up the kept entries, so that the mean stays.
 //!
 //! ```text
 //! T_t = m ∘ D_t · c         m_ij = 1 with probability density, else 0

@@ -1,4 +1,4 @@
-//! DELLA: removes entries of a difference at random, small ones of a row more often than large ones.
+//! DELLA: removes entries of a difference at random, small entries of a row more often than large entries.
 //!
 //! ```text
 //! p_ij = density − ε + 2ε r_ij / (n − 1)     r_ij: rank of |D_ij| in its row of n entries, 0 for the smallest

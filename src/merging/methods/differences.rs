@@ -41,7 +41,7 @@ pub(super) enum Trimming {
     Band,
     /// Entries are removed at random.
     Random,
-    /// Entries are removed at random, small ones more often.
+    /// Entries are removed at random, small entries more often.
     Ramp,
 }
 
@@ -167,13 +167,13 @@ enum Read {
     Signs,
 }
 
-/// One expert of a tensor.
+/// An expert of a tensor.
 #[derive(Debug)]
 struct Expert {
     /// Its index in the sources.
     source: usize,
     weight: f32,
-    /// w_t a_tj² per column; empty where votes have one weight.
+    /// w_t a_tj² per column; empty if all columns have the weight w_t.
     votes: Vec<f32>,
     search: Option<SearchPlan>,
     trimmer: Trimmer,
@@ -211,7 +211,7 @@ impl Expert {
     }
 }
 
-/// The merge of one tensor.
+/// The merge of a tensor.
 struct Differences<'a> {
     tensor: String,
     columns: usize,

@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::ranks::{Counts, OrderStatistic, Search};
 
-/// The largest norm that is not used for rescaling, as in mergekit.
+/// Norms below this number are not used for rescaling, as in mergekit.
 const SMALLEST_NORM: f64 = 1e-7;
 
 /// Tensors that are trimmed together. A method measures into it, and [`Group::settle`] ends each read.
@@ -25,7 +25,7 @@ struct Measured {
     searches: BTreeMap<usize, Search>,
     /// Per tensor and expert: Σ|D| before and after trimming.
     norms: BTreeMap<String, Vec<[f64; 2]>>,
-    /// Entries with a positive sum less those with a negative one.
+    /// The number of entries with a positive sum minus the number of entries with a negative sum.
     balance: i64,
 }
 
@@ -52,26 +52,26 @@ impl Group {
         self.measured.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins to count for one expert, in the read that its search is at.
+    /// Begins to count for an expert, in the read that its search is at.
     pub(super) fn counts(&self, expert: usize, positions: &[u64]) -> Counts {
         let mut measured = self.measured();
         let search = measured.searches.entry(expert);
         Counts::of(search.or_insert_with(|| Search::new(positions.to_vec())))
     }
 
-    /// Adds the counts of one tensor.
+    /// Adds the counts of a tensor.
     pub(super) fn add_counts(&self, expert: usize, counts: &Counts) {
         if let Some(search) = self.measured().searches.get_mut(&expert) {
             search.add(counts);
         }
     }
 
-    /// What was found for one expert.
+    /// The order statistics that were found for an expert.
     pub(super) fn found(&self, expert: usize) -> Option<Vec<OrderStatistic>> {
         Some(self.measured().searches.get(&expert)?.found()?.to_vec())
     }
 
-    /// Adds the norms of one tensor.
+    /// Adds the norms of a tensor.
     pub(super) fn add_norms(&self, tensor: &str, norms: Vec<[f64; 2]>) {
         self.measured().norms.insert(tensor.to_string(), norms);
     }
@@ -85,7 +85,7 @@ impl Group {
         if before < SMALLEST_NORM || after < SMALLEST_NORM { 1.0 } else { (before / after) as f32 }
     }
 
-    /// Adds the signs of one tensor's sums.
+    /// Adds the signs of a tensor's sums.
     pub(super) fn add_signs(&self, balance: i64) {
         self.measured().balance += balance;
     }

@@ -11,7 +11,7 @@ pub trait MergeMethod: Sync {
     /// Its name, parameters and inputs.
     fn declaration(&self) -> Declaration;
 
-    /// One line for the help text.
+    /// A line for the help text.
     fn summary(&self) -> &'static str;
 
     /// The tensors that are trimmed together.
@@ -24,7 +24,7 @@ pub trait MergeMethod: Sync {
         false
     }
 
-    /// Begins the merge of one tensor, as part of `group`.
+    /// Begins the merge of a tensor, as part of `group`.
     ///
     /// # Errors
     /// Fails for values that the method has no result for, naming tensor and value.
@@ -35,7 +35,7 @@ pub trait MergeMethod: Sync {
     ) -> Result<Box<dyn TensorMerge + 'a>>;
 }
 
-/// The merge of one tensor. Rows come in order, in pieces of any size; every read begins with row 0.
+/// The merge of a tensor. Rows come in order, in pieces of any size; every read begins with row 0.
 pub trait TensorMerge: Send {
     /// Reads of all rows before the merge. In a group, every tensor has its read before the next read begins.
     fn reads(&self) -> usize {
@@ -45,7 +45,7 @@ pub trait TensorMerge: Send {
     /// Measures rows in read number `read`, from 0.
     fn measure(&mut self, _read: usize, _rows: &RowBlock<'_>) {}
 
-    /// Ends a read: the measurements of this tensor join those of its group.
+    /// Ends a read: adds the measurements of this tensor to its group.
     fn measured(&mut self, _read: usize) {}
 
     /// Computes the merged rows, `[rows, columns]`; `mixer` computes the elementwise end of it where it is a [`Formula`].
@@ -76,7 +76,7 @@ pub struct RowBlock<'a> {
     pub sources: &'a [&'a [f32]],
 }
 
-/// One tensor to merge. Vectors have one row.
+/// A tensor to merge. Vectors have one row.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorTask<'a> {
     /// The name in the output.
@@ -96,7 +96,7 @@ pub struct TensorTask<'a> {
 }
 
 impl<'a> TensorTask<'a> {
-    /// The sources other than the base, with their indices.
+    /// The sources without the base, with their indices.
     pub fn experts(&self) -> impl Iterator<Item = (usize, &'a SourceTask<'a>)> + use<'a> {
         let base = self.base;
         self.sources.iter().enumerate().filter(move |(at, _)| Some(*at) != base)
@@ -108,7 +108,7 @@ impl<'a> TensorTask<'a> {
     }
 }
 
-/// One source of a tensor.
+/// A source of a tensor.
 #[derive(Debug, Clone, Copy)]
 pub struct SourceTask<'a> {
     /// The number of the model in the recipe; it selects the random numbers.
@@ -126,7 +126,7 @@ pub struct MethodSettings {
     pub semantics: Semantics,
     /// The tensors that are trimmed together; `None` for what the semantics say.
     pub scope: Option<Scope>,
-    /// True where statistics of the experts weigh election and average. With the base's, they serve trimming alone.
+    /// True if statistics of the experts weigh election and average. Statistics of the base serve trimming alone.
     pub squares_vote: bool,
     /// The seed of random masks.
     pub seed: u64,
@@ -146,7 +146,7 @@ pub enum Semantics {
 pub enum Scope {
     /// Each tensor alone.
     Tensor,
-    /// The tensors of one layer.
+    /// The tensors of a layer.
     Layer,
     /// All tensors.
     Model,

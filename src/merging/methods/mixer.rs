@@ -62,7 +62,7 @@ pub struct Mixture<'a> {
     pub tie: f32,
 }
 
-/// One expert's part of a mixture.
+/// An expert's part of a mixture.
 #[derive(Debug, Clone, Copy)]
 pub struct Share<'a> {
     /// v_t where `votes` is empty, and the expert's part of the divisor.
@@ -127,7 +127,7 @@ impl<'a> Formula<'a> {
 }
 
 impl Mixture<'_> {
-    /// The number that divides all entries; `None` where entries have numbers of their own.
+    /// The number that divides all entries; `None` if each entry has its own divisor.
     pub fn common_divisor(&self) -> Option<f32> {
         let has_votes = self.shares.iter().any(|share| !share.votes.is_empty());
         let sum: f32 = self.shares.iter().map(|share| share.weight).sum();
@@ -259,7 +259,7 @@ fn mix(
     }
 }
 
-/// Turns sums into signs. Where entries cancel, 0 means the tie; without a tie, the reference's comparison takes the negative ones.
+/// Turns sums into signs. A sum of 0 gets the sign of `tie`. If `tie` is 0 too, the sign is −1, as in the reference's comparison.
 #[inline(always)]
 fn elect(sums: &mut Lanes, tie: f32) {
     let tie = if tie > 0.0 { 1.0 } else { -1.0 };
@@ -287,7 +287,7 @@ fn add_agreeing(
 }
 
 impl Share<'_> {
-    /// Votes and voted differences of some elements of one row, of which the first is in `column`; zeros beyond the last.
+    /// Votes and voted differences of some elements of a row; the first element is in `column`. Differences past the last element are 0.
     #[inline(always)]
     fn load(&self, range: Range<usize>, column: usize) -> (Lanes, Lanes) {
         let columns = column..column + range.len();

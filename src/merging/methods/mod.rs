@@ -7,9 +7,9 @@
 //! | file | content |
 //! | --- | --- |
 //! | `method` | [`MergeMethod`], [`TensorMerge`], what they are told |
-//! | `linear`, `slerp`, `model_stock`, `passthrough`, `regmean_diag` | one method each |
+//! | `linear`, `slerp`, `model_stock`, `passthrough`, `regmean_diag` | a method per file |
 //! | `task_arithmetic`, `ties`, `dare`, `della`, `breadcrumbs` | methods that add differences from the base |
-//! | `differences` | the steps that those share: trim, elect, average |
+//! | `differences` | the shared steps of these methods: trim, elect, average |
 //! | `mixer` | [`Formula`], the elementwise end of a merge, and its computation on the CPU |
 //! | `trim_plan` | the trim of an expert, from a method's settings |
 //! | `trim` | the choice of the entries of a difference |

@@ -5,8 +5,8 @@
 //! cos θ: the mean over all pairs of experts of D_s·D_t / (|D_s| |D_t|), D_t = W_t − W₀, n experts
 //! ```
 //!
-//! One angle per tensor, or with `filter_wise` one per row. Products of norms below 1e-6 count as 1e-6. Where the denominator is below
-//! 1e-6, the base stays.
+//! The angle belongs to the whole tensor, or to a row with `filter_wise`. Products of norms below 1e-6 count as 1e-6. If the denominator
+//! is below 1e-6, the base stays.
 //!
 //! Source: D.-H. Jang, S. Yun, D. Han, "Model stock" (2024, arXiv:2403.19522), equation 2; mergekit 0.1.5, `merge_methods/model_stock.py`.
 
@@ -65,7 +65,7 @@ impl MergeMethod for ModelStock {
     }
 }
 
-/// The merge of one tensor.
+/// The merge of a tensor.
 struct Stock {
     columns: usize,
     base: usize,
@@ -73,12 +73,12 @@ struct Stock {
     is_by_row: bool,
     /// D_s·D_t, `[experts, experts]`, of the tensor or of the current row.
     products: Vec<f64>,
-    /// D_t of one row, one after the other.
+    /// D_t of a row, expert by expert.
     differences: Vec<f32>,
 }
 
 impl Stock {
-    /// Adds the products of one row, which begins at `start` in the block.
+    /// Adds the products of a row, which begins at `start` in the block.
     fn add(&mut self, rows: &RowBlock<'_>, start: usize) {
         let range = start..start + self.columns;
         let base = &rows.sources[self.base][range.clone()];

@@ -6,12 +6,11 @@
 //! kept   = u < p · 2³²
 //! ```
 //!
-//! The counter is four words of 32 bits: the low and high word of element / 4, then those of the stream. The key is the low and high
-//! word of the seed. So a mask does not depend on threads, pieces, devices or the order of tensors, and a resumed run draws the same
-//! one.
+//! The counter is four words of 32 bits: the low and high word of element / 4, then of the stream. The key is the low and high word
+//! of the seed. So a mask does not depend on threads, pieces, devices or the order of tensors, and a resumed run draws the same mask.
 //!
-//! Source: J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); the test vectors are those
-//! of its library Random123.
+//! Source: J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); the test vectors
+//! come from its library Random123.
 
 use pulp::{Arch, Simd, WithSimd};
 use sha2::{Digest, Sha256};
@@ -28,7 +27,7 @@ const WIDTH: usize = 8;
 /// Numbers per counter.
 pub(super) const WORDS: usize = 4;
 
-/// The random numbers of one tensor of one model.
+/// The random numbers of a tensor of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stream {
     key: [u32; 2],
@@ -48,14 +47,14 @@ impl Stream {
         Self { key: halves(seed), stream: halves(u64::from_le_bytes(first)) }
     }
 
-    /// Fills `numbers` with those of the elements from `first` on, which is a multiple of 4.
+    /// Fills `numbers` with the numbers of the elements from `first` on; `first` is a multiple of 4.
     pub fn fill(&self, first: u64, numbers: &mut [u32]) {
         debug_assert_eq!(first % WORDS as u64, 0, "a counter has four elements");
         Arch::new().dispatch(Fill { of: self, counter: first / WORDS as u64, numbers });
     }
 }
 
-/// The number of one element.
+/// The number of an element.
 pub fn uniform(stream: &Stream, element: u64) -> u32 {
     let mut four = [0; WORDS];
     let at = (element % WORDS as u64) as usize;

@@ -1,8 +1,8 @@
 //! Order statistics of magnitudes, exact, in two reads of the values and without sorting.
 //!
 //! The bits of |x| order like |x| (IEEE 754 §5.10). The first read counts the upper 15 of the 31 bits, which finds the bin of the wanted
-//! position. The second read counts the lower 16 bits of the values in that bin. Counts of several tensors are added, so a position
-//! among all weights of a model needs no more memory than one among those of a tensor.
+//! position. The second read counts the lower 16 bits of the values in that bin. Counts of several tensors are added, so a search
+//! among all weights of a model needs no more memory than a search in a single tensor.
 
 /// Bits of |x| that the first read counts.
 const UPPER_BINS: usize = 1 << 15;
@@ -28,7 +28,7 @@ pub(super) struct OrderStatistic {
     pub(super) equal: u64,
 }
 
-/// The counts of one tensor in one read.
+/// The counts of a tensor in a read.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Counts {
     /// Of the first read.
@@ -195,7 +195,7 @@ mod tests {
 
     #[test]
     fn positions_are_those_of_the_sorted_magnitudes() {
-        // Values that share upper bits, of both signs, with zeros and equal ones.
+        // Values of both signs that share upper bits, with zeros and ties.
         let mut values: Vec<f32> = (0..3000u32)
             .map(|i| {
                 let magnitude = f32::from_bits(0x3f00_0000 + (i * 7919) % 150_000);

@@ -79,7 +79,7 @@ impl MergeMethod for RegmeanDiag {
     }
 }
 
-/// The merge of one tensor.
+/// The merge of a tensor.
 struct Shares {
     columns: usize,
     /// Per expert its source and its share of each column.

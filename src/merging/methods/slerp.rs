@@ -1,4 +1,4 @@
-//! Spherical interpolation of two models, each tensor as one vector.
+//! Spherical interpolation of two models, each tensor as a vector.
 //!
 //! ```text
 //! W = sin((1 − t) θ) / sin θ · W₀ + sin(t θ) / sin θ · W₁        θ = arccos(W₀·W₁ / (|W₀| |W₁|))
@@ -19,7 +19,7 @@ use super::sums::dot;
 use crate::failure::Failure;
 use crate::merging::recipe::{BaseModel, Declaration, Otherwise, Parameter};
 
-/// Above this cosine, directions count as one.
+/// Above this |cos θ|, directions count as parallel.
 const COLINEAR: f64 = 0.9995;
 /// Norms up to this count as 1.
 const SMALLEST_NORM: f64 = 1e-8;
@@ -69,11 +69,11 @@ impl MergeMethod for Slerp {
     }
 }
 
-/// The merge of one tensor.
+/// The merge of a tensor.
 struct Arc {
     t: f64,
     columns: usize,
-    /// The base and the other model.
+    /// The indices of the base and of the expert.
     models: [usize; 2],
     /// W₀·W₀, W₁·W₁, W₀·W₁.
     sums: [f64; 3],

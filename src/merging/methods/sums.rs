@@ -6,7 +6,7 @@ use pulp::{Arch, Simd, WithSimd};
 /// Partial sums of a row.
 const LANES: usize = 8;
 
-/// Returns Σ f(aᵢ, bᵢ), with the element i in lane i mod [`LANES`].
+/// Computes Σ f(aᵢ, bᵢ). Element i is added in lane i mod [`LANES`]; elements after the last whole block are added at the end.
 struct Pairs<'a, F>(&'a [f32], &'a [f32], F);
 
 impl<F: Fn(f64, f64) -> f64> WithSimd for Pairs<'_, F> {
@@ -48,7 +48,7 @@ pub(super) fn absolute(a: &[f32]) -> f64 {
     ))
 }
 
-/// Returns Σⱼ sⱼ (aⱼ − bⱼ)² of one row: the squared change of a linear's output, to diagonal order, where s holds the mean squares of
+/// Returns Σⱼ sⱼ (aⱼ − bⱼ)² of a row: the squared change of a linear's output, to diagonal order, where s holds the mean squares of
 /// its input.
 pub fn weighted_square_distance(a: &[f32], b: &[f32], squares: &[f32]) -> f64 {
     struct Distance<'a>(&'a [f32], &'a [f32], &'a [f32]);

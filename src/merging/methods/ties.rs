@@ -9,12 +9,12 @@
 //! | | mergekit | paper |
 //! | --- | --- | --- |
 //! | trimmed together | a tensor | the whole model |
-//! | kept | exactly max(1, int(density·n)), of equal ones the first | all that are not smaller than the value below them |
+//! | kept | exactly max(1, int(density·n)); on ties, earlier entries | all not smaller than the (int(density·n) + 1)-th largest |
 //! | entries whose sum is 0 | plus | the sign of most sums |
 //! | divisor | weights that agree | number of models that agree |
 //!
 //! With statistics of a linear's input (`--saliency`), each row keeps its int(density·columns) largest |D_ij| a_j, which cost the most
-//! output error to remove; with those of the experts, votes and averages are weighted by a_tj². The shared steps are in
+//! output error to remove. With statistics of the experts, a_tj² also weighs votes and averages. The shared steps are in
 //! `differences.rs`.
 //!
 //! Source: P. Yadav, D. Tam, L. Choshen, C. Raffel, M. Bansal, "TIES-Merging: Resolving interference when merging models" (2023,

@@ -1,8 +1,8 @@
-//! Trimming: the choice of the entries of a difference D = W_t − W₀ that are kept. The others become 0.
+//! Trimming: the choice of the entries of a difference D = W_t − W₀ that are kept. Removed entries become 0.
 //!
 //! | trim | kept |
 //! | --- | --- |
-//! | [`Trim::Between`] | magnitudes from one order statistic to another, over a tensor, a layer or the model |
+//! | [`Trim::Between`] | magnitudes between two order statistics of a tensor, a layer or the model |
 //! | [`Trim::Rows`] | the largest \|D_ij\|·a_j of each row, where a_j is the root of the mean square of input j |
 //! | [`Trim::Random`] | entry i with probability p |
 //! | [`Trim::Ramp`] | entry i with a probability that rises with the rank of its score in its row, from p − ε to p + ε |
@@ -16,8 +16,8 @@ const BLOCK: usize = 1024;
 /// 2³², the number of values of a random word.
 const WORDS_OF_32_BITS: f64 = 4_294_967_296.0;
 
-/// An order statistic that bounds what is kept. Of values equal to it, those are kept whose ordinal, in the order of the elements, lies
-/// in a range.
+/// An order statistic that bounds what is kept. A value equal to it is kept if its ordinal among the equal values, in the order of the
+/// elements, lies in a range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Edge {
     pub(super) key: u32,
@@ -49,17 +49,17 @@ impl Edge {
 pub(super) enum Trim {
     /// All entries.
     All,
-    /// None.
+    /// No entries.
     Nothing,
     /// By magnitude.
     Between { lower: Edge, upper: Option<Edge> },
-    /// The `count` largest scores of each row; of equal ones those of the lower columns.
+    /// The `count` largest scores of each row; on ties, lower columns are kept.
     Rows {
         count: usize,
         /// a, `[columns]`.
         roots: Vec<f32>,
     },
-    /// Each entry with probability `probability`; kept ones are multiplied by `factor`.
+    /// Each entry with probability `probability`; kept entries are multiplied by `factor`.
     Random { stream: Stream, probability: f64, factor: f32 },
     /// By rank in the row.
     Ramp {
@@ -157,7 +157,7 @@ fn between(block: &mut [f32], lower: Edge, upper: Option<Edge>, seen: &mut [u64;
     let sides = [side(lower, seen[0], equals[0]), side(upper, seen[1], equals[1])];
     let kept = match sides {
         [Some(lower_stays), Some(upper_stays)] => {
-            // All equal values of an edge have one fate, so two comparisons decide.
+            // All values equal to an edge are kept or removed together, so two comparisons decide.
             let least = lower.key + u32::from(!lower_stays);
             let most = upper.key.saturating_sub(u32::from(!upper_stays));
             let mut kept = 0u32;
@@ -190,7 +190,7 @@ fn between(block: &mut [f32], lower: Edge, upper: Option<Edge>, seen: &mut [u64;
     kept
 }
 
-/// The fate of the next `count` values equal to an edge, `seen` of which came before; `None` where it differs among them.
+/// Returns whether the next `count` values equal to an edge are kept, after `seen` equal values; `None` if only some are kept.
 fn side(edge: Edge, seen: u64, count: u64) -> Option<bool> {
     let end = seen + count;
     if count == 0 || (edge.from <= seen && end <= edge.to) {
@@ -206,7 +206,7 @@ fn side(edge: Edge, seen: u64, count: u64) -> Option<bool> {
 fn largest(row: &mut [f32], count: usize, roots: &[f32], scratch: &mut Scratch) -> u64 {
     let count = count.min(row.len());
     let removed = row.len() - count;
-    // The lowest of the negated order: a high score has a low key, and of equal ones the lower column is kept.
+    // The lowest scores are removed; on ties, lower columns are kept.
     scratch.scores.clear();
     let scores = row.iter().zip(roots);
     scratch.scores.extend(scores.map(|(value, root)| value.abs() * root));
@@ -284,7 +284,7 @@ impl Ramp {
     fn trim(&self, row: &mut [f32], first: u64, roots: &[f32], scratch: &mut Scratch) -> u64 {
         let Scratch { order, words, .. } = scratch;
         let words = draw(&self.stream, first, row.len(), words);
-        // The score above, the column below: sorting ranks by score, and equal scores by column.
+        // The score in the upper bits, the column in the lower bits: sorting ranks by score, and equal scores by column.
         order.clear();
         order.extend(row.iter().enumerate().map(|(column, value)| {
             let score = value.abs() * roots.get(column).copied().unwrap_or(1.0);

@@ -1,7 +1,7 @@
 //! The trim of an expert: from the settings of a method to the rule that keeps entries, and to the order statistics that decide it.
 //!
-//! [`super::differences`] asks for it before the first read. A trim by magnitude knows its edges after a search in two reads; all other
-//! trims are known at once.
+//! [`super::differences`] asks for it before the first read. A trim with a [`SearchPlan`] knows its edges after a search in two reads;
+//! without a search, a trim is known at once.
 
 use anyhow::Result;
 
@@ -24,9 +24,9 @@ pub(super) struct SearchPlan {
     pub(super) positions: Vec<u64>,
     /// Positions that are kept are `keep.0 .. keep.1`.
     keep: (u64, u64),
-    /// True if equal values at the edges are kept by their order in the tensor, else all of them are.
+    /// True if equal values at the edges are kept by their order in the tensor; else all equal values are kept.
     is_exact: bool,
-    /// True if of values equal to the lower edge the first are kept, as by a stable descending sort.
+    /// True if the first of the values equal to the lower edge are kept, as by a stable descending sort.
     keeps_first: bool,
 }
 
@@ -103,7 +103,7 @@ pub(super) fn trim_of(
     Ok((trim, None))
 }
 
-/// Refuses a ramp that leaves the probabilities between 0 and 1.
+/// Refuses a ramp whose probabilities leave the range from 0 to 1.
 fn check_ramp(tensor: &str, density: f64, epsilon: f64) -> Result<()> {
     if density - epsilon > 0.0 && density + epsilon < 1.0 || epsilon == 0.0 {
         return Ok(());
@@ -134,7 +134,7 @@ fn search(
     } else if is_exact {
         (elements - kept.max(1).min(elements), elements)
     } else {
-        // The paper's code keeps what is not smaller than the value below the kept ones.
+        // The paper's code keeps all values not smaller than the (kept + 1)-th largest.
         (elements.saturating_sub(kept + 1), elements)
     };
     if from >= to {

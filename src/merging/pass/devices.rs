@@ -10,7 +10,7 @@
 //!   three linears in a row → half of the elements at a time from now on
 //! ```
 //!
-//! Neither the rows at a time nor the device change a bit of the result. Errors other than out of memory end the merge.
+//! Neither the number of rows at a time nor the device changes a bit of the result. An error that is not out of memory ends the merge.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -36,7 +36,7 @@ pub struct MergeDevice {
     state: Mutex<DeviceState>,
 }
 
-/// What the workers share of a device.
+/// The state of a device, which its workers share.
 struct DeviceState {
     account: DeviceAccount,
     mixer: Box<dyn Mixer + Send>,
@@ -80,7 +80,7 @@ fn bytes(formula: &Formula<'_>, rows: usize) -> ByteSize {
     ByteSize::of(rows * formula.columns() * tensors, size_of::<f32>())
 }
 
-/// The mixer of one linear.
+/// The mixer of a linear.
 pub(super) struct OnDevice<'a> {
     pub(super) device: &'a MergeDevice,
     /// The linear, for messages: `model.layers.7.mlp.up_proj`.

@@ -11,7 +11,7 @@ use crate::merging::vocabulary::{RowMap, RowRule};
 /// Elements that are read at a time for the mean of all rows.
 const ELEMENTS_AT_A_TIME: usize = 1 << 16;
 
-/// The rows of one source by the rules of a [`RowMap`]. Rows of other sources are read where a rule names them.
+/// The rows of a source by the rules of a [`RowMap`]. A rule may name a row of any source.
 pub struct MappedRows<'a> {
     map: Arc<RowMap>,
     /// The number of the source's model.
@@ -53,7 +53,7 @@ impl<'a> MappedRows<'a> {
         source.read(rows, values, bytes)
     }
 
-    /// Fills one row by a rule.
+    /// Fills a row by a rule.
     fn put(&self, rule: RowRule, values: &mut [f32], bytes: &mut Vec<u8>) -> Result<()> {
         match rule {
             RowRule::Own(row) => self.read_one(self.model as u32, row, values, bytes)?,
@@ -118,7 +118,7 @@ impl SourceRows for MappedRows<'_> {
         let rules = &self.rules()?[rows];
         let mut at = 0;
         while at < rules.len() {
-            // Rows that follow one another in the source are read at once.
+            // Successive rows of the source are read at once.
             let RowRule::Own(first) = rules[at] else {
                 let place = at * self.columns..(at + 1) * self.columns;
                 self.put(rules[at], &mut values[place], bytes)?;

@@ -1,10 +1,10 @@
 //! [`MergePass`]: the loop over the tensors of the output.
 //!
 //! Workers take tensors, embedding and head first. Each reads the rows of all sources in pieces, merges them and writes the merged rows. No
-//! tensor is ever whole in memory: a worker holds one piece per source, the merged piece and its bytes. While one worker waits for
-//! the disk, others compute.
+//! tensor is ever whole in memory: a worker holds a piece of each source, the merged piece and its bytes. Some workers compute while
+//! some wait for the disk.
 //!
-//! A tensor has one worker at a time, and its rows come in order. So the result depends neither on the number of workers nor on the
+//! A tensor has a single worker at a time, and its rows come in order. So the result depends neither on the number of workers nor on the
 //! size of pieces. Tensors that are trimmed together are all measured before the first of them is merged.
 
 use std::collections::{BTreeMap, HashMap};
@@ -31,7 +31,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// A pause is this many times as long as the last record took: records are a quarter of the time of the thread that writes them.
 const PAUSES_PER_RECORD: u32 = 3;
 
-/// One tensor of the output.
+/// A tensor of the output.
 #[derive(Debug, Clone)]
 pub struct MergeTensor {
     /// Its sources and values.
@@ -126,7 +126,7 @@ pub trait MergeJournal {
 pub(super) struct Groups {
     groups: Vec<Group>,
     of: Vec<usize>,
-    /// True if a group has more than one tensor, so that all are measured first.
+    /// True if groups may hold several tensors. Then all tensors are measured before the first is merged.
     pub(super) are_shared: bool,
 }
 
@@ -169,7 +169,7 @@ impl Groups {
 }
 
 impl MergePass<'_> {
-    /// Merges all tensors that the writer has no record of, and returns what it counted in them.
+    /// Merges all tensors that the writer has no record of. The journal gets the counts.
     ///
     /// # Errors
     /// Fails with the first error of a worker: a tensor that cannot be read, values that are not finite, a full disk. What is finished
@@ -177,7 +177,7 @@ impl MergePass<'_> {
     pub fn run(&self, journal: &mut dyn MergeJournal) -> Result<()> {
         let groups = Groups::new(self.tensors, self.method.scope(&self.settings));
         let mut order: Vec<usize> = (0..self.tensors.len()).collect();
-        // Embedding and head are the largest; one that began last would keep a single worker busy at the end. The layers follow in
+        // Embedding and head are the largest tensors. If they came last, few workers would be busy at the end. The layers follow in
         // their order.
         order.sort_by_key(|&at| {
             let tensor = &self.tensors[at];
@@ -224,7 +224,7 @@ impl MergePass<'_> {
         }
     }
 
-    /// Merges tensors, and records them while others are merged.
+    /// Merges tensors, and records finished tensors meanwhile.
     fn merge(
         &self,
         groups: &Groups,
@@ -260,7 +260,7 @@ impl MergePass<'_> {
     }
 
     /// Records finished tensors, until there are no more: each at once, unless the last record took long. A killed merge repeats the
-    /// tensors in progress, and those that were finished in the last pause.
+    /// tensors in progress, and the tensors that were finished in the last pause.
     fn record(
         &self,
         finished: &mpsc::Receiver<MergedTensor>,
@@ -346,7 +346,7 @@ struct MergeProgress {
 }
 
 impl MergeProgress {
-    /// One more linear is merged.
+    /// Counts a merged linear, and returns the event for it.
     fn step(&self, tensor: &str) -> Event {
         let done = self.done.fetch_add(1, Ordering::Relaxed) + 1;
         let elements = self.elements_done.load(Ordering::Relaxed).max(1) as f64;

@@ -2,11 +2,11 @@
 //!
 //! | file | content |
 //! | --- | --- |
-//! | `rows` | [`SourceRows`], the rows of one tensor of one model in f32 |
+//! | `rows` | [`SourceRows`], the rows of a tensor of a model in f32 |
 //! | `mapped_rows` | [`MappedRows`], rows of an embedding in the order of the output's vocabulary |
 //! | `merge_pass` | [`MergePass`], the loop over the tensors |
 //! | `devices`, `on_candle` | [`MergeDevice`], a device that computes linears, its memory and its operators |
-//! | `worker` | one thread of the pass |
+//! | `worker` | a thread of the pass |
 
 mod devices;
 mod mapped_rows;

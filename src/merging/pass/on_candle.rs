@@ -1,6 +1,8 @@
-//! [`CandleMixer`]: formulas computed by candle's operators on one of its devices. With the feature `cuda` that is a GPU; tests use the CPU.
+//! [`CandleMixer`]: formulas computed by candle's operators on a candle device. With the feature `cuda`, the device is a GPU; tests use
+//! the CPU.
 //!
-//! Every operation is one operator, so every operation is rounded, and the bits are equal to the bits of [`OnCpu`](crate::merging::methods::OnCpu).
+//! Every operation is a separate operator, so every operation is rounded, and the bits are equal to the bits of
+//! [`OnCpu`](crate::merging::methods::OnCpu).
 
 use anyhow::Result;
 use candle_core::{Device, Tensor};
@@ -134,7 +136,7 @@ mod tests {
         CandleMixer(Device::Cpu).mix(formula, &mut theirs).unwrap();
         let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&ours), bits(&theirs), "{formula:?}");
-        // Rows of a formula are the formula of those rows.
+        // The formula of some rows gives these rows of the whole result.
         OnCpu.mix(&formula.rows(1..3), &mut theirs[COLUMNS..]).unwrap();
         assert_eq!(bits(&ours), bits(&theirs), "{formula:?}");
     }

@@ -1,4 +1,4 @@
-//! [`SourceRows`]: rows of one tensor of one input model, in f32, read when they are needed.
+//! [`SourceRows`]: rows of a tensor of an input model, in f32, read when they are needed.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use crate::linalg::StoredDtype;
 use crate::linalg::convert::{narrow, widen};
 use crate::model::stored_dtype;
 
-/// The rows of one tensor of one input model. Vectors have one row.
+/// The rows of a tensor of an input model. Vectors have one row.
 pub trait SourceRows: Send + Sync {
     /// Fills `values` with some rows in f32, `[rows, columns]`. Stored bytes are read into `bytes`, which is scratch memory.
     ///
@@ -18,8 +18,8 @@ pub trait SourceRows: Send + Sync {
     /// Fails when the rows cannot be read.
     fn read(&self, rows: Range<usize>, values: &mut [f32], bytes: &mut Vec<u8>) -> Result<()>;
 
-    /// Fills `values` as [`SourceRows::read`] does, before factors of an adapter are added: the zeros of these rows are those of the
-    /// model. Returns false, and reads nothing, where this is no other result.
+    /// Fills `values` as [`SourceRows::read`] does, but before the factors of an adapter are added: the zeros of these rows are the
+    /// model's own. Returns false, and reads nothing, if the source itself adds no factors.
     ///
     /// # Errors
     /// Fails when the rows cannot be read.
@@ -53,7 +53,7 @@ pub struct StoredRows<'a> {
 }
 
 impl<'a> StoredRows<'a> {
-    /// The rows of a tensor, rounded to a dtype where a recipe names one.
+    /// The rows of a tensor, rounded to `rounds_to` if the recipe names a dtype.
     ///
     /// # Errors
     /// Fails for tensors that are not f32, f16 or bf16.

@@ -1,4 +1,4 @@
-//! [`Worker`]: one thread of the merge pass, with the memory of its pieces.
+//! [`Worker`]: a thread of the merge pass, with the memory of its pieces.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -21,12 +21,12 @@ use crate::run::merging::{MergedTensor, OutputErrors};
 /// The largest finite number of f16.
 const LARGEST_F16: f32 = 65504.0;
 
-/// One thread of the pass.
+/// A thread of the pass.
 pub(super) struct Worker<'p> {
     pass: &'p MergePass<'p>,
     /// Computes the linears.
     device: Option<&'p MergeDevice>,
-    /// Set when another worker has failed.
+    /// Set when a worker has failed.
     ends: &'p AtomicBool,
     /// Stored bytes that are read.
     stored: Vec<u8>,
@@ -59,7 +59,7 @@ impl<'p> Worker<'p> {
         }
     }
 
-    /// Measures a tensor in one read of its group, and returns the number of reads that the tensor needs.
+    /// Measures a tensor in a read of its group, and returns the number of reads that the tensor needs.
     pub(super) fn measure(&mut self, at: usize, groups: &Groups, read: usize) -> Result<usize> {
         let tensor = &self.pass.tensors[at];
         let tasks = source_tasks(tensor);
@@ -203,7 +203,7 @@ impl<'p> Worker<'p> {
     }
 }
 
-/// What the method is told of the sources.
+/// The sources of a tensor, as the method sees them.
 pub(super) fn source_tasks(tensor: &MergeTensor) -> Vec<SourceTask<'_>> {
     let sources = tensor.recipe.sources.iter().zip(&tensor.squares);
     sources
@@ -215,7 +215,7 @@ pub(super) fn source_tasks(tensor: &MergeTensor) -> Vec<SourceTask<'_>> {
         .collect()
 }
 
-/// What the method is told of a tensor.
+/// A tensor, as the method sees it.
 pub(super) fn task_of<'a>(
     tensor: &'a MergeTensor,
     sources: &'a [SourceTask<'a>],
@@ -233,8 +233,8 @@ pub(super) fn task_of<'a>(
     }
 }
 
-/// Sets weights to zero that are zero in every source, and returns their number. An adapter knows no mask: the zeros of a source with
-/// factors are those before the factors. `scratch` holds rows and stored bytes.
+/// Sets weights to zero that are zero in every source, and returns their number. An adapter knows no mask, so the zeros of a source with
+/// factors are the zeros before the factors were added. `scratch` holds rows and stored bytes.
 fn keep_zeros(
     opened: &OpenedSources<'_>,
     rows: std::ops::Range<usize>,

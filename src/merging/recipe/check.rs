@@ -28,8 +28,8 @@ impl Recipe {
         Ok(())
     }
 
-    /// The slices of the output. `models` are one slice over `num_hidden_layers` layers, with the base model at the end if it is not
-    /// in the list.
+    /// The slices of the output. `models` form a single slice over `num_hidden_layers` layers, with the base model at the end if it is
+    /// not in the list.
     pub(super) fn slices(&self, num_hidden_layers: usize) -> Cow<'_, [SliceRecipe]> {
         let inputs = match &self.inputs {
             MergeInputs::Slices(slices) => return Cow::Borrowed(slices),
@@ -158,7 +158,7 @@ fn check_model_scope(declaration: &Declaration, parameters: &Parameters) -> Resu
     Ok(())
 }
 
-/// True for a parameter of the list, and for the one that changes no result.
+/// True for a parameter of the list, and for `int8_mask`, which changes no result.
 fn is_in(parameter: Parameter, declared: &[Declared]) -> bool {
     parameter == Parameter::Int8Mask || declared.iter().any(|(of, _)| *of == parameter)
 }

@@ -43,7 +43,7 @@ pub struct Recipe {
     pub base_model: Option<ModelSpec>,
     /// The models and their layers.
     pub inputs: MergeInputs,
-    /// The parameters under `modules`, between those of a slice and those of the recipe.
+    /// The parameters under `modules`, a scope wider than a slice and narrower than the recipe.
     pub module_parameters: Parameters,
     /// The parameters of the whole recipe, the widest scope.
     pub parameters: Parameters,
@@ -51,7 +51,7 @@ pub struct Recipe {
     pub dtype: Option<MergeDtype>,
     /// The dtype of the output.
     pub out_dtype: Option<MergeDtype>,
-    /// The vocabulary of the output; without one it is that of the inputs, which must be one.
+    /// The vocabulary of the output; `None` keeps the inputs' vocabulary, which must be the same for all inputs.
     pub tokenizer: Option<TokenizerRecipe>,
     /// The chat template of the output: `auto`, a name or Jinja.
     pub chat_template: Option<String>,
@@ -60,7 +60,7 @@ pub struct Recipe {
 /// The models of a merge.
 #[derive(Debug, Clone, PartialEq)]
 pub enum MergeInputs {
-    /// All layers of each; the base model is one of them, listed or not.
+    /// Models with all their layers. The base model is included, listed or not.
     Models(Vec<ModelInput>),
     /// Groups of layers, stacked in this order.
     Slices(Vec<SliceRecipe>),
@@ -84,7 +84,7 @@ pub struct SliceRecipe {
     pub place: Place,
     /// The models and their layers.
     pub sources: Vec<SliceSource>,
-    /// The base model here, if it is not that of the recipe.
+    /// The base model of this slice, if it is not the recipe's base model.
     pub base_model: Option<ModelSpec>,
     /// Parameters of this slice.
     pub parameters: Parameters,
@@ -124,7 +124,7 @@ impl MergeDtype {
         }
     }
 
-    /// The dtype of a name: PyTorch's, with `torch.` or without, or a short one.
+    /// The dtype of a name: PyTorch's name, with or without `torch.`, or a short name.
     pub fn named(name: &str) -> Option<Self> {
         match name.strip_prefix("torch.").unwrap_or(name) {
             "float32" | "float" | "fp32" | "f32" => Some(Self::F32),
@@ -158,7 +158,7 @@ impl Recipe {
     /// relative to the current folder.
     ///
     /// # Errors
-    /// Fails, with file and line, for text that is not YAML, for keys and parameters that are unknown, values of another kind or out
+    /// Fails, with file and line, for text that is not YAML, for keys and parameters that are unknown, values of the wrong kind or out
     /// of range, methods that do not exist, and models, slices or parameters that the method cannot have.
     pub fn from_yaml(text: &str, file: &str, methods: &[Declaration]) -> Result<Self> {
         let root = yaml::compose(text, &Arc::from(file))?;
@@ -198,8 +198,8 @@ impl Recipe {
         Ok(recipe)
     }
 
-    /// Every different model once: the base first, then in the order of the recipe. A model that only gives a tokenizer or a row of
-    /// one is not among them.
+    /// Every different model once: the base first, then in the order of the recipe. A model that only gives a tokenizer or the row
+    /// of a token is left out.
     pub fn models(&self) -> Vec<ModelSpec> {
         let mut models: Vec<ModelSpec> = self.base_model.iter().cloned().collect();
         let mut known: BTreeSet<ModelSpec> = models.iter().cloned().collect();
@@ -239,7 +239,7 @@ pub(super) fn declaration<'a>(
     Err(unknown(place, &message, name, &known))
 }
 
-/// The one of `models`, `slices` and `modules` that is there, and the parameters under `modules`.
+/// The inputs under `models`, `slices` or `modules`, and the parameters under `modules`.
 fn inputs(fields: &mut Fields) -> Result<(MergeInputs, Parameters), Failure> {
     let given = ["models", "slices", "modules"].map(|key| fields.take(key));
     match given {
@@ -327,7 +327,7 @@ fn some_of(node: Node, what: &str) -> Result<Vec<Node>, Failure> {
     Ok(items)
 }
 
-/// The one of `tokenizer_source` and `tokenizer` that is there.
+/// The tokenizer under `tokenizer_source` or `tokenizer`.
 fn tokenizer(fields: &mut Fields) -> Result<Option<TokenizerRecipe>, Failure> {
     match (fields.take("tokenizer_source"), fields.take("tokenizer")) {
         (Some(source), None) => {

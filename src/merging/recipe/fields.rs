@@ -1,6 +1,6 @@
 //! Typed reading of a recipe's nodes: maps with known keys, text, numbers, counts and switches.
 //!
-//! Nothing is ignored: an unknown key and a value of another kind are refused with their line.
+//! Nothing is ignored: an unknown key and a value of the wrong kind are refused with their line.
 
 use std::fmt;
 
@@ -68,7 +68,7 @@ impl Node {
         matches!(&self.content, Content::Scalar(scalar) if scalar.is_null())
     }
 
-    /// The refusal of a value of another kind.
+    /// The refusal of a value of the wrong kind.
     pub(super) fn wrong(&self, what: impl fmt::Display, expected: &str) -> Failure {
         self.place.failure(format!("{what} must be {expected}, found {}", self.shown()))
     }
@@ -80,7 +80,7 @@ impl Node {
         }
     }
 
-    /// Text. A number or a switch without quotes is none, as in mergekit.
+    /// Text. A number or a switch without quotes is not text, as in mergekit.
     pub(super) fn text(&self, what: &str) -> Result<String, Failure> {
         let scalar = self.scalar().filter(|scalar| !scalar.is_null());
         let Some(scalar) = scalar else {

@@ -11,7 +11,7 @@ use super::setting::{Parameters, Setting, check_range};
 use super::tokenizer::{TokenizerRecipe, TokenizerSource};
 use crate::failure::Failure;
 
-/// The flags of a merge without a file. Lists hold no value, one for all models, or one per model.
+/// The flags of a merge without a file. A list is empty, or holds a single value for all models, or a value per model.
 #[derive(Debug, Clone, Default)]
 pub struct FlagRecipe {
     /// `--base`
@@ -47,12 +47,12 @@ pub struct FlagRecipe {
 impl Recipe {
     /// Builds the recipe that flags describe.
     ///
-    /// A method without a base model (`linear`) averages the models alone: `--base` is not one of them then, unless `--model` repeats
-    /// it. In a file, `base_model` is always one of the models, as in mergekit.
+    /// A method that needs no base model (`linear`) averages the models of `--model` alone, and leaves out `--base` unless `--model`
+    /// repeats it. In a file, `base_model` always counts as a model, as in mergekit.
     ///
     /// # Errors
-    /// Fails for a method that does not exist, a flag that the method does not have, a value out of range, another count of values than
-    /// one or one per model, and models that the method cannot have.
+    /// Fails for a method that does not exist, a flag that the method does not have, a value out of range, a count of values that is
+    /// neither 1 nor the number of models, and models that the method cannot have.
     pub fn from_flags(flags: FlagRecipe, methods: &[Declaration]) -> Result<Self> {
         let place = Place::Flags;
         let declaration = declaration(&flags.method, methods, &place)?;

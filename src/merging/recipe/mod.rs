@@ -7,7 +7,7 @@
 //! | `write` | a recipe as YAML that mergekit reads |
 //! | `resolve` | the inputs and the values of every tensor of the output |
 //! | `parameter` | names of parameters, declarations of methods, values |
-//! | `setting` | values over depth and by filter; the parameters of one scope |
+//! | `setting` | values over depth and by filter; the parameters of a scope |
 //! | `model_spec` | `model@revision+adapter` |
 //! | `tokenizer` | the vocabulary that a recipe asks for |
 //! | `check` | what a method can have |

@@ -1,7 +1,8 @@
 //! A model of a recipe: `model@revision+adapter@revision`, as mergekit writes it.
 //!
-//! Paths are relative to the current folder. mergekit cannot read a path with `+` or `@` in this form; here a path that exists as a
-//! whole is one path. The form of a map, `{model: {path: a+b, revision: c}, lora: d}`, can hold every path, in both programs.
+//! Paths are relative to the current folder. mergekit cannot read a path with `+` or `@` in this form. Here, text that exists as a path
+//! is read as that path, `+` and `@` included. The form of a map, `{model: {path: a+b, revision: c}, lora: d}`, can hold every path, in
+//! both programs.
 
 use std::fmt;
 use std::path::Path;
@@ -60,7 +61,7 @@ impl fmt::Display for ModelSpec {
 }
 
 impl ModelSpec {
-    /// Reads the form of text or that of a map.
+    /// Reads the form of text or the form of a map.
     pub(super) fn from_node(node: Node) -> Result<Self, Failure> {
         if !matches!(node.content, Content::Map(_)) {
             let text = node.text("a model")?;

@@ -1,4 +1,4 @@
-//! Parameters of merge methods: their names in a recipe, and the values that one tensor gets.
+//! Parameters of merge methods: their names in a recipe, and the values that a tensor gets.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -24,7 +24,7 @@ pub enum Parameter {
     Lambda,
     /// The position between two models, 0 at the base.
     T,
-    /// One angle per row instead of one per tensor.
+    /// An angle per row instead of an angle per tensor.
     FilterWise,
     /// A smaller mask in mergekit; it changes no result and is accepted.
     Int8Mask,
@@ -100,9 +100,9 @@ pub type Declared = (Parameter, Otherwise);
 /// The role of `base_model` in a method.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BaseModel {
-    /// The method subtracts it from the others, or begins with it.
+    /// The method needs a base model, and does not treat it as an expert.
     Required,
-    /// A model like the others.
+    /// The method treats the base like any model.
     Optional,
 }
 
@@ -115,9 +115,9 @@ pub struct Declaration {
     pub base_model: BaseModel,
     /// Models of a slice, the base included.
     pub models: RangeInclusive<usize>,
-    /// Parameters with a value per model. The base model may lack required ones.
+    /// Parameters with a value per model. A required base model has no values.
     pub per_model: &'static [Declared],
-    /// Parameters with one value per tensor.
+    /// Parameters with a value per tensor.
     pub shared: &'static [Declared],
 }
 
@@ -126,12 +126,12 @@ pub struct Declaration {
 pub struct ParameterValues(BTreeMap<Parameter, f64>);
 
 impl ParameterValues {
-    /// The value, where the recipe or the declaration gives one.
+    /// The value, if the recipe or the declaration gives it.
     pub fn get(&self, parameter: Parameter) -> Option<f64> {
         self.0.get(&parameter).copied()
     }
 
-    /// The value, or 0 without one.
+    /// The value, or 0 if there is none.
     pub fn number(&self, parameter: Parameter) -> f64 {
         self.get(parameter).unwrap_or(0.0)
     }

@@ -39,7 +39,7 @@ impl fmt::Display for Place {
     }
 }
 
-/// The candidate that `given` is a misspelling of. One letter in four may be wrong.
+/// The candidate that `given` is a misspelling of. A quarter of the letters may be wrong, at least 1 and at most 3.
 pub(super) fn meant<'a>(
     given: &str,
     candidates: impl IntoIterator<Item = &'a str>,

@@ -5,11 +5,12 @@
 //! - The layers of the slices are stacked. Layer `start + i` of a source becomes layer `j` of the output, and j counts on over the
 //!   slices. The depth of a layer in its slice of n layers is t = i / (n − 1), or 1 for n = 1.
 //! - Tensors outside the layers have t = 0. The embedding has the sources and parameters of the first slice; the final norm and the
-//!   head have those of the last. (mergekit takes from the last slice only as many sources as the first one has; here it has all.)
+//!   head have the sources and parameters of the last slice. (mergekit takes from the last slice only as many sources as the first slice
+//!   has; here all sources count.)
 //! - The head of a tied model is its embedding. The output is tied if all its heads are embeddings, and head and embedding have the same
 //!   sources and values. Else it has a head of its own.
 //! - The narrowest scope that has a value decides: source, slice, module, recipe. Values per model are looked up with the name of the
-//!   input tensor, shared ones with that of the output.
+//!   input tensor, shared values with the name of the output tensor.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -108,17 +109,17 @@ pub struct TensorSource {
 }
 
 impl Recipe {
-    /// Returns the number of layers of the output. `shapes` are those of [`Recipe::models`], in that order.
+    /// Returns the number of layers of the output. `shapes` has the shape of each of [`Recipe::models`], in that order.
     ///
     /// # Errors
-    /// Fails when a range ends behind the last layer of its model, when models that are merged whole have different numbers of layers,
+    /// Fails when a range ends after the last layer of its model, when models that are merged whole have different numbers of layers,
     /// and for more than 4096 layers.
     pub fn num_hidden_layers(&self, shapes: &[ModelShape]) -> Result<usize> {
         let models = self.models();
         Ok(self.count_layers(&by_model(&models, shapes))?)
     }
 
-    /// Returns the tensors of the output. `shapes` are those of [`Recipe::models`], in that order.
+    /// Returns the tensors of the output. `shapes` has the shape of each of [`Recipe::models`], in that order.
     ///
     /// # Errors
     /// Fails as [`Recipe::num_hidden_layers`]; for tensors that only some models have, and tensors of different shapes, with a list; and
@@ -127,7 +128,7 @@ impl Recipe {
         let models = self.models();
         let models = by_model(&models, shapes);
         self.count_layers(&models)?;
-        // All of them have as many if there are no slices.
+        // Without slices, all models have the same number of layers.
         let num_hidden_layers = shapes.first().map_or(0, |shape| shape.num_hidden_layers);
         let slices = self.slices(num_hidden_layers);
         let mut resolver = Resolver {
@@ -289,7 +290,7 @@ impl Resolver<'_> {
         names
     }
 
-    /// Adds a tensor; `names` are those in the sources of the slice.
+    /// Adds a tensor; `names` has its name in each source of the slice.
     fn tensor(
         &mut self,
         name: String,
@@ -353,7 +354,7 @@ impl Resolver<'_> {
 /// Tensors that models do not share.
 #[derive(Default)]
 struct Mismatches {
-    /// Tensors that a model lacks and others have.
+    /// Tensors that only some models have.
     lacking: Vec<String>,
     shapes: Vec<String>,
     /// The first shape seen of each tensor, and its place. Tensors of layers are known by the end of their names.
@@ -367,7 +368,7 @@ impl Mismatches {
         self.lacking.push(format!("`{model}` has no `{tensor}`"));
     }
 
-    /// Records a shape unlike that of the same tensor of another layer or model: all layers of a model are alike.
+    /// Compares a shape with the first shape seen of the tensor, and records a difference: all layers and models must be alike.
     fn compare(&mut self, suffix: &str, name: &str, model: &ModelSpec, shape: &[usize]) {
         let Some((expected, at)) = self.expected.get(suffix) else {
             let at = format!("`{name}` of `{model}`");
@@ -406,7 +407,7 @@ impl Mismatches {
     }
 }
 
-/// Values of the declared parameters, from the narrowest scope that has one. The error is a required parameter without a value.
+/// Values of the declared parameters; the narrowest scope with a value counts. The error is a required parameter without a value.
 fn values<'a>(
     declared: &[Declared],
     scopes: impl IntoIterator<Item = &'a Parameters> + Clone,

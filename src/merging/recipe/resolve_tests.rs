@@ -142,7 +142,7 @@ parameters: {lambda: 1.1}
         let sources = &tensor(&resolved, name).sources;
         (sources[1].values.number(Weight), sources[2].values.number(Weight))
     };
-    // The embedding has the first slice's parameters, norm and head those of the last with t = 0.
+    // The embedding has the first slice's parameters. Norm and head have the last slice's parameters, with t = 0.
     assert_eq!(weights(EMBEDDING), (1.0, 0.3));
     assert_eq!(weights(NORM), (0.2, 0.6));
     assert_eq!(weights(HEAD), (0.2, 0.6));
@@ -383,7 +383,7 @@ fn a_head_is_tied_where_it_is_the_embedding_of_the_output() {
     let resolved = recipe.resolve(&linear, &[tied.clone(), tied.clone()]).unwrap();
     assert!(resolved.tensors.iter().all(|tensor| tensor.name != HEAD));
     assert_eq!(resolved.left_out.iter().collect::<Vec<_>>(), [HEAD]);
-    // With a model that has a head, the embedding of the tied one stands in for its head.
+    // Next to an untied model, the embedding of a tied model stands in for the tied model's head.
     for shapes in [[shape(2), tied.clone()], [tied.clone(), shape(2)]] {
         let resolved = recipe.resolve(&linear, &shapes).unwrap();
         let head = resolved.tensors.last().unwrap();
@@ -396,7 +396,7 @@ fn a_head_is_tied_where_it_is_the_embedding_of_the_output() {
     let resolved = read(filtered).unwrap();
     let resolved = resolved.resolve(&linear, &[tied.clone(), tied.clone()]).unwrap();
     assert!(resolved.tensors.iter().all(|tensor| tensor.name != HEAD));
-    // A stack whose head is the embedding of its last model has another embedding.
+    // A stack has the embedding of its first model. Its head is the embedding of its last model, so it is tied if they are the same model.
     let stack = "merge_method: passthrough\nslices:\n- sources: [{model: a, layer_range: [0, 2]}]\n- sources: [{model: MODEL, layer_range: [1, 2]}]";
     for (model, shapes, is_tied) in [
         ("a", vec![tied.clone()], true),

@@ -7,9 +7,9 @@
 //! value = (1 − f) · vᵢ + f · vᵢ₊₁
 //! ```
 //!
-//! in f64. A switch takes vᵢ. One point is a scalar. Of several cases the first one counts whose filter is part of the tensor's
-//! name; a case without a filter, or with `*`, takes every tensor. A setting without a matching case says nothing, and a wider scope
-//! decides. All of this is mergekit's `evaluate_setting`.
+//! in f64. A switch takes vᵢ. One point is a scalar. The first case counts whose filter is part of the tensor's name; a case without a
+//! filter, or with `*`, takes every tensor. If no case of a setting matches, a wider scope decides. All of this is mergekit's
+//! `evaluate_setting`.
 
 use std::collections::BTreeMap;
 
@@ -19,7 +19,7 @@ use super::place::Place;
 use super::yaml::{Content, Node};
 use crate::failure::Failure;
 
-/// The values of one parameter in one scope.
+/// The values of a parameter in a scope.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Setting {
     /// Its place in the recipe.
@@ -38,7 +38,7 @@ pub struct Case {
 }
 
 impl Setting {
-    /// One value for all tensors.
+    /// The same value for all tensors.
     pub fn scalar(value: f64, place: Place) -> Self {
         let case = Case { filter: None, points: vec![value] };
         Self { place, cases: vec![case] }
@@ -53,7 +53,7 @@ impl Setting {
         Some(case.at(t, is_switch))
     }
 
-    /// Reads a scalar, a list of points, one case or a list of cases.
+    /// Reads a scalar, a list of points, a case or a list of cases.
     fn from_node(parameter: Parameter, node: Node) -> Result<Self, Failure> {
         let place = node.place.clone();
         let cases = match node.content {
@@ -137,7 +137,7 @@ pub(super) fn check_range(parameter: Parameter, value: f64, place: &Place) -> Re
     Err(place.failure(format!("`{name}` is {value}; it lies between {start} and {end}")))
 }
 
-/// The settings of one scope, by parameter.
+/// The settings of a scope, by parameter.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Parameters(BTreeMap<Parameter, Setting>);
 

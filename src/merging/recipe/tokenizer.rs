@@ -22,20 +22,20 @@ pub struct TokenizerRecipe {
 /// The origin of the output's tokenizer.
 #[derive(Debug, Clone, PartialEq)]
 pub enum TokenizerSource {
-    /// The base model's; without a base model that of the first model.
+    /// The base model's tokenizer; without a base model, the first model's tokenizer.
     Base,
     /// The tokens of all models.
     Union,
-    /// That of a model, merged or not.
+    /// The tokenizer of a model, merged or not.
     Model(ModelSpec),
 }
 
-/// The row of one token.
+/// The row of a token.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TokenRecipe {
-    /// The origin of the row; without one, the rule for tokens that some models lack.
+    /// The origin of the row; `None` means the rule for tokens that some models lack.
     pub source: Option<TokenRow>,
-    /// The row replaces also those of models that have the token.
+    /// The row also replaces the rows of models that have the token.
     pub force: bool,
 }
 
@@ -46,7 +46,7 @@ pub enum TokenRow {
     Model(ModelSpec),
     /// Zeros.
     Zero,
-    /// The row that a model has for another token.
+    /// The row that a model has for the token that is named here.
     Token(ModelSpec, TokenName),
 }
 

@@ -20,7 +20,7 @@ const LARGEST: usize = 1 << 20;
 const LARGEST_TREE: usize = 4 << 20;
 const NODE_BYTES: usize = 16;
 
-/// Lists and maps inside one another. A recipe that uses everything needs 11.
+/// The deepest nesting of lists and maps. A recipe that uses everything needs 11.
 const DEEPEST: usize = 32;
 
 /// A node and the line it begins on.
@@ -74,7 +74,7 @@ impl Scalar {
         }
     }
 
-    /// A finite decimal number, in quotes or not. Numbers that YAML 1.1 reads in another base (`010`, `0x1f`, `1:30`) are none.
+    /// A finite decimal number, in quotes or not. Numbers that YAML 1.1 does not read as decimal (`010`, `0x1f`, `1:30`) give `None`.
     pub(super) fn number(&self) -> Option<f64> {
         let digits = self.text.trim_start_matches(['+', '-']);
         let is_octal = digits.len() > 1
@@ -173,7 +173,7 @@ struct Open {
     /// The key whose value is next.
     key: Option<(Place, String)>,
     keys: BTreeSet<String>,
-    /// Maps behind the key `<<`.
+    /// Maps under the key `<<`.
     merged: Vec<Node>,
 }
 
@@ -308,7 +308,7 @@ impl Composer<'_> {
     }
 }
 
-/// True for a tag that says text. Other tags of the core schema say what is seen anyway.
+/// True for the tag `str`. All tags of the core schema except `str` are ignored; tags outside the core schema are refused.
 fn is_text(tag: Option<&Tag>, place: &Place) -> Result<bool, Failure> {
     const CORE: [&str; 7] = ["bool", "float", "int", "map", "null", "seq", "str"];
     match tag {
@@ -331,7 +331,7 @@ fn key_of(node: Node, keys: &mut BTreeSet<String>) -> Result<(Place, String), Fa
     Ok((node.place, scalar.text))
 }
 
-/// Adds the map or the maps behind `<<`.
+/// Adds the map or the maps under `<<`.
 fn merge(node: Node, merged: &mut Vec<Node>) -> Result<(), Failure> {
     let maps = match node.content {
         Content::List(items) => items,
@@ -346,7 +346,7 @@ fn merge(node: Node, merged: &mut Vec<Node>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The map with the entries of `merged` whose keys it lacks; of several maps the first one counts.
+/// Adds to a map the entries of `merged` whose keys it lacks. If several maps have a key, the first map counts.
 fn with_merged(mut node: Node, mut keys: BTreeSet<String>, merged: Vec<Node>) -> Node {
     if let Content::Map(entries) = &mut node.content {
         for map in merged {

@@ -74,7 +74,7 @@ fn aliases_and_merged_maps_are_unfolded() {
         pairs.iter().map(|(key, value)| (key.to_string(), *value)).collect()
     };
     assert_eq!(shown[1], pairs(&[("w", 1.0), ("d", 2.0)]));
-    // A key of the map itself wins over a merged one.
+    // A key of the map itself wins over a merged key.
     assert_eq!(shown[2], pairs(&[("w", 3.0), ("d", 2.0)]));
 }
 

@@ -1,4 +1,4 @@
-//! The chat template of a merged model: that of most inputs, a known format, or the recipe's own.
+//! The chat template of a merged model: the template most inputs have, a known format, or the recipe's own.
 
 use std::path::Path;
 
@@ -23,8 +23,8 @@ const FORMATS: [(&str, &str); 3] = [
     ),
 ];
 
-/// The template that a recipe names: `auto` for that of most of the `folders`, of as many the first; a known format; or Jinja. `None`
-/// if `auto` finds none.
+/// The template that a recipe names. `auto`: the template most `folders` use; on a tie, the first folder's. Else a known format, or
+/// Jinja. `None` if `auto` finds no template.
 ///
 /// # Errors
 /// Fails for an unknown name, for text that is not Jinja, and for a damaged template of a model.
@@ -41,7 +41,7 @@ pub fn chat_template(asked: &str, folders: &[&Path]) -> Result<Option<String>> {
                 None => counted.push((text.to_string(), 1)),
             }
         }
-        // Of equal counts `max_by_key` takes the last.
+        // On a tie, `max_by_key` takes the last, so the order is reversed.
         let most = counted.into_iter().rev().max_by_key(|(_, count)| *count);
         return Ok(most.map(|(text, _)| text));
     }

@@ -1,7 +1,7 @@
 //! Vocabularies of merges: models with different tokens, the rows of their embeddings in the output, and the output's tokenizer.
 //!
 //! The output has the tokens of one model or of all. For each row of its embedding and head, and each source, a [`RowRule`] names the
-//! row that the source brings into the merge: its own for that token where it has one. Else, as in mergekit 0.1.5
+//! row that the source brings into the merge: its own row for that token, if the source has the token. Else, as in mergekit 0.1.5
 //! (`tokenizer/embed.py`):
 //!
 //! ```text
@@ -12,7 +12,7 @@
 //!
 //! | file | content |
 //! | --- | --- |
-//! | `tokens` | [`ModelTokens`], the tokens of one model |
+//! | `tokens` | [`ModelTokens`], the tokens of a model |
 //! | `rows` | [`Vocabulary`], the output's tokens, and [`RowMap`], the rules of the rows of a tensor |
 //! | `tokenizer_files` | [`TokenizerEdit`], changes of the tokenizer's files |
 //! | `chat_template` | [`chat_template`](fn@chat_template), the template that a recipe names |

@@ -15,7 +15,7 @@ use crate::merging::recipe::{
 pub enum RowRule {
     /// This row of the source itself.
     Own(u32),
-    /// A row of another source.
+    /// A row of the source that is named here.
     Of {
         /// The number of its model.
         model: u32,
@@ -35,7 +35,7 @@ pub enum RowRule {
 pub struct Vocabulary {
     /// Rows of the output.
     pub rows: usize,
-    /// Rows of tokens; the others are padding.
+    /// Rows of tokens; the rows after them are padding.
     pub tokens: usize,
     /// The number of the model whose tokenizer the output gets.
     pub tokenizer: usize,
@@ -48,9 +48,9 @@ pub struct Vocabulary {
 /// The rows of a tensor of the output.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct RowMap {
-    /// Rows of tokens; the others are padding.
+    /// Rows of tokens; the rows after them are padding.
     pub tokens: usize,
-    /// Per number of a model one rule for each row.
+    /// The rule for each row, by number of the model.
     pub rules: BTreeMap<usize, Vec<RowRule>>,
     /// Model and row of all rows of a mean.
     pub means: Vec<Vec<(u32, u32)>>,
@@ -58,7 +58,7 @@ pub struct RowMap {
     pub without_rows: Vec<String>,
 }
 
-/// The models of a merge, with those that only give a tokenizer.
+/// The models of a merge, with the models that only give a tokenizer.
 pub struct TokenModels<'a> {
     /// Their tokens.
     pub tokens: &'a [ModelTokens],
@@ -90,7 +90,7 @@ impl Vocabulary {
             next += 1;
         };
         if recipe.source == TokenizerSource::Union {
-            // Ordinary tokens come before added ones, as in mergekit.
+            // Ordinary tokens come before added tokens, as in mergekit.
             for model in models.tokens {
                 let known: HashSet<&str> = model.added.iter().map(|(text, _)| &**text).collect();
                 for (text, _) in model.in_order() {
@@ -152,7 +152,7 @@ impl Vocabulary {
 }
 
 impl RowMap {
-    /// Adds the rules of one token.
+    /// Adds the rules of a token.
     fn add(
         &mut self,
         text: &str,
@@ -260,7 +260,7 @@ impl TokenModels<'_> {
     }
 }
 
-/// An entry of `added_tokens`: one of another model with a new id, or a plain one.
+/// An entry of `added_tokens`: a copy of `entry` with a new id, or a plain entry.
 fn entry_of(text: &str, id: usize, entry: Option<&Value>) -> Value {
     let mut entry = entry.cloned().unwrap_or_else(|| {
         json!({

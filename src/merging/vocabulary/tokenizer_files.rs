@@ -24,7 +24,7 @@ const GENERATION_FILE: &str = "generation_config.json";
 const CONFIG: &str = "tokenizer_config.json";
 const SPECIAL: &str = "special_tokens_map.json";
 const ADDED: &str = "added_tokens.json";
-/// Chat templates outside of `tokenizer_config.json`, which go before the one in it.
+/// Files with a chat template, which take precedence over the template in `tokenizer_config.json`.
 const TEMPLATES: [&str; 2] = ["chat_template.jinja", "chat_template.json"];
 
 /// Files that belong to the tokenizer.
@@ -48,7 +48,7 @@ pub struct TokenizerEdit {
     pub added: Vec<Value>,
     /// Tokens that have no row.
     pub removed: Vec<String>,
-    /// Rows of the embedding: larger ids in the settings of generation are removed.
+    /// Rows of the embedding: ids from this number on are removed from the settings of generation.
     pub rows: usize,
     /// The chat template of the output; `None` keeps the model's.
     pub chat_template: Option<String>,
@@ -77,7 +77,7 @@ impl TokenizerEdit {
             anyhow::Ok(())
         };
         let removed: HashSet<&str> = self.removed.iter().map(String::as_str).collect();
-        // A removed token may come back with a row of another model.
+        // A removed token may come back with a row from a model that has it.
         let added = self.added.iter().filter_map(|entry| entry["content"].as_str());
         let added: HashSet<&str> = added.collect();
         let gone: HashSet<&str> = removed.difference(&added).copied().collect();
@@ -125,7 +125,7 @@ impl TokenizerEdit {
         })
     }
 
-    /// Changes `added_tokens_decoder`, where there is one, and removes names of tokens that are gone.
+    /// Changes `added_tokens_decoder`, if it is there, and removes names of tokens that are gone.
     fn edit_config(
         &self,
         config: &mut Map<String, Value>,

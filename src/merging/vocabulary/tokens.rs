@@ -1,4 +1,4 @@
-//! [`ModelTokens`]: the tokens of one model, from its `tokenizer.json`.
+//! [`ModelTokens`]: the tokens of a model, from its `tokenizer.json`.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -17,13 +17,13 @@ use crate::input::{self, Expected};
 /// The tokenizer of a model, as the library `tokenizers` writes it.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";
 
-/// The largest `tokenizer.json` that is read. Those of 256,000 tokens have 34 MB.
+/// The largest `tokenizer.json` that is read. With 256,000 tokens, the file has 34 MB.
 const LARGEST: ByteSize = ByteSize(128 << 20);
 
 /// Bytes that are hashed at once.
 const PIECE: usize = 1 << 18;
 
-/// The tokens of one model.
+/// The tokens of a model.
 #[derive(Debug, Clone)]
 pub struct ModelTokens {
     /// The model, for messages.
@@ -113,7 +113,7 @@ impl ModelTokens {
     /// Reads the tokens of the model in a folder, whose embedding has `rows` rows.
     ///
     /// # Errors
-    /// Fails without a `tokenizer.json`, and for one that has no list of tokens.
+    /// Fails if `tokenizer.json` cannot be read or has no tokens.
     pub fn read(name: String, folder: &Path, rows: usize) -> Result<Self> {
         let bytes = read_tokenizer(&name, folder)?;
         let cannot = |why: &str| cannot_read(&name, &folder.join(TOKENIZER_FILE), why);
@@ -165,7 +165,7 @@ impl ModelTokens {
         tokens
     }
 
-    /// The first token, by id, that another model has not, or has under another id.
+    /// The first token of this model, by id, that the compared model lacks or has under a different id.
     pub fn first_difference(&self, other: &Self) -> Option<String> {
         let mut tokens = self.in_order().into_iter();
         let found = tokens.find(|(text, id)| other.ids.get(*text) != Some(id))?;

@@ -1,7 +1,7 @@
 //! The gradients of a layer's weights, added up in f32 over the samples of a step.
 //!
-//! A trained matrix has a gradient of its own size, 4 bytes per element. A low-rank change ([`MaskedLowRank`]) has those of its factors
-//! only, and that of the matrix is not stored.
+//! A trained matrix has a gradient of its own size, 4 bytes per element. For a low-rank change ([`MaskedLowRank`]) only
+//! the gradients of its factors are stored, not the gradient of the matrix.
 
 use std::collections::BTreeMap;
 
@@ -20,7 +20,7 @@ pub struct LayerGradients {
     norms: Option<[Vec<f32>; 2]>,
 }
 
-/// The gradient of one matrix.
+/// The gradient of a matrix.
 #[derive(Debug, Clone)]
 enum MatrixGradient {
     /// `[out_features, in_features]`
@@ -35,7 +35,7 @@ enum MatrixGradient {
 }
 
 impl LayerGradients {
-    /// Zeros for some matrices of a layer. Other matrices are frozen: they cost neither memory nor time.
+    /// Zeros for the trained matrices of a layer. Frozen matrices cost neither memory nor time.
     ///
     /// # Panics
     /// Panics when the layer has no such matrix.
@@ -53,7 +53,7 @@ impl LayerGradients {
         }
     }
 
-    /// Zeros for the factors of low-rank changes. The changes are those that the layer's weights contain.
+    /// Zeros for the factors of low-rank changes. The layer's weights contain these changes.
     pub fn of_factors(changes: BTreeMap<Projection, MaskedLowRank>) -> Self {
         let zeros = |change: MaskedLowRank| MatrixGradient::Factors {
             a: vec![0.0; change.a.len()],
@@ -116,7 +116,7 @@ impl LayerGradients {
         }
     }
 
-    /// The trained matrices; those whose factors are trained with their change.
+    /// The trained matrices, with their low-rank change if its factors are trained.
     pub fn changes(&self) -> impl Iterator<Item = (Projection, Option<&MaskedLowRank>)> {
         self.weights.iter().map(|(&projection, gradient)| match gradient {
             MatrixGradient::Whole(_) => (projection, None),
@@ -149,7 +149,7 @@ impl LayerGradients {
     /// Adds sums of gradients that a device computed: of a matrix, or of its factors A and B.
     ///
     /// # Errors
-    /// Fails for a matrix that is frozen or has another shape, which would be a bug.
+    /// Fails for a frozen matrix and for sums of a wrong length, which would be a bug.
     pub fn add_sums(&mut self, projection: Projection, sums: &[Vec<f32>]) -> Result<()> {
         let own: Vec<&mut Vec<f32>> = match self.weights.get_mut(&projection) {
             None => Vec::new(),
@@ -210,7 +210,7 @@ impl LayerGradients {
     /// * `pruned`: one bit per element, 1 = pruned, row-major without padding, least significant bit first
     ///
     /// # Panics
-    /// Panics when `pruned` does not have one bit per element, rounded up to bytes.
+    /// Panics when the number of bytes in `pruned` does not fit the number of elements.
     pub fn mask(&mut self, projection: Projection, pruned: &[u8]) {
         if let Some(MatrixGradient::Whole(values)) = self.weights.get_mut(&projection) {
             zero_bits_of(values, pruned);

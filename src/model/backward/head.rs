@@ -33,11 +33,11 @@ impl Head {
     ///
     /// # Arguments
     /// * `hidden`: `[seqlen, hidden_size]`, the output of the last layer
-    /// * `targets`: `[seqlen]`, the token that follows each; `None` where no loss counts, as behind the last token
+    /// * `targets`: `[seqlen]`, the token that follows each; `None` where no loss counts, as after the last token
     /// * `scale`: 1 / (batch · (seqlen − 1)) for the mean over all predicted tokens
     ///
     /// # Errors
-    /// Fails when `hidden` has another shape, when a target is not in the vocabulary, and when a head at rest cannot be read.
+    /// Fails when `hidden` or `targets` has a wrong shape, when a target is not in the vocabulary, and when a head at rest cannot be read.
     pub fn loss_gradient(
         &self,
         hidden: &Tensor,
@@ -54,7 +54,7 @@ impl Head {
     /// with respect to `hidden`. The rest is as of [`Head::loss_gradient`].
     ///
     /// # Errors
-    /// Fails as [`Head::loss_gradient`], and when the teacher's states or vocabulary have another shape.
+    /// Fails as [`Head::loss_gradient`], and when the teacher's states or vocabulary have a wrong shape.
     pub fn distillation_gradient(
         &self,
         hidden: &Tensor,
@@ -91,7 +91,7 @@ impl Head {
         self.lm_head().forward(normed, logits, SingleToken::AsMany, products)
     }
 
-    /// Refuses states and targets that do not fit each other or the head.
+    /// Refuses states whose width does not fit the head, and targets whose number is not the number of states.
     fn check_rows(&self, hidden: &Tensor, targets: &[Option<u32>]) -> Result<()> {
         let (seqlen, width) = hidden.dims2()?;
         let columns = self.norm().0.len();

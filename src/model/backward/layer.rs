@@ -37,14 +37,15 @@ struct Recomputed<'a> {
 }
 
 impl DecoderLayer {
-    /// Returns the gradient of a loss with respect to the layer's input, and adds those of its weights to `gradients`.
+    /// Returns the gradient of a loss with respect to the layer's input, and adds the gradients of the layer's weights to
+    /// `gradients`.
     ///
     /// # Arguments
     /// * `hidden`: the layer's input, `[seqlen, hidden_size]`
     /// * `output_gradient`: the gradient with respect to the layer's output, in the same shape
     ///
     /// # Errors
-    /// Fails when a tensor has another shape or more tokens than the context was created for, and when a weight at rest cannot be read.
+    /// Fails when a tensor has a wrong shape or more tokens than the context was created for, and when a weight at rest cannot be read.
     pub fn backward(
         &self,
         hidden: &Tensor,
@@ -90,7 +91,7 @@ impl DecoderLayer {
         let mut out = vec![0.0; hidden.elem_count()];
         tensor::with_slice(hidden, |x| {
             tensor::with_slice(output_gradient, |dy| {
-                // The pass runs on a thread of the pool, as that of `forward` does.
+                // The pass runs on a thread of the pool, as in `forward`.
                 rayon::scope(|_| self.backward_rows([x, dy], &mut out, kept, gradients, context))
             })
         })???;
@@ -153,7 +154,7 @@ impl DecoderLayer {
         PassSizes::new(self.heads(), hidden_size, intermediate_size, seqlen)
     }
 
-    /// Passes one sample through the layer as [`DecoderLayer::forward`] does, and keeps the activations that the backward pass needs.
+    /// Passes a sample through the layer as [`DecoderLayer::forward`] does, and keeps the activations that the backward pass needs.
     ///
     /// # Arguments
     /// * `spare`: activations that are not needed any more, whose memory is used again
@@ -307,7 +308,8 @@ impl DecoderLayer {
         Ok(())
     }
 
-    /// Adds attention's part of the gradient with respect to `x`, the layer's input, to `dx`, the gradient of the states behind it.
+    /// Adds attention's part to `dx`: the gradient with respect to the states after attention becomes the gradient with respect to `x`, the
+    /// layer's input.
     #[expect(
         clippy::too_many_arguments,
         reason = "an input, its gradient, activations, buffers, and the parts of two contexts"

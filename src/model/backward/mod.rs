@@ -2,8 +2,8 @@
 //!
 //! Training sweeps over the layers twice. The forward sweep keeps each layer's input. The head gives the loss and its gradient with respect
 //! to the last hidden states ([`Head::loss_gradient`](super::Head::loss_gradient)). The reverse sweep reads the layers from the last to the
-//! first, and each turns the gradient of its output into that of its input ([`DecoderLayer::backward`](super::DecoderLayer::backward)).
-//! Gradients of weights are added up in [`LayerGradients`], sample by sample.
+//! first, and each layer turns the gradient of its output into the gradient of its input
+//! ([`DecoderLayer::backward`](super::DecoderLayer::backward)). Gradients of weights are added up in [`LayerGradients`], sample by sample.
 //!
 //! Everything is written by hand on slices: candle's operators keep all activations of a layer, and its matrix product computes the
 //! gradient of frozen weights too. `differentiable` is the oracle of the tests.

@@ -54,7 +54,7 @@ impl PassSizes {
     }
 
     /// Elements of the buffers of the whole pass: normed states; q; k; v; the context; the states between attention and MLP, then the
-    /// gradient of the normed states; memory that MLP and attention use one after the other.
+    /// gradient of the normed states; memory that MLP and attention use in turn.
     pub(super) fn buffers(&self, heads: Heads, mlp_tokens: usize, is_kept: bool) -> [usize; 7] {
         let (hidden, queries, keys) =
             (self.seqlen * self.hidden_size, self.seqlen * self.queries, self.seqlen * self.keys);
@@ -69,11 +69,12 @@ impl PassSizes {
     }
 }
 
-/// Elements (f32) of activations and their gradients that exist at one time in [`DecoderLayer::backward`](super::super::DecoderLayer::backward).
+/// Elements (f32) of activations and their gradients that exist at once in
+/// [`DecoderLayer::backward`](super::super::DecoderLayer::backward).
 ///
 /// With L tokens, H hidden_size, I intermediate_size, Q and K the widths of all queries and all keys, and t tokens of the MLP at once:
-/// L·(2·H + 2·Q + 2·K) + max(t·(2·H + 3·I), L·(4·Q + 2·K)). The input, the gradient of the output and that of the input (L·H each) come
-/// in addition, as do [`LayerGradients`](super::LayerGradients), packed factors of products, and the scratch of attention
+/// L·(2·H + 2·Q + 2·K) + max(t·(2·H + 3·I), L·(4·Q + 2·K)). The input, the gradient of the output and the gradient of the input (L·H
+/// each) come in addition, as do [`LayerGradients`](super::LayerGradients), packed factors of products, and the scratch of attention
 /// ([`backward_scratch_bytes`](crate::linalg::attention::backward::backward_scratch_bytes)).
 ///
 /// # Arguments
@@ -103,8 +104,8 @@ pub(super) fn cut<const N: usize>(mut rest: &mut [f32], lengths: [usize; N]) -> 
 
 /// The activations of a layer and a sample, kept from the forward pass to the backward pass.
 ///
-/// With L tokens, H hidden_size, I intermediate_size, Q and K the widths of all queries and all keys: L·(2·Q + 2·K + H + 2·I) f32. Norms and
-/// the product of gate and up are cheaper to compute than to keep.
+/// With L tokens, H hidden_size, I intermediate_size, Q and K the widths of all queries and all keys: L·(2·Q + 2·K + H + 2·I) f32. Norms
+/// and the product of gate and up are cheaper to compute than to keep.
 #[derive(Debug)]
 pub struct KeptActivations(pub(super) Vec<f32>);
 

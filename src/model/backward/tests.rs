@@ -1,4 +1,4 @@
-//! Gradients of random layers and heads: against candle's autograd, with one thread and many, and the memory formula.
+//! Gradients of layers and heads with waves for weights: against candle's autograd, with one thread and many, and the memory formula.
 
 use candle_core::{DType, Device, Tensor, Var};
 use serde_json::json;

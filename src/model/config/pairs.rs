@@ -1,6 +1,6 @@
-//! Keys of a `config.json` that state one fact twice: the one that counts, and a warning where the two differ.
+//! Keys of a `config.json` that state a fact twice: the key that counts, and a warning where the two keys differ.
 //!
-//! The precedence is that of transformers. Pairs that the weights decide (head sizes, rows of the vocabulary, layers) are checked
+//! The precedence follows transformers. Pairs that the weights decide (head sizes, rows of the vocabulary, layers) are checked
 //! against the tensors' shapes; docs/reliability.md has the table of all pairs.
 
 use serde_json::Value;
@@ -39,7 +39,7 @@ fn rope_objects(keys: &Keys<'_>) -> Option<String> {
     if scaling.is_empty() {
         return None;
     }
-    // The older spelling has another name for the type, and the base beside it.
+    // The older spelling calls the type `type`, and has the base outside the object.
     let fact = |object: &serde_json::Map<String, Value>, key: &str| {
         let value = object.get(key).filter(|value| !value.is_null());
         let value = value.cloned();
@@ -138,7 +138,7 @@ mod tests {
         config
     }
 
-    /// Two keys for one fact, the value that counts, and the beginning of the warning; none where they agree. The values are those of
+    /// Two keys for a fact, the value that counts, and the beginning of the warning; `None` where the keys agree. The values come from
     /// transformers 4.46.3 and 5.2.
     #[test]
     fn two_keys_for_one_fact_agree_or_the_precedence_of_transformers_is_followed_with_a_warning() {
@@ -166,7 +166,7 @@ mod tests {
                 linear(4.0),
                 None,
             ),
-            // transformers 5 takes the base of the object that counts, else the outer one, else its default.
+            // transformers 5 takes the base of the object that counts, else the base outside it, else its default.
             (
                 json!({"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
                 1e4,

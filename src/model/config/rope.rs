@@ -14,7 +14,7 @@ use crate::failure::Failure;
 /// Upper bound of the numbers that scale rotary frequencies. They are computed with as f32.
 const LARGEST_ROPE: f64 = 1e12;
 
-/// Scaling of rotary frequencies, for contexts longer than the one a model was trained with.
+/// Scaling of rotary frequencies, for contexts longer than the trained context.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case", tag = "rope_type")]
 pub enum RopeScaling {
@@ -22,17 +22,17 @@ pub enum RopeScaling {
     Default,
     /// All frequencies divided by `factor`.
     Linear {
-        /// Ratio of the new context length to the trained one.
+        /// Ratio of the new context length to the trained context length.
         factor: f64,
     },
     /// NTK-aware: the base grows with the sequence once it is longer than the trained context.
     Dynamic {
-        /// Ratio of the new context length to the trained one.
+        /// Ratio of the new context length to the trained context length.
         factor: f64,
     },
-    /// Llama 3.1's: low frequencies divided by `factor`, high ones kept, a ramp between.
+    /// Llama 3.1's scaling: low frequencies divided by `factor`, high frequencies kept, a ramp between.
     Llama3 {
-        /// Ratio of the new context length to the trained one.
+        /// Ratio of the new context length to the trained context length.
         factor: f64,
         /// Wavelengths above `original / low_freq_factor` are stretched.
         low_freq_factor: f64,

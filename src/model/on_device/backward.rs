@@ -8,10 +8,10 @@
 //! piece      out = f(in): a norm, or the activation   →   candle
 //! ```
 //!
-//! candle's own backward pass of a product makes the gradient of a frozen weight, too, and that of attention keeps nine times the scores.
-//! A piece computes its output again with a graph, and frees the graph before the next one. Operators without a backward pass would cut
-//! such a graph without a word, so every input of a piece must have a gradient. Weights of attention and sums over samples are f32; other
-//! tensors have the dtype of the arithmetic.
+//! candle's own backward pass of a product makes the gradient of a frozen weight, too, and its backward pass of attention keeps nine times
+//! the scores. A piece computes its output again with a graph, and frees the graph before the next piece. Operators without a backward pass
+//! would cut such a graph without a word, so every input of a piece must have a gradient. Weights of attention and sums over samples are
+//! f32, everything else has the dtype of the arithmetic.
 
 use std::collections::BTreeMap;
 
@@ -57,7 +57,7 @@ impl DeviceChange {
 /// Gradients of a layer's trained parameters: of a matrix in f32, or of its factors A and B.
 type MatrixGradients = BTreeMap<Projection, Vec<Tensor>>;
 
-/// The gradients of one sample.
+/// The gradients of a sample.
 #[derive(Debug, Default)]
 struct SampleGradients {
     matrices: MatrixGradients,
@@ -67,7 +67,7 @@ struct SampleGradients {
 /// The trained part of a layer on a device, and the sums of its gradients.
 #[derive(Debug)]
 pub struct DeviceTraining {
-    /// The trained matrices; those whose factors are trained with their change.
+    /// The trained matrices, with their low-rank change if its factors are trained.
     trained: BTreeMap<Projection, Option<DeviceChange>>,
     has_norms: bool,
     /// Sums over samples. Where the device had no memory for a sum, its terms.
@@ -114,7 +114,7 @@ impl DeviceTraining {
         Ok(())
     }
 
-    /// The gradients of one matrix for some tokens, with dz `[tokens, out]` and x `[tokens, in]`. Nothing for a frozen matrix.
+    /// Adds the gradients of a matrix for some tokens, with dz `[tokens, out]` and x `[tokens, in]`. Adds nothing for a frozen matrix.
     fn add(
         &self,
         sample: &mut SampleGradients,
@@ -211,13 +211,14 @@ pub(super) fn piece(
     Ok((gradients.collect::<Result<_>>()?, out.detach()))
 }
 
-/// The gradient of an input that is the only one of its piece.
+/// The gradient of the only input of a piece.
 fn only(gradients: Vec<Tensor>) -> Result<Tensor> {
     gradients.into_iter().next().context("a piece has an input")
 }
 
 impl DeviceLayer {
-    /// Returns the gradient of a loss with respect to the layer's input, and adds those of its trained parameters to `training`.
+    /// Returns the gradient of a loss with respect to the layer's input, and adds the gradients of the layer's trained
+    /// parameters to `training`.
     ///
     /// # Arguments
     /// * `hidden`: the layer's input, `[seqlen, hidden_size]` on the device
@@ -337,7 +338,8 @@ impl DeviceLayer {
         Ok(Tensor::cat(&parts, 0)?)
     }
 
-    /// The gradients with respect to the products of q, k and v, `[seqlen, heads · head_dim]` each, for that of attention's output.
+    /// The gradients with respect to the products of q, k and v, `[seqlen, heads · head_dim]` each, from the gradient of attention's
+    /// output.
     fn attention_backward(
         &self,
         normed: &Tensor,
@@ -390,7 +392,7 @@ impl DeviceLayer {
     }
 
     /// The gradients with respect to rotated q `[heads, seqlen, head_dim]`, rotated k and v `[keys, seqlen, head_dim]` of some heads,
-    /// for that of their output `[seqlen, heads · head_dim]`. Some queries pass at once.
+    /// from the gradient of their output `[seqlen, heads · head_dim]`. Some queries pass at once.
     fn group_backward(
         &self,
         [q, k, v]: [&Tensor; 3],
@@ -447,7 +449,7 @@ impl DeviceLayer {
     }
 }
 
-/// The gradient with respect to scores, P ∘ (dP − Σ dP ∘ P), for that of their softmax P; sums over the last dimension.
+/// The gradient with respect to scores, P ∘ (dP − Σ dP ∘ P), from the gradient dP of their softmax P. Sums go over the last dimension.
 fn softmax_backward(weights: &Tensor, gradient: Tensor) -> Result<Tensor> {
     let sums = (&gradient * weights)?.sum_keepdim(D::Minus1)?;
     let centred = {

@@ -6,20 +6,20 @@
 //! ```text
 //! sample     e·S·H input and e·S·H output
 //! attention  e·S·(H + Q) normed, context, and the larger of
-//!            e·S·(2q + 2k) one group's q, k, v, and one of them before its rotation;
+//!            e·S·(2q + 2k) q, k, v of a group, and q or k before its rotation;
 //!            e·S·(q + 2k) + 2·e·b·q + e·h·b·S the same, queries and result of a block, and scores of h heads
 //! MLP        e·t·(H + 2I) normed, gate, up
-//! observed   e·S·(H + Q) normed and context; 48·Σ n sums of inputs of n columns, joined, and those of the sample before
+//! observed   e·S·(H + Q) normed and context; 48·Σ n sums of inputs of n columns, joined, and the sums of the sample before
 //! product    4·n·(w + 2·m) + 4·1024·w   n rows of w columns, their products before and after a change, and weights of some of m features
 //! grams      8·Σ T(n) sums of inputs of n columns in panels of p rows, T(n) elements of an upper triangle;
 //!            4·(2·p·n + t·n) a product, with max(e·t·(2H + I) + 4·t·I, e·S·(H + Q) + 4·t·max(H, Q)) rows
 //! head       e·H·r + (e + 12)·r·v logits of r tokens for v rows of the vocabulary, their exponentials and sums
 //! training   3·e·S·H + (12 + 2e)·r·V + (56 + 4e)·r·H the same, forwards and back, and the gradient
 //! backward   e·S·(6H + 2Q + 2K) states and gradients of the sample, and the largest of
-//!            e·S·(4q + 4k) + 16·S·k one group;  (16 + 2e)·h·b·S its scores and their gradients
-//!            e·t·(4H + 28I) the graph of the MLP's activation;  t·(56 + 4e)·H that of a norm
-//! trained    4·(2P + p) sums, those of a sample and one that is added, of P parameters, of the largest matrix p;
-//!            (3e + 8)·M its whole gradient;  and of factors e·P and 1 byte per weight of their masks
+//!            e·S·(4q + 4k) + 16·S·k a group;  (16 + 2e)·h·b·S its scores and their gradients
+//!            e·t·(4H + 28I) the graph of the MLP's activation;  t·(56 + 4e)·H the graph of a norm
+//! trained    4·(2P + p) the sums and a sample's gradients, of P parameters each, and a matrix's new sum, of at most p parameters;
+//!            (3e + 8)·M the whole gradient of the largest matrix, of M weights;  and of factors e·P and 1 byte per weight of their masks
 //! ```
 
 use super::gram::DeviceGrams;
@@ -113,7 +113,7 @@ impl Cut {
         cut
     }
 
-    /// Returns whether candle's kernels can index one sample of `seqlen` tokens; `false` where no cut helps.
+    /// Returns whether candle's kernels can index a sample of `seqlen` tokens; `false` where no cut helps.
     pub fn can_index(config: &ModelConfig, seqlen: usize) -> bool {
         let queries = config.num_attention_heads * config.head_dim;
         seqlen.saturating_mul(config.hidden_size.max(queries)) <= LARGEST_INDEX

@@ -5,8 +5,8 @@
 //! ```
 //!
 //! G is kept as its upper triangle, in panels of rows that reach from the diagonal to the last column. Candle's products cannot add to
-//! what is there, so each piece makes new panels. Those of the samples before stay until the sample is whole: a sample that fails half-way
-//! changes nothing.
+//! what is there, so each piece makes new panels. The panels of earlier samples stay until the sample is whole: a sample that fails
+//! half-way changes nothing.
 
 use anyhow::Result;
 use candle_core::{Device, Tensor};
@@ -18,7 +18,7 @@ use crate::model::observe::Observation;
 /// Rows of a panel: a multiple of the panels of the host, to which they are added.
 const PANEL: usize = 4 * gram::PANEL;
 
-/// The panels of one Gram matrix, `[rows, in_features - first row]` each; none before the first rows.
+/// The panels of a Gram matrix, `[rows, in_features - first row]` each; none before the first rows.
 type GramPanels = Vec<Tensor>;
 
 /// A function that gets some rows of the upper triangle of a Gram matrix: the input, the first row, and the sums from this column on.
@@ -27,14 +27,14 @@ pub type TakeGram<'a> = dyn FnMut(Observation, usize, &[f32]) + 'a;
 /// Gram matrices of the four inputs of a layer.
 #[derive(Debug, Default)]
 pub struct DeviceGrams {
-    /// Sums over the samples before the current one.
+    /// Sums over the samples before the current sample.
     before: [GramPanels; 4],
     /// The same, with the current sample.
     sums: [GramPanels; 4],
 }
 
 impl DeviceGrams {
-    /// Memory of the sums for inputs with these numbers of columns, with those of the sample on its way.
+    /// Memory of the sums for inputs with these numbers of columns, with and without the current sample.
     pub fn bytes(widths: &[usize]) -> ByteSize {
         let panels = widths.iter().map(|&width| elements(width));
         ByteSize::of(2 * panels.sum::<usize>(), size_of::<f32>())
@@ -46,7 +46,7 @@ impl DeviceGrams {
         ByteSize::of(adding.max().unwrap_or(0), size_of::<f32>())
     }
 
-    /// Begins the next sample, and forgets one that has failed.
+    /// Begins the next sample, and forgets a sample that has failed.
     pub fn begin_sample(&mut self) {
         self.sums.clone_from(&self.before);
     }
@@ -106,7 +106,7 @@ impl DeviceGrams {
     }
 }
 
-/// Elements of the panels of one matrix.
+/// Elements of the panels of a Gram matrix.
 fn elements(width: usize) -> usize {
     let firsts = (0..width).step_by(PANEL);
     firsts.map(|first| PANEL.min(width - first) * (width - first)).sum()
@@ -140,7 +140,7 @@ mod tests {
             add(&mut grams, &rows[..4 * WIDTH])?;
             match sample {
                 1 => grams.drop_sample(),
-                // The next one begins without a word about this one.
+                // The next sample begins without `drop_sample`.
                 2 => {}
                 _ => {
                     add(&mut grams, &rows[4 * WIDTH..])?;

@@ -26,7 +26,7 @@ pub struct DeviceHead {
     rows: Range<usize>,
 }
 
-/// The log-sum-exp of one token's logits over some rows of the vocabulary, and the next token's logit.
+/// The log-sum-exp of a token's logits over some rows of the vocabulary, and the next token's logit.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LogSumExpPart {
     /// The largest logit.
@@ -38,8 +38,8 @@ pub struct LogSumExpPart {
 }
 
 impl LogSumExpPart {
-    /// Computes the parts of several tokens from logits `[tokens, rows.len()]` on the host. `next` are the next tokens, at
-    /// most one per token. The last token of a window has none.
+    /// Computes the parts of several tokens from logits `[tokens, rows.len()]` on the host. `next` are the next tokens.
+    /// Tokens without a next token, as the last token of a window, are left out.
     pub fn of_logits(logits: &[f32], rows: &Range<usize>, next: &[u32]) -> Vec<Self> {
         logits
             .par_chunks_exact(rows.len().max(1))
@@ -56,7 +56,7 @@ impl LogSumExpPart {
             .collect()
     }
 
-    /// Computes the parts of one window's tokens on the host.
+    /// Computes the parts of a window's tokens on the host.
     pub fn on_host(
         chunk: &HeadChunk<'_>,
         state: &Tensor,
@@ -93,7 +93,7 @@ impl DeviceHead {
         self.rows.clone()
     }
 
-    /// Computes the parts of one window's tokens but the last, which has no next token.
+    /// Computes the parts of a window's tokens, except the last token, which has no next token.
     ///
     /// # Arguments
     /// * `hidden`: `[seqlen, hidden_size]` on the device, the output of the last layer
@@ -138,7 +138,7 @@ impl DeviceHead {
     }
 
     /// Returns Σ −ln p of the targets, in nat, and the gradient of `scale` times this sum with respect to `hidden`, in the dtype of the
-    /// arithmetic: that of logits l is softmax(l) less 1 for the target. The head must be whole.
+    /// arithmetic. The gradient with respect to logits l is softmax(l), less 1 for the target. The head must be whole.
     ///
     /// # Arguments
     /// * `hidden`: `[seqlen, hidden_size]` on the device, the output of the last layer

@@ -1,4 +1,4 @@
-//! One decoder layer on a device: the formulas of `model/layer.rs` with candle's operators.
+//! A decoder layer on a device: the formulas of `model/layer.rs` with candle's operators.
 //!
 //! ```text
 //! x ← hidden;  a = norm(x);  q, k, v = a·Wqᵀ, a·Wkᵀ, a·Wvᵀ;  q, k rotated
@@ -6,8 +6,9 @@
 //! ```
 //!
 //! Attention takes some key/value heads with their queries at a time, and some of these queries. Scores `[heads, queries, keys]` exist for
-//! one block, with the keys up to its last query; `kernels::soften` turns them into weights in place. The MLP takes some tokens at a time. Observed inputs leave the device as column
-//! sums and a few rows, or as all rows where an observer needs them; Gram matrices are summed on the device (`gram.rs`).
+//! a single block, with the keys up to its last query; `kernels::soften` turns them into weights in place. The MLP takes some tokens at a
+//! time. Observed inputs leave the device as column sums and a few rows, or as all rows where an observer needs them; Gram matrices are
+//! summed on the device (`gram.rs`).
 
 use std::collections::BTreeMap;
 
@@ -85,7 +86,7 @@ pub(super) struct DeviceLinear {
     pub(super) weight: Tensor,
     bias: Option<Tensor>,
     revision: u64,
-    /// The weight has the stored values, not rounded ones.
+    /// The weight has the stored values, not rounded values.
     is_as_stored: bool,
 }
 
@@ -104,7 +105,7 @@ impl DeviceLinear {
     }
 }
 
-/// A decoder layer on a device. Matrices are copied one by one, so that each copy can fail by itself.
+/// A decoder layer on a device. Each matrix is copied by itself, so that a copy can fail alone.
 #[derive(Debug)]
 pub struct DeviceLayer {
     index: usize,
@@ -147,7 +148,7 @@ impl DeviceLayer {
         (self.index, self.base) == (layer.index(), layer.base_revision())
     }
 
-    /// Copies one matrix onto the device, unless the device has its current revision.
+    /// Copies a matrix onto the device, unless the device has its current revision.
     ///
     /// # Errors
     /// Fails when the device has too little memory, and for a weight that is not in memory.
@@ -212,8 +213,8 @@ impl DeviceLayer {
     }
 
     /// Chooses the lowest scores |w_ij| · norm_j of a matrix whose stored values the device has, and returns their bits as a mask has them.
-    /// [`DeviceLayer::zero_chosen`] removes these weights. `None` leaves the choice to the host: a shape without kernels, a dtype other
-    /// than the stored one, or scores that are not finite.
+    /// [`DeviceLayer::zero_chosen`] removes these weights. `None` leaves the choice to the host: a shape without kernels, rounded
+    /// weights, or scores that are not finite.
     ///
     /// # Errors
     /// Fails when the device fails, mostly for lack of memory.
@@ -256,7 +257,7 @@ impl DeviceLayer {
         Ok(true)
     }
 
-    /// Passes one sample through the layer: `[seqlen, hidden_size]` on the device in, the same shape out.
+    /// Passes a sample through the layer: `[seqlen, hidden_size]` on the device in, the same shape out.
     ///
     /// # Errors
     /// Fails when the device fails, mostly for lack of memory.
@@ -266,7 +267,7 @@ impl DeviceLayer {
         Ok(out)
     }
 
-    /// Observes the inputs of one sample: rows reach `observer` at once, and sums with [`SampleSums::show`]. Adds to `grams` what it asks
+    /// Observes the inputs of a sample: rows reach `observer` at once, and sums with [`SampleSums::show`]. Adds to `grams` what it asks
     /// for. The pass ends before down's product.
     pub fn capture(
         &self,
@@ -304,7 +305,7 @@ impl DeviceLayer {
         Ok(out)
     }
 
-    /// Attention's output before o, `[seqlen, heads · head_dim]`, for its input behind the norm.
+    /// Attention's output before o, `[seqlen, heads · head_dim]`, from the normed input.
     pub(super) fn context(
         &self,
         normed: &Tensor,

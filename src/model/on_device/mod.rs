@@ -1,8 +1,8 @@
 //! Decoder layers and head with candle's operators, for GPUs.
 //!
-//! The formulas are those of `layer.rs` and `head.rs`. The dtype is that of the checkpoint; products accumulate in f32; norms, softmax
-//! and statistics are f32. In f32 the results equal those of the CPU except for rounding. tests/it/on_device.rs checks this with the same
-//! operators on the CPU.
+//! The formulas are in `model/layer.rs` and `model/head.rs`. The dtype is the checkpoint's dtype; products accumulate in f32; norms,
+//! softmax and statistics are f32. In f32 the results equal the CPU's results except for rounding. tests/it/on_device.rs checks this with
+//! the same operators on the CPU.
 //!
 //! | file | contents |
 //! | --- | --- |

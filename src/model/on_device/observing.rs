@@ -20,7 +20,7 @@ pub(super) struct Observing<'a> {
     chosen: Vec<((usize, usize), Tensor)>,
 }
 
-/// Sums and chosen rows of some tokens at one point.
+/// Sums and chosen rows of some tokens at a point.
 #[derive(Debug)]
 struct SumsOfPart {
     point: Observation,
@@ -36,7 +36,8 @@ impl<'a> Observing<'a> {
         Self { observer, grams, parts: Vec::new(), chosen: Vec::new() }
     }
 
-    /// Adds all rows to a Gram matrix where the observer wants one, and returns without waiting for the device.
+    /// Takes from these rows what the observer wants: all rows, or sums and chosen rows, with or without XᵀX. Only the observation of all
+    /// rows waits for the device.
     pub(super) fn add(
         &mut self,
         point: Observation,
@@ -110,7 +111,7 @@ impl<'a> Observing<'a> {
 /// Values on their way from a device to the host: calls a function with them once they are there.
 pub type ArrivingValues = Box<dyn FnOnce(&mut dyn FnMut(&[f64])) -> Result<()> + Send>;
 
-/// Column sums and chosen rows of one sample, on their way from the device: meanwhile the device begins the next sample.
+/// Column sums and chosen rows of a sample, on their way from the device: meanwhile the device begins the next sample.
 #[derive(Default)]
 pub struct SampleSums {
     /// Point, tokens, in_features, and elements of chosen rows, in the order of the pass.

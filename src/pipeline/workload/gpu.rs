@@ -1,11 +1,11 @@
-//! Memory of one GPU that computes decoder layers: `model/on_device/cut.rs` has what a piece of work takes.
+//! Memory of a GPU that computes decoder layers: `model/on_device/cut.rs` has what a piece of work takes.
 //!
 //! ```text
-//! calibrate, propagate, evaluate   context + tables + this layer's weights, and the next one's where it is read ahead + one
+//! calibrate, propagate, evaluate   context + tables + this layer's weights, and the next layer's where it is read ahead + a
 //!                                  sample on its way + all hidden states where they stay here; in calibrate with Gram matrices
 //! output error                     the same without the sample, with some rows and their products before and after pruning
-//! forward, backward                context + tables + this layer's weights + one sample on its way; backwards with gradients
-//! head                             context + tables + the head's rows + one window's logits + all hidden states
+//! forward, backward                context + tables + this layer's weights + a sample on its way; backwards with gradients
+//! head                             context + tables + the head's rows + a window's logits + all hidden states
 //! ```
 //!
 //! Weights are scored on the host, where they are stored.
@@ -81,7 +81,8 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Vec<PhaseM
         .collect()
 }
 
-/// Memory of a training. The layers of a step are made one by one, and none is copied ahead; the sweep of a training by layers does so.
+/// Memory of a training. A training of the whole model makes the layers of a step in turn and copies none ahead. The sweep of a training by
+/// layers copies the next layer ahead.
 fn training(run: &RunShape<'_>, cut: &Cut, next: ByteSize) -> Vec<PhaseMemory> {
     let (config, element) = (run.config, run.gpu_dtype.bytes());
     let Some(trains) = &run.trains else {

@@ -19,7 +19,7 @@ const CUDA_ON_HOST: ByteSize = ByteSize(256 << 20);
 /// Files are copied, hashed and compared in pieces, two at a time, that take this together; less for a smaller model.
 const FILE_PIECES: ByteSize = ByteSize(16 << 20);
 
-/// The streams whose hidden states exist. Those of calibration are freed after the last layer, those of windows after the head.
+/// The streams whose hidden states exist. The calibration streams are freed after the last layer, the streams of windows after the head.
 #[derive(Debug, Clone, Copy)]
 enum Alive {
     All,
@@ -27,7 +27,7 @@ enum Alive {
     None,
 }
 
-/// The process, executing a run in one way.
+/// The process that executes a run with an option.
 pub(super) struct Host<'r> {
     pub(super) run: &'r RunShape<'r>,
     pub(super) option: &'r ExecutionOption,
@@ -152,7 +152,7 @@ impl<'r> Host<'r> {
             let packed = ByteSize(packed.0.saturating_mul(layers));
             all.push(part(PartKind::PackedLayer, packed));
         }
-        // Of a single layer no next one exists.
+        // A model with a single layer has no next layer.
         if settings.prefetch && run.config.num_hidden_layers > 1 {
             all.push(part(PartKind::NextLayer, layer));
         }
@@ -169,7 +169,8 @@ impl<'r> Host<'r> {
         self.samples(Alive::All)
     }
 
-    /// Token ids, and hidden states: those in RAM, or one per stream on its way to disk.
+    /// Token ids, and hidden states: all states if they stay in RAM, a state per stream if they go to disk, a single state if they go to
+    /// GPUs.
     fn samples(&self, alive: Alive) -> Vec<MemoryPart> {
         let run = self.run;
         let tokens = (run.samples + run.windows) * run.seqlen;
@@ -179,7 +180,7 @@ impl<'r> Host<'r> {
             Alive::None => (0, 0),
         };
         let states = match self.option.storage {
-            // One state is on its way to its GPU.
+            // A state is on its way to its GPU.
             HiddenStatesStorage::Device => {
                 let state = footprint::hidden_states(run.config, run.seqlen);
                 part(PartKind::HiddenStates, state)
@@ -204,7 +205,7 @@ impl<'r> Host<'r> {
         ]
     }
 
-    /// Rotary tables, and the operands of products, packed; those of the head's product with `has_head`.
+    /// Rotary tables, and the packed operands of products; with `has_head` also the operands of the head's product.
     pub(super) fn context(&self, has_head: bool) -> MemoryPart {
         let run = self.run;
         let head = has_head.then(|| run.products.kernel(run.dtypes.head));
@@ -250,8 +251,8 @@ impl<'r> Host<'r> {
         Some(part(PartKind::CalibrationRows, bytes))
     }
 
-    /// Memory of scoring: what the method needs for one matrix, and the statistics that exist then. Those of an input go when its
-    /// matrices are done, unless another run needs them.
+    /// Memory of scoring: the method's need for a matrix, and the statistics that exist then. The statistics of an input go when its
+    /// matrices are done, unless a run that shares them still needs them.
     fn score(&self) -> ByteSize {
         let (run, settings) = (self.run, &self.option.settings);
         let config = run.config;
@@ -293,7 +294,7 @@ impl<'r> Host<'r> {
             + most.unwrap_or_default()
     }
 
-    /// Rows of one sample per GPU, which wait for their turn to be added to statistics in place.
+    /// Rows of a sample per GPU, which wait for their turn to be added to statistics in place.
     fn waiting_rows(&self) -> Option<MemoryPart> {
         let Processors::Gpus(gpus) = self.option.processors else {
             return None;

@@ -5,8 +5,8 @@
 //! … always      head, buffers of layers and head (`model/training_footprint.rs`), the layer in use, which leaves its memory to the next
 //! … forward     the packed layer + the next layer's frozen weights + a sample in the layer
 //! … backward    the same + gradients of the layer
-//! … update      the frozen weights of a layer and its values, or all of one parameter
-//! by layer      samples twice: behind the recovered layers, and the targets
+//! … update      the frozen weights of a layer and its values, or all of a single parameter
+//! by layer      samples twice: after the recovered layers, and the targets
 //! ```
 
 use super::host::Host;
@@ -24,13 +24,13 @@ use crate::runtime::memory::RETURNED_AT_ONCE;
 /// A training in numbers.
 #[derive(Debug, Clone, Default)]
 pub struct TrainingShape {
-    /// Layers are trained one by one, on the calibration samples.
+    /// Each layer is trained by itself, on the calibration samples.
     pub is_by_layer: bool,
     /// Factors are trained, not weights.
     pub has_factors: bool,
     /// Examples of a step; of a training by layers 0.
     pub per_step: usize,
-    /// Examples in memory, held-out ones included.
+    /// Examples in memory, including the held-out examples.
     pub examples: usize,
     /// Held-out examples.
     pub held_out: usize,
@@ -42,14 +42,14 @@ pub struct TrainingShape {
     pub state_element: usize,
     /// Parameters with their gradients, states and masks that are in memory until the end.
     pub shelf: ByteSize,
-    /// Values and masks of a layer that are not on the shelf in memory: those of a layer that is trained alone exist always, others only
-    /// while they become the weights of the layer.
+    /// Values and masks of a layer that are not on the shelf in memory. In a training by layers they exist always, in a training of the
+    /// whole model only while they become the weights of the layer.
     pub values: ByteSize,
     /// Gradients of a layer in use.
     pub gradients: ByteSize,
     /// No layer computes activations again.
     pub is_kept: bool,
-    /// The dtypes of the dense model whose logits are learned; `None` without one.
+    /// The dtypes of the dense model whose logits are learned; `None` without a teacher.
     pub teacher: Option<Dtypes>,
     /// Weights and activations that stay from the forward sweep to the reverse sweep.
     pub kept: ByteSize,
@@ -169,7 +169,7 @@ impl Host<'_> {
             part(PartKind::FrozenLayers, trains.masks),
         ];
         backward.extend(packed());
-        // A layer is made of its frozen weights and its values. An update has one parameter.
+        // A layer is made of its frozen weights and its values. An update takes a single parameter.
         let made = trains.values + trains.read_frozen();
         let update = vec![part(PartKind::Parameters, made.max(trains.update))];
         vec![
@@ -306,7 +306,7 @@ impl Host<'_> {
         ByteSize::of(bytes.filter(|&bytes| bytes < RETURNED_AT_ONCE).sum(), 1)
     }
 
-    /// Frozen layers that stay in memory, and the one that is read ahead where not all stay.
+    /// Frozen layers that stay in memory, and the layer that is read ahead where not all stay.
     fn frozen(&self, trains: &TrainingShape) -> ByteSize {
         let all_stay = trains.resident_layers >= self.run.config.num_hidden_layers;
         let ahead = self.option.settings.prefetch && !all_stay;

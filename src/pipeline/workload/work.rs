@@ -10,7 +10,7 @@ use crate::pruning::StatisticsKind;
 use crate::run::HiddenStatesStorage;
 use crate::run::memory_settings::{MemorySettings, WeightsHeld};
 
-/// The cost of packing a product's weights, in tokens: a product costs as much as one with so many more tokens.
+/// The cost of packing a product's weights, in tokens: packing costs as much as multiplying so many more tokens.
 const PACKING_TOKENS: f64 = 64.0;
 
 /// The speed of bf16 products relative to f32: a round figure, between AVX-512's twice and AMX's six times.
@@ -61,7 +61,7 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Work {
         moved += weights * (samples + propagated + windows);
     }
     if run.saves {
-        // The other tensors are copied, and all files are read back.
+        // Embedding and head are copied, and all files are read back.
         let ends = if run.config.tie_word_embeddings { 1.0 } else { 2.0 } * head_bytes(run);
         once_moved += layers * written + 3.0 * ends * run.runs() as f64;
     }
@@ -97,10 +97,10 @@ pub(super) fn head(run: &RunShape<'_>, option: &ExecutionOption) -> Work {
     }
 }
 
-/// Floating-point operations of one token in one layer.
+/// Floating-point operations per token and layer.
 struct Operations {
     all: f64,
-    /// Those of the down projection, which calibration does not compute.
+    /// The operations of the down projection, which calibration does not compute.
     down: f64,
 }
 
@@ -193,7 +193,7 @@ fn solvers(run: &RunShape<'_>) -> f64 {
     solvers / of_kernel(gram::f32_kernel())
 }
 
-/// The speed of the CPU's products relative to f32; 1 on GPUs, whose rate is that of their dtype.
+/// The speed of the CPU's products relative to f32; 1 on GPUs, whose rate is already given for their dtype.
 fn speed(run: &RunShape<'_>, processors: Processors) -> f64 {
     match processors {
         Processors::Gpus(_) => 1.0,
@@ -226,7 +226,7 @@ fn head_bytes(run: &RunShape<'_>) -> f64 {
     (run.config.vocab_size * run.config.hidden_size) as f64 * run.dtypes.head.bytes() as f64
 }
 
-/// Bytes of one sample's hidden states.
+/// Bytes of a sample's hidden states.
 fn state_bytes(run: &RunShape<'_>, processors: Processors) -> f64 {
     (run.seqlen * run.config.hidden_size) as f64 * run.element(processors) as f64
 }

@@ -78,7 +78,7 @@ impl PruningMethod for Alps {
     }
 
     fn operations(&self, out_features: usize, in_features: usize) -> f64 {
-        // It ends when the support rests, mostly behind some 60 iterations; ρ changes every third. Inverses in f64 take twice the time.
+        // It ends when the support rests, mostly after some 60 iterations; ρ changes every third. Inverses in f64 take twice the time.
         operations(out_features, in_features, 60 + STEPS + 2, 2 * 60 / 3)
     }
 

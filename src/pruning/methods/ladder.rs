@@ -1,18 +1,18 @@
 //! Ladder: the support by ADMM on a short ladder of penalties, then least squares on the weights that are kept.
 //!
-//! The objective is that of ALPS: the smallest error of a linear's output under damping (`least_squares.rs`), by the iteration of `admm.rs`.
-//! W is `[out_features, in_features]`. Three things differ from ALPS:
+//! Like ALPS, it seeks the smallest error of a linear's output under damping (`least_squares.rs`), by the iteration of `admm.rs`. W is
+//! `[out_features, in_features]`. Three things differ from ALPS:
 //!
 //! 1. **The ladder.** ALPS looks at the support after every third iteration and lets ρ grow by it, up to 300 iterations. Here ρ climbs a
 //!    fixed ladder, ρ_t = ρ_0·g^t, with three or four iterations on each rung. The last rung must reach about 1, where the support of D
 //!    has settled: Gs has a unit diagonal, so ρ = 1 weighs staying near D as much as the output. Every rung costs one Cholesky inverse in
 //!    f32, and no eigenvectors. Four iterations without relaxation on 9 rungs reach perplexities some per cent lower on
-//!    stories260k, and no lower ones on wikitext-llama-8m, with 47 products in place of 36. Groups need four iterations.
+//!    stories260k, and no lower perplexities on wikitext-llama-8m, with 47 products in place of 36. Groups need four iterations.
 //! 2. **Rows.** The largest weights of the whole matrix stay, but rows are made comparable before: row i is divided by √t_i, t_i the
 //!    magnitude at its own ratio of the row. Dividing by t_i would give all rows nearly the same number of weights, which Wanda found to
 //!    matter; dividing by nothing is ALPS. Rows are independent in the objective, so this only changes which weights compete. N:M groups
 //!    lie within a row and are not touched by it.
-//! 3. **The end.** Ten steps of conjugate gradients fit the support of D, which the last rungs have tied to B, not that of B.
+//! 3. **The end.** Ten steps of conjugate gradients fit the support of D, which the last rungs have tied to B, not the support of B.
 //!
 //! Cost per matrix, in products of `[out, in]` with `[in, in]`: 24 iterations (32 for groups), 12 for the target and the fit, and 8
 //! inverses of half a product each for a square matrix. The method is ours; few-penalty ADMM with one inverse is Boža 2024,

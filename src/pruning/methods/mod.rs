@@ -1,6 +1,6 @@
 //! The pruning methods.
 //!
-//! A method is one file here, its `pub mod` line, and one line in [`METHODS`]. The command line, its help and the conformance test
+//! A method is a file here, its `pub mod` line, and a line in [`METHODS`]. The command line, its help and the conformance test
 //! (`tests/it/methods.rs`) iterate that table.
 //!
 //! | file | content |

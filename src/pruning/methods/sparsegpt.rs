@@ -1,4 +1,4 @@
-//! SparseGPT: weights are removed block of columns by block of columns, and the weights behind each column make up for its loss.
+//! SparseGPT: weights are removed block of columns by block of columns, and the weights after each column make up for its loss.
 //!
 //! W `[out_features, in_features]` in f32; H = (2/n)·XᵀX + λI `[in_features, in_features]` over n samples (`input_gram.rs`), λ = percdamp
 //! times the mean of the diagonal; U `[in_features, in_features]` upper triangular with H⁻¹ = UᵀU. For each block of columns in turn:
@@ -11,12 +11,12 @@
 //!
 //! Frantar and Alistarh 2023, "SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot", arXiv:2301.00774, algorithm 1;
 //! reference: `SparseGPT.fasterprune` in IST-DASLab/sparsegpt and locuslab/wanda. As there, a block of all rows loses every score up to
-//! and including the one at position `int(weights of the block · ratio)`; N:M groups are chosen when their first column is reached; a
+//! and including the score at position `int(weights of the block · ratio)`; N:M groups are chosen when their first column is reached; a
 //! column that was never active has a diagonal of 1 in H, and its weights are 0 before the first block. A zero of the source has score 0
 //! and is removed, whatever the updates make of it.
 //!
 //! Differences: U comes from one factorisation (`linalg/factor.rs`), not from an inverse. Where H is not positive definite in f32, λ grows
-//! tenfold with a warning. Rows are independent inside a block, so threads share the rows. A block's updates reach the columns behind
+//! tenfold with a warning. Rows are independent inside a block, so threads share the rows. A block's updates reach the columns after
 //! it as one product. Weights stay in f32 until the end and are rounded once.
 
 use anyhow::Result;
@@ -44,7 +44,7 @@ pub struct SparseGpt;
 /// Growths of λ before a matrix is given up: from 0.01 to 10,000 times the mean of the diagonal.
 const GROWTHS: usize = 6;
 
-/// U of one input, and the columns that were never active.
+/// U of an input, and the columns that were never active.
 struct InverseFactor {
     u: Vec<f32>,
     is_dead: Vec<bool>,
@@ -266,7 +266,7 @@ impl ColumnBlock {
     }
 }
 
-/// The weights of one row in a block.
+/// The weights of a row in a block.
 struct RowOfBlock<'a> {
     block: &'a ColumnBlock,
     values: &'a mut [f32],

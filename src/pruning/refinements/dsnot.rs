@@ -1,4 +1,4 @@
-//! DSnoT: weights of a row change places with removed ones until the mean of the row's output is restored. No weight changes.
+//! DSnoT: weights of a row change places with removed weights until the mean of the row's output is restored. No weight changes.
 //!
 //! c_ij = W_ij·m_j `[out_features, in_features]`, m_j and v_j of `column_moments.rs`. For every row i, with e = Σ c_ij over its removed
 //! weights, while |e| > 0.1 and for at most `cycles` swaps:
@@ -8,13 +8,14 @@
 //! | comes back: of the removed weights in the order of c_ij / v_j | the largest, if positive | the smallest, if negative |
 //! | goes: of the kept weights in ascending order of Wanda's score | the next with c_ij < 0 | the next with c_ij > 0 |
 //!
-//! The strongest kept weights of the other sign go where none of this sign is left. Then e ← e + c(goes) − c(comes back). A weight moves
-//! once at most. In an N:M pattern the weakest kept weight of the group goes, and a swap that would turn the sign of e is not made.
+//! Where no kept weight of the right sign is left, the strongest kept weight of the opposite sign goes. Then
+//! e ← e + c(goes) − c(comes back). A weight moves once at most. In an N:M pattern the weakest kept weight of the group goes, and a swap
+//! that would turn the sign of e is not made.
 //! Zhang et al. 2023, "Dynamic Sparse No Training", arXiv:2310.08915; reference: `prune_DSnoT` in zyxxmu/DSnoT.
 //!
-//! Differences: a row stops where no removed weight of the sign is left. The published code then takes kept weights in the order of
-//! their columns for removed ones, so the sparsity drifts. It also reads beyond its lists on narrow matrices and writes masks of rows that
-//! have stopped. As in the reference, the matrices of the MLP are left alone by default.
+//! Differences: a row stops where no removed weight of the sign is left. The published code then takes kept weights, in the order of
+//! their columns, for removed weights, so the sparsity drifts. It also reads beyond its lists on narrow matrices and writes masks of
+//! rows that have stopped. As in the reference, the matrices of the MLP are left alone by default.
 
 use std::collections::VecDeque;
 
@@ -114,7 +115,7 @@ struct SwapRule {
 }
 
 impl SwapRule {
-    /// Refines one row.
+    /// Refines a row.
     fn refine(&self, weights: &[f32], is_kept: &mut [bool]) {
         let share: Vec<f32> = weights.iter().zip(&self.means).map(|(w, m)| w * m).collect();
         let mut scores = weights.to_vec();

@@ -1,7 +1,7 @@
 //! `--refine weights`: least squares on the weights that any method kept (`least_squares.rs`).
 //!
-//! Ten steps of conjugate gradients from the method's own weights towards the smallest error of the linear's output. The mask stays, and with it
-//! the zeros of the source.
+//! Ten steps of conjugate gradients from the method's own weights towards the smallest error of the linear's output. The mask stays, and
+//! with it the zeros of the source.
 
 use anyhow::Result;
 

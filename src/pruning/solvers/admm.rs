@@ -1,11 +1,11 @@
 //! The alternating direction method of multipliers (ADMM) on the least-squares problem of pruning, shared by the methods built on it.
 //!
 //! With the scaled weights ws and Gs of `least_squares.rs`, minimise (ws − B) Gs (ws − B)ᵀ subject to B = D, where D has at most as many
-//! weights as stay. B, D and the multipliers V are `[out_features, in_features]`. One iteration:
+//! weights as stay. B, D and the multipliers V are `[out_features, in_features]`. An iteration:
 //!
 //! ```text
 //! B ← (ws·Gs − V + ρ·D) · (Gs + ρI)⁻¹
-//! D ← the largest |B + V/ρ|, all others 0
+//! D ← B + V/ρ where |B + V/ρ| is largest, else 0
 //! V ← V + ρ·(B − D)
 //! ```
 //!
@@ -78,10 +78,10 @@ impl<'a> Admm<'a> {
         admm
     }
 
-    /// Bytes for a matrix, less those of [`working_bytes`](crate::linalg::factor::working_bytes).
+    /// Bytes for a matrix, without the bytes of [`working_bytes`](crate::linalg::factor::working_bytes).
     pub(crate) fn bytes(out_features: usize, in_features: usize) -> ByteSize {
         let weights = out_features.saturating_mul(in_features);
-        // target, b, s, right, the zeros of the source, the support and the old one.
+        // target, b, s, right, the zeros of the source, the support and the old support.
         ByteSize::of(weights, 4 * size_of::<f32>() + 3) + GramMatrix::square_bytes(in_features)
     }
 
@@ -163,7 +163,7 @@ impl<'a> Admm<'a> {
         Ok(())
     }
 
-    /// Makes one iteration.
+    /// Makes an iteration.
     pub(crate) fn step(&mut self) {
         let (n, rho, old) = (self.gram.width(), self.rho, self.rho_of_s);
         self.right
@@ -198,7 +198,7 @@ impl<'a> Admm<'a> {
         &self.is_kept
     }
 
-    /// The number of weights in which the support differs from another.
+    /// The number of weights in which the support differs from an earlier support.
     pub(crate) fn changes_from(&self, other: &[bool]) -> usize {
         let pairs = self.is_kept.par_chunks(1 << 16).zip(other.par_chunks(1 << 16));
         pairs

@@ -1,4 +1,4 @@
-//! Weights of one matrix as f32, for methods that change them, and the support of what they keep.
+//! Weights of a matrix as f32, for methods that change them, and the support of what they keep.
 
 use anyhow::Result;
 use rayon::prelude::*;
@@ -83,7 +83,7 @@ pub(crate) enum Keeps {
 }
 
 impl Keeps {
-    /// Marks the values of the largest magnitude. Of equal ones, those further behind stay.
+    /// Marks the values of the largest magnitude. On ties, later values are kept.
     ///
     /// # Arguments
     /// * `values`: `[rows, columns]`, finite
@@ -152,7 +152,7 @@ fn largest_of_all(values: &[f32], columns: usize, count: usize, is_kept: &mut [b
 }
 
 /// The score at a position of the ascending order of all scores of a matrix `[rows, columns]`, exactly. Large matrices are counted in
-/// two passes; the counters would take longer than the scores of a small one.
+/// two passes. Small matrices are not counted, because the counters would take longer than the scores.
 ///
 /// # Arguments
 /// * `score(row, values, scores)`: fills the scores of a row, finite and ≥ 0

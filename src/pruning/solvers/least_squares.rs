@@ -1,7 +1,7 @@
 //! Least squares on the weights that are kept: the smallest error of a linear's output for a given mask.
 //!
-//! G = XᵀX `[in_features, in_features]` (`input_gram.rs`), damped by λ = 1 % of the mean of its diagonal; W `[out_features, in_features]` the
-//! dense weights, M their mask. For every row i on its own:
+//! G = XᵀX `[in_features, in_features]` (`input_gram.rs`), damped by λ = 1 % of the mean of its diagonal; W `[out_features, in_features]`
+//! the dense weights, M their mask. For every row i on its own:
 //!
 //! ```text
 //! minimise (w_i − ŵ_i) (G + λI) (w_i − ŵ_i)ᵀ  over ŵ_i that are zero outside M_i
@@ -27,7 +27,7 @@ const DAMPING: f64 = 0.01;
 /// Rows that are refitted at the same time. The number bounds the memory; rows are independent.
 const ROWS: usize = 1024;
 
-/// Gs and s of one input.
+/// Gs and s of an input.
 pub(crate) struct ScaledGram {
     /// Gs, `[in_features, in_features]`.
     pub(crate) gram: Vec<f32>,
@@ -117,7 +117,7 @@ pub(crate) fn multiply(rows: &[f32], s: &[f32], n: usize, out: &mut [f32], packe
 ///
 /// # Arguments
 /// * `target`: ws·Gs of the dense weights, `[rows, n]`
-/// * `x`: the scaled weights to begin with, which become the solution; those outside the mask become 0
+/// * `x`: the scaled weights to begin with, which become the solution; weights outside the mask become 0
 /// * `is_kept`: `[rows, n]`
 pub(crate) fn refit(
     gram: &ScaledGram,

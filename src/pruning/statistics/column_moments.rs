@@ -32,7 +32,7 @@ impl StatisticsKind for ColumnMomentsKind {
     }
 }
 
-/// Sums of one sample: squares `[in_features]`, values `[in_features]`, and the number of tokens.
+/// Sums of a sample: squares `[in_features]`, values `[in_features]`, and the number of tokens.
 struct SampleMoments {
     width: usize,
     sums: Vec<f64>,
@@ -74,7 +74,7 @@ impl SamplePart for SampleMoments {
     }
 }
 
-/// s_j, m_j and v_j of one input.
+/// s_j, m_j and v_j of an input.
 #[derive(Debug, Clone)]
 pub struct ColumnMoments {
     squares: ColumnSquares,
@@ -101,12 +101,12 @@ impl ColumnMoments {
         }
     }
 
-    /// An empty part for one sample of an input with this many columns.
+    /// An empty part for a sample of an input with this many columns.
     pub(crate) fn part_of(in_features: usize) -> Box<dyn SamplePart> {
         Box::new(SampleMoments::new(in_features))
     }
 
-    /// Bytes of the moments and of one sample's part.
+    /// Bytes of the moments and of a sample's part.
     pub fn bytes(in_features: usize) -> ByteSize {
         ByteSize::of(in_features, 5 * size_of::<f64>() + size_of::<f32>())
     }

@@ -30,7 +30,7 @@ impl StatisticsKind for ColumnSquaresKind {
     }
 }
 
-/// ‖x_j‖² of one sample.
+/// ‖x_j‖² of a sample.
 pub(crate) struct SampleSquares(Vec<f64>);
 
 impl SampleSquares {
@@ -58,7 +58,7 @@ impl SamplePart for SampleSquares {
     }
 }
 
-/// s_j of one input.
+/// s_j of an input.
 #[derive(Debug, Clone)]
 pub struct ColumnSquares {
     mean: Vec<f32>,

@@ -4,8 +4,8 @@
 //! (`linalg/gram.rs`). Beside it are the column statistics of `column_moments.rs`, so that every score can be computed from these
 //! statistics too. The reference implementations divide by the number of samples, which changes no mask and no weight.
 //!
-//! A factorisation of G, or whatever else a method derives from it for an input, serves all linears with that input (q, k and v; gate and up):
-//! [`InputGram::prepared`] keeps it until the statistics go.
+//! A factorisation of G, or whatever else a method derives from it for an input, serves all linears with that input (q, k and v; gate
+//! and up): [`InputGram::prepared`] keeps it until the statistics go.
 
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -51,7 +51,7 @@ impl StatisticsKind for InputGramKind {
     }
 }
 
-/// G of one input, and its column statistics.
+/// G of an input, and its column statistics.
 pub struct InputGram {
     columns: ColumnMoments,
     /// The column statistics of the current sample.
@@ -87,7 +87,7 @@ impl InputGram {
         self.columns.samples()
     }
 
-    /// A value that a method derives from these statistics: made by the first call for its type, and returned by the following ones.
+    /// A value that a method derives from these statistics: made by the first call for its type, and returned by later calls.
     ///
     /// # Errors
     /// Fails with the error of `make`.

@@ -1,14 +1,14 @@
 //! Statistics of a linear's input: all that a method knows about the calibration samples.
 //!
-//! A method names a [`StatisticsKind`]. The pipeline keeps one accumulator per distinct input (q, k and v share one, gate and up
-//! another) and hands it to the method together with each weight. Samples enter in one of two ways:
+//! A method names a [`StatisticsKind`]. The pipeline keeps an accumulator per distinct input (q, k and v share an input, and so
+//! do gate and up) and hands it to the method together with each weight. Samples enter in either of two ways:
 //!
 //! | | [`MergedStatistics`] | [`InPlaceStatistics`] |
 //! | --- | --- | --- |
 //! | made for | a few numbers per column | large matrices, like XᵀX |
-//! | one sample | a part of its own, collected while other samples are | its rows |
+//! | a sample | a part of its own; several are collected at the same time | its rows |
 //! | order | parts are merged in the order of the samples | rows are added in the order of the samples |
-//! | memory | one accumulator, one part per sample on its way | one accumulator |
+//! | memory | an accumulator, and a part per sample on its way | an accumulator |
 //! | GPUs | send column sums where a part consists of them, else all rows | keep XᵀX if there is room, else send all rows |
 //!
 //! The order is fixed either way, so statistics do not depend on threads. XᵀX of the samples of a GPU is one sum, added after the pass.
@@ -34,16 +34,16 @@ pub mod input_gram;
 
 /// A kind of statistics: its cost, and empty accumulators.
 pub trait StatisticsKind: Debug + Sync {
-    /// Bytes held for an input with this many columns while samples are collected, one sample's part included.
+    /// Bytes held for an input with this many columns while samples are collected, a sample's part included.
     fn bytes(&self, in_features: usize) -> ByteSize;
 
-    /// Bytes beside these while a sample's rows are added; one input at a time needs them.
+    /// Bytes beside [`StatisticsKind::bytes`] while a sample's rows are added; one input at a time needs them.
     fn adding_bytes(&self, _in_features: usize, _products: Products) -> ByteSize {
         ByteSize::ZERO
     }
 
-    /// The rank among the kinds that serve several methods: statistics contain those of all lower ranks, with the same bits. `None`
-    /// for a kind that serves its own method only.
+    /// The rank among the kinds that serve several methods. A kind contains the statistics of all lower ranks, with the same bits.
+    /// `None` for a kind that serves its own method only.
     fn rank(&self) -> Option<StatisticsRank> {
         None
     }
@@ -81,16 +81,16 @@ impl dyn StatisticsKind {
     }
 }
 
-/// The accumulator for one input.
+/// The accumulator for an input.
 pub enum Statistics {
     /// Small statistics: every sample has a part of its own.
     Merged(Box<dyn MergedStatistics>),
-    /// Large statistics: rows enter the one accumulator directly.
+    /// Large statistics: rows enter the accumulator directly.
     InPlace(Box<dyn InPlaceStatistics>),
 }
 
 impl Statistics {
-    /// Puts the columns into another order, `order[new] = old`, after all samples.
+    /// Reorders the columns by `order[new] = old`, after all samples.
     pub fn permute(&mut self, order: &[usize]) {
         match self {
             Self::Merged(statistics) => statistics.permute(order),
@@ -115,19 +115,19 @@ impl Statistics {
     }
 }
 
-/// Statistics that are merged from one part per sample.
+/// Statistics that are merged from a part per sample.
 pub trait MergedStatistics: Any + Send + Sync {
-    /// An empty part for one sample.
+    /// An empty part for a sample.
     fn part(&self) -> Box<dyn SamplePart>;
 
     /// Merges the numbers of the next sample's part. Called in the order of the samples.
     fn merge(&mut self, numbers: &[f64]);
 
-    /// Puts the columns into another order, `order[new] = old`. Called after all samples.
+    /// Reorders the columns by `order[new] = old`. Called after all samples.
     fn permute(&mut self, order: &[usize]);
 }
 
-/// The part of one sample. It counts only once the sample is whole: a part that was interrupted is dropped.
+/// The part of a sample. It counts only once the sample is whole: a part that was interrupted is dropped.
 pub trait SamplePart: Send + Sync {
     /// Adds the sample's next rows `[tokens, in_features]`; a sample may arrive in several calls.
     fn add_rows(&mut self, rows: &[f32]);
@@ -168,6 +168,6 @@ pub trait InPlaceStatistics: Any + Send + Sync {
     /// Frees the values that methods have derived from the statistics.
     fn forget_derived(&self) {}
 
-    /// Puts the columns into another order, `order[new] = old`. Called after [`InPlaceStatistics::finish`].
+    /// Reorders the columns by `order[new] = old`. Called after [`InPlaceStatistics::finish`].
     fn permute(&mut self, order: &[usize]);
 }

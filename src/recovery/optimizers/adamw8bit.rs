@@ -8,14 +8,14 @@
 //! codes ← nearest to m / max |m| and v / max v of the block
 //! ```
 //!
-//! All is f32. The update uses the new moments before they are rounded. A code of m whose sign is not that of m moves by one. An element
-//! with a gradient that is not finite keeps its parameter, and its moments become 0. Parameters with fewer than 4096 elements have
-//! f32 states, and the same formulas.
+//! All is f32. The update uses the new moments before they are rounded. If the sign of m's code differs from the sign of m, the
+//! code moves by 1. An element with a gradient that is not finite keeps its parameter, and its moments become 0. Parameters with fewer
+//! than 4096 elements have f32 states, and the same formulas.
 //!
-//! **State**: codes of m, one byte per element; codes of v; the scales of m, f32 per block; the scales of v. Together 2.03 bytes per
+//! **State**: codes of m, 1 byte per element; codes of v; the scales of m, f32 per block; the scales of v. Together 2.03 bytes per
 //! element. With f32 states: m, then v, f32.
 //!
-//! **Safeguards** are ours ([`Hyperparameters::safeguards`]). Without them the arithmetic is that of the reference:
+//! **Safeguards** are ours ([`Hyperparameters::safeguards`]). Without them the arithmetic follows the reference:
 //! - The reference's rule of signs moves the code of -0 to the smallest negative number, and a masked gradient is -0 where it was
 //!   negative. With safeguards the rule does not apply to 0.
 //! - A second moment below 1.6e-7 of the largest in its block has the code of 0. The next update then divides by ε, and blocks whose
@@ -152,7 +152,7 @@ struct BlockMoments {
 
 /// Storage of the moments of a task.
 trait MomentStore {
-    /// Reads the moments of a block; those behind the last element are 0.
+    /// Reads the moments of a block; they are 0 beyond the last element.
     fn load(&self, block: usize) -> BlockMoments;
     /// Stores the moments of a block.
     fn store(&mut self, block: usize, moments: &BlockMoments);

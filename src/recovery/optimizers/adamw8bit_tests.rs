@@ -90,7 +90,7 @@ fn without_safeguards_it_is_the_cuda_kernel() {
     }
 }
 
-/// The distance from f32 AdamW after 50 steps, as a share of the way moved; and the largest difference of one parameter.
+/// The distance from f32 AdamW after 50 steps, as a share of the way moved; and the largest difference of a parameter.
 fn against_f32(safeguards: bool, spread: u64) -> (f64, f32) {
     let count = 8192;
     let (coded, plain) = (AdamW8bit::new(settings(safeguards)), AdamW::new(settings(true)));

@@ -5,8 +5,8 @@
 //! factor = min(1, limit / (norm + 1e-6))
 //! ```
 //!
-//! The reference is `torch.nn.utils.clip_grad_norm_`, which sums in f32. Sums here are those of parts of 16,384 elements, in their
-//! order, so threads do not change them.
+//! The reference is `torch.nn.utils.clip_grad_norm_`, which sums in f32. Here parts of 16,384 elements are summed, and their sums are
+//! added in order, so threads do not change the result.
 
 use rayon::prelude::*;
 

@@ -26,7 +26,7 @@ impl KeptMask {
         Self { bits: weights.chunks(PER_BYTE).map(byte).collect(), elements: weights.len() }
     }
 
-    /// The mask with these bits; those behind the last element are ignored. `None` if there are fewer or more bytes than `elements`
+    /// The mask with these bits. Bits beyond the last element are ignored. `None` if there are fewer or more bytes than `elements`
     /// need.
     pub fn from_bits(bits: Vec<u8>, elements: usize) -> Option<Self> {
         (bits.len() == elements.div_ceil(PER_BYTE)).then_some(Self { bits, elements })

@@ -12,7 +12,7 @@
 //! | `adamw8bit` | AdamW with 8-bit states, in blocks of 256 elements |
 //! | `clip` | clipping of gradients by their global norm |
 //! | `kept` | the mask of kept weights: one bit per element of a flattened parameter, 1 = kept, least significant bit first |
-//! | `optimizer` | `Optimizer`: one step on one flattened parameter |
+//! | `optimizer` | `Optimizer`: a step on a flattened parameter |
 //! | `schedule` | learning rates of steps: constant, linear or cosine, after a linear warm-up |
 //! | `sgd` | gradient descent with optional momentum |
 //! | `trainer_names` | names of optimizers in transformers' Trainer |

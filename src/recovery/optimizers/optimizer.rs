@@ -1,4 +1,4 @@
-//! [`Optimizer`]: one step on one flattened parameter. [`OPTIMIZERS`] is the table of names.
+//! [`Optimizer`]: a step on a flattened parameter. [`OPTIMIZERS`] is the table of names.
 //!
 //! The state of a parameter is a slice of bytes that the caller owns: in memory, or read from and written to a file between steps
 //! (paging). It is written as it is into a file to resume from. A fresh state is zeros. The file of every optimizer documents the
@@ -57,11 +57,11 @@ pub trait Optimizer: fmt::Debug + Send + Sync {
     /// The bytes of the state of a parameter with so many elements.
     fn state_bytes(&self, elements: usize) -> usize;
 
-    /// Performs one step on a parameter.
+    /// Performs a step on a parameter.
     ///
     /// # Arguments
     /// * `parameter`, `gradient`: the same number of elements, flattened
-    /// * `kept`: the mask of kept weights; the others get +0, and so do their states
+    /// * `kept`: the mask of kept weights; pruned weights and their states get +0
     /// * `state`: [`Optimizer::state_bytes`], zeros before the first step
     ///
     /// # Panics
@@ -83,8 +83,8 @@ pub struct OptimizerKind {
     pub name: &'static str,
     /// One line for the help.
     pub about: &'static str,
-    /// States stay in a file, and are in memory only during the step of their parameter. The arithmetic is that of the optimizer that
-    /// is not paged.
+    /// States stay in a file, and are in memory only during the step of their parameter. The arithmetic is the
+    /// same as for states in memory.
     pub is_paged: bool,
     /// Makes the optimizer.
     pub build: fn(Hyperparameters) -> Box<dyn Optimizer>,
@@ -130,7 +130,7 @@ pub const OPTIMIZERS: &[OptimizerKind] = &[
     },
 ];
 
-/// The optimizer with a name: ours, or the Trainer's for the same rule. Dashes and underscores are one, and so are cases.
+/// The optimizer with a name: ours, or the Trainer's for the same rule. Dashes count as underscores, and case does not matter.
 pub fn find(name: &str) -> Option<&'static OptimizerKind> {
     let given = underscored(name);
     let ours = |name: &str| OPTIMIZERS.iter().find(|kind| underscored(kind.name) == name);

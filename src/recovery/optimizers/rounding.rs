@@ -62,7 +62,7 @@ pub fn round_to_bf16(values: &[f32], rounding: Bf16Rounding, stored: &mut [u8]) 
     );
 }
 
-/// Rounds one value with 16 random bits.
+/// Rounds a value with 16 random bits.
 fn stochastic(value: f32, random: u16) -> u16 {
     let nearest = half::bf16::from_f32(value);
     // The largest numbers, infinities and NaN: an addend would change their kind.

@@ -1,5 +1,5 @@
-//! Names of optimizers in transformers' Trainer (`OptimizerNames` of `training_args.py`, version 4.57): those that mean an optimizer of
-//! [`OPTIMIZERS`](super::OPTIMIZERS), and those of rules that do not exist here.
+//! Names of optimizers in transformers' Trainer (`OptimizerNames` of `training_args.py`, version 4.57). `SAME` has the names that mean an
+//! optimizer of [`OPTIMIZERS`](super::OPTIMIZERS), `OTHERS` the names of optimizers that do not exist here.
 
 /// Names of the Trainer with the same rule, each with ours. The variants of AdamW differ in the code that computes it only.
 pub(super) const SAME: [(&str, &str); 10] = [
@@ -15,8 +15,8 @@ pub(super) const SAME: [(&str, &str); 10] = [
     ("paged_adamw_8bit", "paged-adamw8bit"),
 ];
 
-/// Names of the Trainer with another rule, or with other states: `adamw_hf` adds epsilon in another place, and torchao's 8-bit states
-/// are not those of bitsandbytes.
+/// Names of the Trainer whose rule or states do not exist here: `adamw_hf` adds epsilon elsewhere in the formula, and torchao's 8-bit
+/// states differ from bitsandbytes' states.
 const OTHERS: [&str; 37] = [
     "adafactor",
     "adagrad",
@@ -57,8 +57,8 @@ const OTHERS: [&str; 37] = [
     "stable_adamw",
 ];
 
-/// Returns the optimizer that is nearest to one of the Trainer's that does not exist here: one with states of the same size in the same
-/// place. `None` for a name that the Trainer does not have either.
+/// Returns the optimizer of ours that is nearest to an optimizer of the Trainer without a match here: small states stay small, and paged
+/// states stay in a file. `None` for a name that the Trainer does not have either.
 pub fn nearest(name: &str) -> Option<&'static str> {
     let name = underscored(name);
     if !OTHERS.contains(&name.as_str()) {

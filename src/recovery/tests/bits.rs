@@ -140,7 +140,7 @@ fn the_loss_is_the_mean_over_all_predicted_tokens() {
     assert_eq!((both.predicted, one.predicted, other.predicted), (23, 19, 4));
     let mean = (19.0 * one.loss + 4.0 * other.loss) / 23.0;
     assert!((both.loss - mean).abs() < 1e-6, "{} {mean}", both.loss);
-    // The same example twice has the gradient of one.
+    // An example that is given twice has the same gradient and loss.
     let twice = outcome(&[first, first]);
     assert!((twice.norm / one.norm - 1.0).abs() < 1e-5 && twice.loss == one.loss);
 }

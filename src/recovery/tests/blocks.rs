@@ -46,7 +46,7 @@ struct BlockTraining<'a> {
     steps: u64,
 }
 
-/// Trains all layers behind the `finished` ones, and checks that their pruned weights stay +0. Returns the losses of every trained
+/// Trains all layers after the `finished` layers, and checks that their pruned weights stay +0. Returns the losses of every trained
 /// layer, and these layers.
 fn trained_blocks(
     model: &TestModel,
@@ -139,7 +139,7 @@ fn the_merger_writes_the_layer_that_was_trained() {
                 .collect(),
             kept: values.kept(layer).unwrap(),
         };
-        // The best values are merged, not the current ones.
+        // The best values are merged, not the current values.
         trainer.shelf_mut().keep_best().unwrap();
         let best = bits(trainer.shelf());
         for layer in 0..3 {

@@ -10,7 +10,7 @@ use crate::runtime::Clock;
 
 const SEQLEN: usize = 21;
 
-/// Losses and norms of four steps, and the bits of the values behind them by layer and parameter.
+/// Losses and norms of four steps, and the bits of the final values by layer and parameter.
 type Trained = (Vec<(f64, f64)>, Vec<Vec<Vec<u32>>>);
 
 fn trained(model: &TestModel, training: &Training) -> Trained {
@@ -42,7 +42,7 @@ fn a_dense_model_is_learned_from_by_its_share() {
         training
     };
     let (alone, _) = trained(&model, &with(None));
-    // Without a share the loss is that of the tokens, but for the order of sums.
+    // With a share of 0 the loss is the loss of the tokens, but for the order of sums.
     let (unheard, _) = trained(&model, &with(Some((true, 0.0))));
     let [(loss, norm), (other, other_norm)] = [alone[0], unheard[0]];
     assert!((loss - other).abs() < 1e-6 * loss && (norm - other_norm).abs() < 1e-5 * norm);

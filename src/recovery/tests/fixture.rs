@@ -1,4 +1,4 @@
-//! Models to train: `stories260k` as the reference pruned it, and a small one with random weights.
+//! Models to train: `stories260k` as the reference pruned it, and a small model with waves for weights.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::recovery::{
 use crate::run::{Events, MemorySettings};
 use crate::runtime::{Clock, Compute};
 
-/// A pruned model and its dense one.
+/// A pruned model and the dense model.
 pub(super) struct TestModel {
     folder: tempfile::TempDir,
     pub(super) dense: Arc<dyn WeightSource>,
@@ -78,7 +78,7 @@ impl TestModel {
         })
     }
 
-    /// The same pruned model in another dtype, also as the dense one.
+    /// The pruned model in `dtype`, which is also the dense model.
     pub(super) fn in_dtype(&self, dtype: DType) -> Self {
         let file = self.folder.path().join(FILE);
         let tensors = candle_core::safetensors::load(file, &Device::Cpu).unwrap();
@@ -164,7 +164,7 @@ impl TestModel {
     }
 }
 
-/// Low-rank factors as those of the recorded curves.
+/// Low-rank factors as in the recorded curves.
 pub(super) const FACTORS: TrainedForm = TrainedForm::Factors { rank: 8, alpha: 16.0 };
 
 /// The settings of a training.
@@ -174,7 +174,7 @@ pub(super) struct Training {
     pub(super) build: fn(Hyperparameters) -> Box<dyn Optimizer>,
     pub(super) place: ShelfPlace,
     pub(super) masks: Option<Arc<MaskFile>>,
-    /// Layers that stay, and whether one is read ahead.
+    /// Layers that stay, and whether the next layer is read ahead.
     pub(super) reads: (usize, bool),
     pub(super) memory: MemorySettings,
     pub(super) products: Products,
@@ -182,7 +182,7 @@ pub(super) struct Training {
     pub(super) states: DType,
     pub(super) seqlen: usize,
     pub(super) kept_layers: usize,
-    /// Learns from the dense model, or from the pruned one itself, with this share of the loss.
+    /// The teacher, with its share of the loss: the dense model, or for `false` the pruned model itself.
     pub(super) teacher: Option<(bool, f32)>,
 }
 

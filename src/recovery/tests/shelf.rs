@@ -30,7 +30,7 @@ fn trainings(model: &TestModel) -> Vec<Training> {
             let mut training = Training::new(model.part(form), SEQLEN);
             training.part.norms = norms;
             if norms {
-                // 8-bit states where a parameter has 4096 elements or more; the others have f32 states.
+                // 8-bit states where a parameter has 4096 elements or more, else f32 states.
                 training.build = |settings| Box::new(AdamW8bit::new(settings));
             }
             all.push(training);

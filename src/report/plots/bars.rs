@@ -1,4 +1,4 @@
-//! Horizontal bars, each with a name in front and a number behind: time and peak memory per phase.
+//! Horizontal bars, each with a name in front and a number after it: time and peak memory per phase.
 
 use anyhow::Result;
 
@@ -7,16 +7,16 @@ use super::canvas::{self, Anchor, HEADER, INK, SERIES, TEXT, WIDTH, letters, wri
 const ROW: u32 = 26;
 /// Room for names before the bars.
 const NAMES: i32 = 132;
-/// Room for numbers behind the longest bar: `59 min 59 s · 100 %`.
+/// Room for numbers after the longest bar: `59 min 59 s · 100 %`.
 const NUMBERS: i32 = 152;
 
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Bar {
-    /// The name in front of it.
+    /// The name in front of the bar.
     pub(super) name: String,
     /// Its length, at least 0.
     pub(super) value: f64,
-    /// The number written behind it.
+    /// The number written after the bar.
     pub(super) label: String,
 }
 
@@ -40,7 +40,7 @@ pub(super) fn draw(title: &str, unit: &str, color: usize, bars: &[Bar]) -> Resul
             } else {
                 0
             };
-            // The smallest value still gets a line of one pixel.
+            // The smallest value still gets a line of 1 pixel.
             let end = NAMES + length.max(1);
             let (from, to) = ((NAMES, top + 4), (end, top + ROW as i32 - 4));
             write(area, &bar.name, &names, (NAMES - 8, middle))?;

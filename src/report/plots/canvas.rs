@@ -1,7 +1,7 @@
 //! The sheet of every picture: width, colours for light and dark pages, texts, and the description for screen readers.
 //!
 //! plotters writes colours as attributes. Each document carries a style sheet that exchanges them for readers who prefer
-//! dark pages. So one file serves both, alone or inside a page.
+//! dark pages. So a file serves light and dark pages, alone or inside a page.
 
 use std::fmt::Display;
 
@@ -28,7 +28,7 @@ pub(super) const PAPER: RGBColor = RGBColor(0xff, 0xff, 0xff);
 pub(super) const INK: RGBColor = RGBColor(0x1f, 0x23, 0x28);
 /// Units and remarks.
 pub(super) const MUTED: RGBColor = RGBColor(0x57, 0x60, 0x6a);
-/// Lines behind the data.
+/// Grid lines, drawn under the data.
 pub(super) const GRID: RGBColor = RGBColor(0xd8, 0xde, 0xe4);
 
 /// Colours that colour-blind readers can tell apart, after Okabe and Ito; markers differ too.

@@ -118,7 +118,7 @@ impl Grid {
             25..=48 => 18,
             _ => 9,
         };
-        // Numbers on the left keep at least 18 pixels from each other.
+        // Numbers on the left stand at least 18 pixels apart.
         let numbered = (18 / row_height).max(1) as usize;
         let top = HEADER as i32 + SCALE + NAMES;
         let width = (WIDTH as i32 - NUMBERS - 8) / self.columns.len() as i32;

@@ -141,7 +141,7 @@ mod tests {
         assert!(figure.svg.contains("time since the run began, minutes"));
         assert!(figure.svg.contains("memory, MiB"));
         assert!(figure.caption.contains("100.00 MiB"), "{}", figure.caption);
-        // One line per measure; the axes add theirs.
+        // A line per measure; the axes add theirs.
         for color in ["#0072B2", "#D55E00"] {
             let line = format!("stroke=\"{color}\" stroke-width=\"2\" points=");
             assert!(figure.svg.contains(&line), "{}", figure.svg);

@@ -1,4 +1,4 @@
-//! Pictures of runs as SVG text, drawn with plotters: one file per picture.
+//! Pictures of runs as SVG text, drawn with plotters: a file per picture.
 //!
 //! | file | picture |
 //! | --- | --- |
@@ -6,7 +6,7 @@
 //! | `phases` | bars: time per phase |
 //! | `memory` | memory over time, or the peak per phase where no samples were taken |
 //! | `training` | losses and learning rate of a training |
-//! | `perplexity` | perplexity against sparsity, one line per method |
+//! | `perplexity` | perplexity against sparsity, a line per method |
 //! | `canvas`, `scale`, `bars`, `chart` | shared parts: colours and texts, ticks, horizontal bars, lines over axes |
 //!
 //! plotters' SVG backend only guesses the width of a text. So no text is placed by its width: titles and units have rows of their own

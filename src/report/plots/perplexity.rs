@@ -1,4 +1,4 @@
-//! Perplexity against sparsity: one line per method, the dense perplexity as a dashed level.
+//! Perplexity against sparsity: a line per method, the dense perplexity as a dashed level.
 
 use anyhow::Result;
 
@@ -159,7 +159,7 @@ mod tests {
     #[test]
     fn a_single_run_is_a_single_point() {
         let svg = figure_of(&[11.0]).svg;
-        // One marker in the legend, one in the plot.
+        // A marker in the legend and a marker in the plot.
         assert_eq!(svg.matches("<circle").count(), 2, "{svg}");
     }
 }

@@ -1,4 +1,4 @@
-//! Losses and the learning rate of a training by step; of a training layer by layer, one line per layer.
+//! Losses and the learning rate of a training by step; of a training layer by layer, a line per layer.
 
 use anyhow::Result;
 
@@ -63,7 +63,7 @@ fn of_steps(recovery: &RecoveryReport) -> Vec<ChartLine> {
     vec![line("training", trained), ChartLine { is_marked: true, ..line("held out", held) }]
 }
 
-/// Lines of the layers; of a deep model those at equal distances.
+/// Lines of the layers; in a deep model, only of layers at equal distances.
 fn of_layers(manifest: &Manifest) -> Vec<ChartLine> {
     let every = manifest.layers.len().div_ceil(LINES).max(1);
     let layers = manifest.layers.iter().step_by(every);

@@ -1,4 +1,4 @@
-//! A device at work: the fallback ladder of one unit of work on a device with less memory than planned.
+//! A device at work: the fallback ladder of a unit of work on a device with less memory than planned.
 //!
 //! A unit is a matrix that is copied, a sample that passes a layer, or a window at the head. Its results count only once it is whole.
 //!
@@ -6,12 +6,12 @@
 //! reserve the unit's memory, do it
 //!   out of memory → give unused memory back, wait for the device, try once more
 //!   out of memory → in smaller pieces, halved until no piece can be halved
-//!   out of memory → this unit on the CPU; the next one tries the device again
+//!   out of memory → this unit on the CPU; the next unit tries the device again
 //!   three units in a row → smaller pieces that fit the free memory; if none fit, the device pauses until the next layer
 //! ```
 //!
-//! A reservation that the [`Ledger`] refuses and an allocation that the device refuses are one event. Any other error ends the run.
-//! Hidden states that stay on the device are planned there, and none are evicted.
+//! A reservation that the [`Ledger`] refuses and an allocation that the device refuses count as the same event. An error
+//! that is not lack of memory ends the run. Hidden states that stay on the device are planned there, and none are evicted.
 //!
 //! | file | contents |
 //! | --- | --- |
@@ -46,7 +46,7 @@ enum Loaded {
     Nothing,
     /// A layer, and its revision.
     Layer(usize, u64),
-    /// Rows of the head, from this one on.
+    /// Rows of the head, from this row on.
     Head(usize),
 }
 
@@ -71,7 +71,7 @@ pub struct DeviceWorker<'a> {
     /// Bytes reserved for a layer that is copied ahead.
     ahead: ByteSize,
     fallbacks_in_a_row: u32,
-    /// Nothing fits until other weights are loaded.
+    /// Nothing fits until new weights are loaded, or until the Gram matrices are handed on.
     is_paused: bool,
     fallbacks: Vec<FallbackReport>,
 }
@@ -107,7 +107,7 @@ impl<'a> DeviceWorker<'a> {
         }
     }
 
-    /// Reserves `bytes` for a layer that is copied while another one is in use.
+    /// Reserves `bytes` for the next layer, which is copied while the current layer is in use.
     #[must_use]
     pub fn with_prefetch(mut self, bytes: ByteSize) -> Self {
         self.ledger.keep(bytes);
@@ -115,8 +115,8 @@ impl<'a> DeviceWorker<'a> {
         self
     }
 
-    /// Passes one sample through the loaded layer; `None` leaves the sample to the CPU.
-    /// Fails when the device fails for another reason than lack of memory.
+    /// Passes a sample through the loaded layer; `None` leaves the sample to the CPU.
+    /// Fails on a device error that is not lack of memory.
     pub(super) fn forward(
         &mut self,
         phase: Phase,
@@ -135,7 +135,7 @@ impl<'a> DeviceWorker<'a> {
     }
 
     /// Passes a gradient back through the loaded layer; `None` leaves the sample to the CPU, with `gradients` unchanged.
-    /// Fails when the device fails for another reason than lack of memory.
+    /// Fails on a device error that is not lack of memory.
     pub(super) fn backward(
         &mut self,
         sample: usize,
@@ -158,9 +158,9 @@ impl<'a> DeviceWorker<'a> {
         collected.with_context(|| format!("on {}", self.device))
     }
 
-    /// Observes one sample in the loaded layer, with a new observer; `None` leaves the sample to the CPU. The device sums up Gram
+    /// Observes a sample in the loaded layer, with a new observer; `None` leaves the sample to the CPU. The device sums up Gram
     /// matrices of inputs as wide as `grams` says.
-    /// Fails when the device fails for another reason than lack of memory.
+    /// Fails on a device error that is not lack of memory.
     pub(super) fn capture<O: Observer>(
         &mut self,
         sample: usize,
@@ -187,8 +187,8 @@ impl<'a> DeviceWorker<'a> {
         collected.with_context(|| format!("on {}", self.device))
     }
 
-    /// Computes one window's part of the log-sum-exp over the loaded rows of the head; `None` leaves the window to the CPU.
-    /// Fails when the device fails for another reason than lack of memory.
+    /// Computes a window's part of the log-sum-exp over the loaded rows of the head; `None` leaves the window to the CPU.
+    /// Fails on a device error that is not lack of memory.
     pub(super) fn head_window(
         &mut self,
         window: usize,
@@ -206,8 +206,8 @@ impl<'a> DeviceWorker<'a> {
         })
     }
 
-    /// Computes loss and gradient of one sample in the loaded head, which is whole; `None` leaves the sample to the CPU.
-    /// Fails when the device fails for another reason than lack of memory.
+    /// Computes loss and gradient of a sample in the loaded head, which is whole; `None` leaves the sample to the CPU.
+    /// Fails on a device error that is not lack of memory.
     pub(super) fn head_gradient(
         &mut self,
         sample: usize,
@@ -229,7 +229,7 @@ impl<'a> DeviceWorker<'a> {
         move |cut| cut.pass_bytes(&config, seqlen, element)
     }
 
-    /// Does one unit by the ladder of the file's first lines; `None` leaves it to the CPU.
+    /// Does a unit by the ladder of the file's first lines; `None` leaves it to the CPU.
     fn attempt<R>(
         &mut self,
         unit: &str,
@@ -279,7 +279,7 @@ impl<'a> DeviceWorker<'a> {
             self.engine
                 .release()
                 .with_context(|| format!("on {device}, which was out of memory: {unit}"))?;
-            // The memory of a layer copied ahead is free for this one.
+            // The memory of a layer that was copied ahead is free for this unit.
             self.ledger.give_back(std::mem::take(&mut self.ahead));
             if is_first {
                 continue;
@@ -307,7 +307,7 @@ impl<'a> DeviceWorker<'a> {
         self.engine.memory().map_or(free, |memory| free.min(memory.free + self.engine.grams_held()))
     }
 
-    /// Chooses the largest pieces that fit the free memory. Where none fit, the device pauses until other weights are loaded.
+    /// Chooses the largest pieces that fit the free memory. Where none fit, the device pauses until new weights are loaded.
     fn replan(&mut self, bytes: &dyn Fn(&Cut) -> ByteSize) {
         let free = self.observed_free();
         let usable = ByteSize((free.0 as f64 * REPLANNED_SHARE) as u64);

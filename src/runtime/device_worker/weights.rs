@@ -14,8 +14,8 @@ use crate::model::{DecoderLayer, Projection};
 use crate::runtime::engine::Engine;
 
 impl DeviceWorker<'_> {
-    /// Loads a layer unless it is loaded, and returns whether it is. One matrix that does not fit leaves the whole layer to the CPU.
-    /// Fails when the device fails for another reason than lack of memory.
+    /// Loads a layer unless it is loaded, and returns whether it is. A matrix that does not fit leaves the whole layer to the CPU.
+    /// Fails on a device error that is not lack of memory.
     pub(in crate::runtime) fn load_layer(&mut self, layer: &DecoderLayer) -> Result<bool> {
         let wanted = Loaded::Layer(layer.index(), layer.revision());
         if self.loaded == wanted {
@@ -79,7 +79,7 @@ impl DeviceWorker<'_> {
 
     /// X·Wᵀ of a matrix of the loaded layer, in f32 on the device; `None` leaves the product to the CPU. A matrix that was changed is
     /// copied again, and need not be copied for the next pass.
-    /// Fails when the device fails for another reason than lack of memory.
+    /// Fails on a device error that is not lack of memory.
     pub(in crate::runtime) fn product(
         &mut self,
         layer: &DecoderLayer,
@@ -98,7 +98,7 @@ impl DeviceWorker<'_> {
     }
 
     /// Loads some rows of the head, as [`DeviceWorker::load_layer`] loads a layer.
-    /// Fails when the device fails for another reason than lack of memory.
+    /// Fails on a device error that is not lack of memory.
     pub(in crate::runtime) fn load_head(&mut self, chunk: &HeadChunk<'_>) -> Result<bool> {
         let wanted = Loaded::Head(chunk.rows.start);
         if self.loaded == wanted {
@@ -124,7 +124,7 @@ impl DeviceWorker<'_> {
         Ok(taken)
     }
 
-    /// Drops the last layer. The layer that was copied ahead becomes the current one.
+    /// Drops the last layer. The layer that was copied ahead becomes the current layer.
     pub(in crate::runtime) fn begin_layer(&mut self) {
         self.drop_weights();
         self.engine.adopt();
@@ -165,7 +165,7 @@ impl DeviceWorker<'_> {
     }
 
     /// Chooses the lowest scores |w_ij| · norm_j of a matrix of the loaded layer: the bits of a mask; `None` leaves the choice to the CPU.
-    /// Fails when the device fails for another reason than lack of memory.
+    /// Fails on a device error that is not lack of memory.
     pub(in crate::runtime) fn choose_lowest(
         &mut self,
         layer: &DecoderLayer,

@@ -1,8 +1,8 @@
 //! NVIDIA GPUs: their list, the counters of their memory pools, and the errors that mean lack of memory.
 //!
 //! Allocations are stream-ordered: they come from the device's default pool, which keeps freed memory until it is told to give
-//! it back ([`release`]) or until the device has no other memory. The pool's counters are exact. "Free on the device" is not, as
-//! long as the pool keeps freed memory.
+//! it back ([`release`]) or until the device has no memory left outside the pool. The pool's counters are exact. "Free on the device" is
+//! not, as long as the pool keeps freed memory.
 
 use std::error::Error;
 use std::ffi::c_void;
@@ -40,8 +40,8 @@ pub struct FoundGpu {
 }
 
 /// Copies a matrix onto a GPU on a separate stream, so that the transfer overlaps computing. Returns when the copy is complete. Only
-/// products may read the copy: freeing it waits for the events that a product records on the GPU's main stream. candle's other operators
-/// record no events, so a tensor that is cast must not come from here.
+/// products may read the copy: freeing it waits for the events that a product records on the GPU's main stream. Of candle's operators, only
+/// products record events, so a tensor that is cast must not come from here.
 pub fn copy_on_separate_stream(matrix: &StoredMatrix, device: &Device) -> Result<Tensor> {
     let Ok(cuda) = device.as_cuda_device() else {
         return copy(matrix, device);
@@ -65,7 +65,7 @@ pub fn copy_on_separate_stream(matrix: &StoredMatrix, device: &Device) -> Result
 pub struct PinnedBuffers(Arc<Mutex<Vec<PinnedHostSlice<f64>>>>);
 
 impl PinnedBuffers {
-    /// Begins a copy of values to the host, behind the work that the GPU has been given so far; `None` for another device.
+    /// Begins a copy of values to the host, after the work that the GPU has been given so far; `None` for values that are not on a GPU.
     ///
     /// # Errors
     /// Fails when the driver has no page-locked memory, or the GPU has failed.
@@ -83,7 +83,7 @@ impl PinnedBuffers {
             Some(at) => free.swap_remove(at),
             None => {
                 #[expect(unsafe_code, reason = "memory without a value")]
-                // SAFETY: the elements up to `count` are written by the copy before anything reads them, and no others are read.
+                // SAFETY: the elements up to `count` are written by the copy before anything reads them, and nothing reads beyond them.
                 unsafe {
                     stream.context().alloc_pinned_with_flags::<f64>(count, 0)?
                 }
@@ -126,7 +126,7 @@ fn look_for_gpus() -> Vec<FoundGpu> {
         });
         match found {
             Ok(gpu) => gpus.push(gpu),
-            // Indices must be those of the driver, so a GPU that does not answer stays in the list, without memory.
+            // Indices must be the driver's, so a GPU that does not answer stays in the list, without memory.
             Err(error) => gpus.push(FoundGpu {
                 name: format!("unusable: {error}"),
                 free: ByteSize::ZERO,
@@ -146,7 +146,7 @@ pub fn open(index: usize) -> Result<Device> {
         let mut keep_all = u64::MAX;
         with_pool(cuda, |pool| {
             #[expect(unsafe_code, reason = "a call into the CUDA driver")]
-            // SAFETY: the pool is the device's default one, which lives as long as the context; the attribute is a u64, and
+            // SAFETY: this is the device's default pool, which lives as long as the context; the attribute is a u64, and
             // the driver copies it before it returns.
             unsafe {
                 mem_pool::set_attribute(
@@ -180,14 +180,14 @@ fn with_pool<R>(
 fn counter(pool: CUmemoryPool, attribute: CUmemPool_attribute) -> Result<ByteSize, DriverError> {
     let mut value = 0u64;
     #[expect(unsafe_code, reason = "a call into the CUDA driver")]
-    // SAFETY: the pool is a device's default one; all attributes asked for here are u64.
+    // SAFETY: this is a device's default pool; all attributes asked for here are u64.
     unsafe {
         mem_pool::get_attribute(pool, attribute, (&raw mut value).cast::<c_void>())?;
     }
     Ok(ByteSize(value))
 }
 
-/// Returns the counters of a GPU; `None` for another device, and for a GPU without a memory pool.
+/// Returns the counters of a GPU; `None` for a device that is not a GPU, and for a GPU without a memory pool.
 pub fn memory(device: &Device) -> Option<DeviceMemory> {
     let cuda = device.as_cuda_device().ok()?;
     let stream = cuda.cuda_stream();
@@ -219,7 +219,7 @@ pub fn reset_peaks(device: &Device) {
         let mut zero = 0u64;
         with_pool(cuda, |pool| {
             #[expect(unsafe_code, reason = "a call into the CUDA driver")]
-            // SAFETY: as in `open`; 0 is the one value these attributes may be set to.
+            // SAFETY: as in `open`; 0 is the only value these attributes may be set to.
             unsafe {
                 mem_pool::set_attribute(pool, attribute, (&raw mut zero).cast::<c_void>())
             }
@@ -238,7 +238,7 @@ pub fn release(device: &Device) -> Result<()> {
     cuda.cuda_stream().context().synchronize()?;
     with_pool(cuda, |pool| {
         #[expect(unsafe_code, reason = "a call into the CUDA driver")]
-        // SAFETY: the pool is the device's default one; memory in use is not touched.
+        // SAFETY: this is the device's default pool; memory in use is not touched.
         unsafe {
             mem_pool::trim_to(pool, 0)
         }
@@ -246,8 +246,8 @@ pub fn release(device: &Device) -> Result<()> {
     Ok(())
 }
 
-/// cuBLAS allocates its workspace at the first product. Where that fails it returns one of these codes, of which only the first
-/// names the cause. An error with another cause is not hidden: [`release`] follows, waits for the device and returns its error.
+/// cuBLAS allocates its workspace at the first product. Where that fails it returns any of these codes, of which only the first
+/// names the cause. An error with a different cause is not hidden: [`release`] follows, waits for the device and returns its error.
 const CUBLAS_WITHOUT_MEMORY: [cublasStatus_t; 3] = [
     cublasStatus_t::CUBLAS_STATUS_ALLOC_FAILED,
     cublasStatus_t::CUBLAS_STATUS_NOT_INITIALIZED,
@@ -255,7 +255,7 @@ const CUBLAS_WITHOUT_MEMORY: [cublasStatus_t; 3] = [
 ];
 
 /// Returns whether an error means that a device has no memory left, by its type and code: the driver's code 2, and codes of
-/// cuBLAS and cuRAND. A dead context (an illegal address, a failed launch) has other codes.
+/// cuBLAS and cuRAND. A dead context (an illegal address, a failed launch) has different codes.
 pub fn is_out_of_memory(error: &(dyn Error + 'static)) -> bool {
     if let Some(error) = error.downcast_ref::<CandleError>() {
         return match error {

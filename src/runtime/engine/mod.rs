@@ -1,8 +1,8 @@
-//! Engines compute decoder layers in place of the CPU: a GPU, or a simulated one.
+//! Engines compute decoder layers in place of the CPU: a GPU, or a simulated GPU.
 //!
 //! | file | story |
 //! | --- | --- |
-//! | `on_candle` | candle's operators on one of its devices: CUDA |
+//! | `on_candle` | candle's operators on a candle device: CUDA |
 //! | `simulated` | the host's own arithmetic, for tests of placement and fallback without a GPU |
 //! | `cuda` | GPUs by number, their memory counters, the classes of their errors; only with the feature `cuda` |
 
@@ -26,10 +26,10 @@ pub use simulated::Simulated;
 
 /// An engine computes with one layer at a time. The caller keeps the account of its memory.
 pub trait Engine: Send {
-    /// Drops the layer before and makes room for this one.
+    /// Drops the last layer and makes room for `layer`.
     ///
     /// # Errors
-    /// Fails when the device has no memory, or for another reason.
+    /// Fails when the device fails, mostly for lack of memory.
     fn begin(&mut self, layer: &DecoderLayer) -> Result<()>;
 
     /// X·Wᵀ of a matrix of the current layer, in f32 and without its bias; X is `[tokens, in_features]` from the host. `None` from an
@@ -41,8 +41,8 @@ pub trait Engine: Send {
         Ok(None)
     }
 
-    /// Chooses the lowest scores |w_ij| · norm_j of a matrix of the current layer: the bits of a mask, equal to the host's. `None` leaves the
-    /// choice to the host.
+    /// Chooses the lowest scores |w_ij| · norm_j of a matrix of the current layer: the bits of a mask, equal to the host's. `None` leaves
+    /// the choice to the host.
     ///
     /// # Errors
     /// Fails when the device fails, mostly for lack of memory.
@@ -64,10 +64,10 @@ pub trait Engine: Send {
         Ok(false)
     }
 
-    /// Copies one matrix of the current layer, in place of an earlier revision.
+    /// Copies a matrix of the current layer, in place of an earlier revision.
     fn take_up(&mut self, layer: &DecoderLayer, projection: Projection) -> Result<()>;
 
-    /// Passes one sample through the layer: `[seqlen, hidden_size]` on the host or the device in, the same shape out; an engine that
+    /// Passes a sample through the layer: `[seqlen, hidden_size]` on the host or the device in, the same shape out; an engine that
     /// keeps hidden states leaves it on the device.
     fn forward(&mut self, layer: &DecoderLayer, state: &Tensor, cut: &Cut) -> Result<Tensor>;
 
@@ -79,9 +79,8 @@ pub trait Engine: Send {
         Ok(())
     }
 
-    /// Calls `observer` with the inputs of one sample at the observation points, as far as it wants rows; it gets sums from what is
-    /// returned. Gram matrices are complete after
-    /// [`Engine::collect_grams`]; a call that fails does not change them.
+    /// Calls `observer` with the inputs of a sample at the observation points, as far as it wants rows. The caller shows it the returned
+    /// sums. Gram matrices are complete after [`Engine::collect_grams`]; a call that fails does not change them.
     fn capture(
         &mut self,
         layer: &DecoderLayer,
@@ -99,7 +98,7 @@ pub trait Engine: Send {
     /// Fails when the device has failed in the meantime.
     fn collect_grams(&mut self, take: &mut TakeGram<'_>) -> Result<()>;
 
-    /// Passes the gradient of one sample's output back through the layer: `[seqlen, hidden_size]` on the host in and out. The gradients
+    /// Passes the gradient of a sample's output back through the layer: `[seqlen, hidden_size]` on the host in and out. The gradients
     /// of what is trained are added to `gradients` now, or by [`Engine::collect_gradients`].
     ///
     /// # Arguments
@@ -118,10 +117,10 @@ pub trait Engine: Send {
     /// Fails when the device has failed in the meantime.
     fn collect_gradients(&mut self, gradients: &mut LayerGradients) -> Result<()>;
 
-    /// Copies the norm and some rows of the head. They replace a layer or other rows.
+    /// Copies the norm and some rows of the head. They replace a layer or earlier rows.
     fn begin_head(&mut self, chunk: &HeadChunk<'_>) -> Result<()>;
 
-    /// Computes one window's part of the log-sum-exp over those rows.
+    /// Computes a window's part of the log-sum-exp over the copied rows.
     fn head_window(
         &mut self,
         chunk: &HeadChunk<'_>,
@@ -130,8 +129,8 @@ pub trait Engine: Send {
         cut: &Cut,
     ) -> Result<Vec<LogSumExpPart>>;
 
-    /// Computes the loss of one sample from the whole head, Σ −ln p of the targets, and the gradient of `scale` times it with respect to
-    /// the sample: `[seqlen, hidden_size]` on the host in and out.
+    /// Computes the loss of a sample from the whole head, Σ −ln p of the targets, and the gradient of `scale` times the loss with respect
+    /// to the sample: `[seqlen, hidden_size]` on the host in and out.
     fn head_gradient(
         &mut self,
         chunk: &HeadChunk<'_>,
@@ -141,10 +140,10 @@ pub trait Engine: Send {
         cut: &Cut,
     ) -> Result<(f64, Tensor)>;
 
-    /// Returns a function that copies layers onto the device while others are in use; `None` for an engine without copies.
+    /// Returns a function that copies layers onto the device while earlier layers are in use; `None` for an engine without copies.
     fn copies_ahead(&self) -> Option<CopyAhead>;
 
-    /// Keeps the layer that was copied ahead for [`Engine::begin`], so that the next one can be copied.
+    /// Keeps the layer that was copied ahead for [`Engine::begin`], so that the next layer can be copied.
     fn adopt(&mut self);
 
     /// Drops layer and head.
@@ -166,7 +165,7 @@ pub trait Engine: Send {
     fn memory(&self) -> Option<DeviceMemory>;
 }
 
-/// Copies a layer that has just been read. The engine uses the copy when the layer becomes the current one.
+/// Copies a layer that has just been read. The engine uses the copy when the layer becomes the current layer.
 pub type CopyAhead = Box<dyn Fn(&DecoderLayer) + Send + Sync>;
 
 /// A device's memory, as its driver counts it.
@@ -211,7 +210,7 @@ pub enum OutOfMemory {
 }
 
 impl OutOfMemory {
-    /// Classifies an error by its type and code, never by its text; `None` for every other error.
+    /// Classifies an error by its type and code, never by its text; `None` for an error that is not lack of memory.
     pub fn of(error: &anyhow::Error) -> Option<Self> {
         for cause in error.chain() {
             if let Some(refused) = cause.downcast_ref::<Refused>() {

@@ -1,4 +1,4 @@
-//! Layers and head computed by candle's operators on one of its devices. With the feature `cuda` that is a GPU; tests use the CPU.
+//! Layers and head computed by candle's operators on a candle device. With the feature `cuda` this is a GPU; tests use the CPU.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -42,7 +42,7 @@ pub struct OnCandle {
     ahead: Arc<Ahead>,
 }
 
-/// A layer that is copied while another one is in use, by the thread that reads it.
+/// The next layer, copied by the thread that reads it while the current layer is in use.
 #[derive(Debug, Default)]
 struct Ahead {
     layer: Mutex<Option<DeviceLayer>>,
@@ -239,7 +239,7 @@ impl Engine for OnCandle {
                 }
                 Ok(copied)
             })();
-            // A failed copy, above all for lack of memory, is tried again with the ladder when the layer becomes the current one.
+            // A failed copy, above all for lack of memory, is tried again with the ladder when the layer becomes the current layer.
             if let Ok(copied) = copied {
                 ahead.put(copied);
             }

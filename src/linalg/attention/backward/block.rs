@@ -1,4 +1,4 @@
-//! One block of queries of a head: scores, probabilities, and the gradients that follow from them.
+//! A block of queries of a head: scores, probabilities, and the gradients that follow from them.
 
 use std::ops::Range;
 
@@ -300,7 +300,7 @@ impl WithSimd for ScoreSoftmax<'_> {
     }
 }
 
-/// gradients ← probabilities ∘ (gradients − shared)·scale of the first `some` keys, and 0 for the others, which no query sees.
+/// gradients ← probabilities ∘ (gradients − shared)·scale of the first `some` keys, and 0 for later keys, which no query sees.
 struct ScoreGradients<'a> {
     /// `[queries, keys]`, rows `seen` elements apart.
     probabilities: &'a [f32],

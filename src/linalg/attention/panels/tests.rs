@@ -1,11 +1,11 @@
-//! Panels of blocks of any CPU against each other.
+//! Comparison of the panels that blocks of different CPUs give.
 
 use super::super::super::product::Kernel;
 use super::super::super::rectangles;
 use super::super::causal;
 use super::*;
 
-/// Blocks of another shape than this CPU's: those of AVX-512, of narrower registers.
+/// Compares the blocks of AVX-512 and of narrower registers with this CPU's own blocks.
 #[cfg(target_arch = "x86_64")]
 #[test]
 fn blocks_of_any_shape_give_the_same_bits() {
@@ -57,7 +57,7 @@ fn blocks_of_any_shape_give_the_same_bits() {
     assert_eq!(narrow, here);
 }
 
-/// The same in plain loops: the bits every CPU computes that multiplies and adds in one step.
+/// Compares panels with plain loops, which give the same bits on every CPU that multiplies and adds in one step.
 #[test]
 fn panels_have_the_bits_of_plain_loops() {
     let heads = Heads { num_heads: 2, num_key_value_heads: 1, head_dim: 20 };

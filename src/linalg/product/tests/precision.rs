@@ -117,7 +117,7 @@ fn rounding_is_that_of_the_half_crate() {
 
 /// Every packing of rows on this CPU gives the bits of [`take_part`], or zero for a subnormal number.
 fn parts_are_taken_one_by_one<const PARTS: usize>() {
-    // Whole steps and the beginning of one more; more rows than a tile, fewer than a block.
+    // Three whole steps and the beginning of a fourth; more rows than a tile, fewer than a block.
     let (rows, inner) = (19, 3 * 32 + 5);
     let mut values = numbers(rows * inner, 11);
     let odd = [
@@ -135,7 +135,7 @@ fn parts_are_taken_one_by_one<const PARTS: usize>() {
         -1.5e-36,
         65504.0,
     ];
-    // One to a line, and all in one.
+    // Each number in a row of its own, and all numbers in the last row.
     for (at, odd) in odd.into_iter().enumerate() {
         values[at * inner + 7 * at % 96] = odd;
         values[(rows - 1) * inner + 32 + at] = odd;

@@ -41,7 +41,7 @@ fn factors_read_by_columns_give_the_bits_of_those_read_by_rows() {
                 for (at, (sum, plain)) in sum.iter().zip(&plain).enumerate() {
                     let is_gap = at % stride >= columns;
                     let expected = if is_gap { 0.5 } else { 0.5 + plain };
-                    // Up to 1100 products below 1 in another order.
+                    // Up to 1100 products below 1, summed in a different order.
                     assert!((sum - expected).abs() < 1e-4, "{kernel:?}: {sum} {expected}");
                 }
             }

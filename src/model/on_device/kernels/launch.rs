@@ -65,14 +65,14 @@ fn blocks(count: usize, threads: usize) -> LaunchConfig {
     }
 }
 
-/// Launches a kernel with its arguments, which must be those of its signature.
+/// Launches a kernel with its arguments, which must match its signature.
 macro_rules! launch {
     ($device:expr, $kernel:expr, $blocks:expr, $($argument:expr),+) => {{
         let (stream, kernel) = ($device.cuda_stream(), $kernel);
         let mut builder = stream.launch_builder(&kernel);
         $(builder.arg($argument);)+
         #[expect(unsafe_code, reason = "a launch of a kernel")]
-        // SAFETY: the arguments are those of the kernel's signature in kernels.cu, and the sizes among them are those of the operands,
+        // SAFETY: the arguments match the kernel's signature in kernels.cu, and the sizes among them are the sizes of the operands,
         // which the callers have taken from their layouts; a kernel reads and writes within these sizes.
         unsafe {
             builder.launch($blocks)
@@ -180,7 +180,7 @@ pub(super) fn column_sums<T: LaunchValue>(
     let kernel = kernel::<T>("column_sums", &device)?;
     let x = x.as_cuda_slice::<T>()?.slice(at);
     #[expect(unsafe_code, reason = "memory without a value")]
-    // SAFETY: the kernel writes both sums of every column before anything reads one.
+    // SAFETY: the kernel writes both sums of every column before anything reads a sum.
     let mut out = unsafe { device.alloc::<f64>(2 * columns)? };
     let blocks = blocks(columns.div_ceil(COLUMNS), OF_COLUMNS);
     let [rows, columns] = [rows, columns].map(|size| size as i32);
@@ -188,7 +188,7 @@ pub(super) fn column_sums<T: LaunchValue>(
     Ok(CudaStorage::wrap_cuda_slice(out, device))
 }
 
-/// `lowest_of_rows_*` or `lowest_of_groups_*`: a word for 32 columns, and one more.
+/// `lowest_of_rows_*` or `lowest_of_groups_*`: a word for 32 columns, and a last word that becomes 1 if a score is not finite.
 pub(super) fn lowest<T: LaunchValue>(
     (weight, weight_at): Operand<'_>,
     (norms, norms_at): Operand<'_>,

@@ -8,7 +8,7 @@
 //! silu_times    x ← silu(x) · y
 //! add           x ← x + y
 //! column_sums   Σ_t x_tj² and Σ_t x_tj, in f64
-//! lowest        bits of the lowest |w_ij|·norm_j of every row or group, of equal ones the lower columns; the host's bits
+//! lowest        bits of the lowest |w_ij|·norm_j of every row or group, on ties the lower columns; the host's bits
 //! zero          w ← 0 where a bit is set
 //! ```
 //!
