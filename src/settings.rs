@@ -27,7 +27,7 @@ use crate::pipeline::{Flow, ObservationOrder, Propagation, Selection};
 use crate::pruning::{self, MethodOptions, Pattern, Technique};
 use crate::runtime::Side;
 pub use device::{DeviceChoice, DeviceMapChoice, DeviceSettings, check_device};
-pub use grid::{Deal, GridSettings, GridShard};
+pub use grid::{GridSettings, GridShard, ShardOrder};
 pub use layer_drop::{DropCount, LayerDropSettings};
 pub use merge::{
     MajorityOf, MergeEval, MergeSemantics, MergeSettings, PIECE_ELEMENTS, RecipeSettings,

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use prune::recipe::{BaseModel, Declaration, ModelShape, Otherwise, Parameter, Recipe};
+use prune::recipe::{BaseModel, Declaration, ModelShape, WhenMissing, Parameter, Recipe};
 
 /// A method with a base and parameters of both kinds, and one without.
 const METHODS: &[Declaration] = &[
@@ -12,19 +12,19 @@ const METHODS: &[Declaration] = &[
         base_model: BaseModel::Required,
         models: 1..=usize::MAX,
         per_model: &[
-            (Parameter::Weight, Otherwise::Required),
-            (Parameter::Density, Otherwise::Is(1.0)),
+            (Parameter::Weight, WhenMissing::Required),
+            (Parameter::Density, WhenMissing::Is(1.0)),
         ],
         shared: &[
-            (Parameter::Normalize, Otherwise::Is(1.0)),
-            (Parameter::Lambda, Otherwise::Is(1.0)),
+            (Parameter::Normalize, WhenMissing::Is(1.0)),
+            (Parameter::Lambda, WhenMissing::Is(1.0)),
         ],
     },
     Declaration {
         name: "passthrough",
         base_model: BaseModel::Optional,
         models: 1..=1,
-        per_model: &[(Parameter::Scale, Otherwise::Absent)],
+        per_model: &[(Parameter::Scale, WhenMissing::Absent)],
         shared: &[],
     },
 ];

@@ -2,73 +2,27 @@
 
 use anyhow::{Context, Result};
 
-use super::given::Given;
+use super::inputs::RunInputs;
 use super::opened::OpenedModel;
 use super::outputs::Outputs;
+use super::pass::settle_pass;
 use super::resolved::Pruning;
-use super::settle::{Job, Settled};
+use super::session::Session;
 use super::streams::Streams;
 use crate::bytes::ByteSize;
-use crate::failure::Failure;
 use crate::model::Projection;
 use crate::pipeline::Observed;
 use crate::pipeline::allocate::{AllocationMeter, MeasuredLayers, followed_bytes};
 use crate::pipeline::allocation::{Allocation, OUTLIERS, error_ratios, grid, owl_ratios};
 use crate::pipeline::trial::{CANDIDATES, Trial};
-use crate::pruning::Pattern;
 use crate::pruning::statistics::column_squares::ColumnSquaresKind;
 use crate::run::Events;
 use crate::run::allocation::{AllocationReport, TriedRatios};
 use crate::runtime::HiddenStates;
-use crate::settings::{EvalSides, OutputSettings, Settings, SparsitySettings};
+use crate::settings::{EvalSides, OutputSettings, Settings};
 
 /// Ratios per line of a message.
 const RATIOS_PER_LINE: usize = 8;
-
-/// Checks the flags of the allocation.
-///
-/// # Errors
-/// Fails with exit code 2 for flags that contradict the allocation or that it does not read.
-pub(super) fn check(sparsity: &SparsitySettings) -> Result<(), Failure> {
-    let (allocate, selection) = (sparsity.allocate, &sparsity.selection);
-    let name = allocate.name();
-    if sparsity.owl_outliers.is_some() && allocate != Allocation::Owl {
-        return Err(Failure::usage("--owl-outliers belongs to --allocate owl")
-            .hint("add --allocate owl, or leave --owl-outliers out"));
-    }
-    if allocate == Allocation::Uniform {
-        return match sparsity.ratio_band {
-            None => Ok(()),
-            Some(_) => Err(Failure::usage("--ratio-band belongs to --allocate owl or error")
-                .hint("add --allocate error, or leave --ratio-band out")),
-        };
-    }
-    if selection.layer_ratios.is_some() {
-        return Err(Failure::usage(format!("--allocate {name} contradicts --layer-ratios"))
-            .detail("both say the ratio of every layer")
-            .hint("leave one of them out"));
-    }
-    if selection.sparsity_type != Pattern::Unstructured {
-        let pattern = selection.sparsity_type;
-        return Err(Failure::usage(format!(
-            "--allocate {name} cannot be combined with the {pattern} pattern"
-        ))
-        .detail("an N:M pattern fixes the ratio of every layer")
-        .hint("leave --allocate out"));
-    }
-    let band = allocate.band(sparsity.ratio_band);
-    if !(band > 0.0 && band < 0.5) {
-        return Err(Failure::usage(format!("--ratio-band is {band}"))
-            .hint("use a number between 0 and 0.5, like 0.08"));
-    }
-    match sparsity.owl_outliers {
-        Some(outliers) if !(outliers > 1.0 && outliers.is_finite()) => {
-            Err(Failure::usage(format!("--owl-outliers is {outliers}"))
-                .hint("use a multiple of the mean score above 1, like 5"))
-        }
-        _ => Ok(()),
-    }
-}
 
 /// Gives the pruning part of a run its ratios: the ratios that an earlier process measured, or new ratios.
 ///
@@ -116,14 +70,11 @@ fn ratios(
     let calibration = measuring.calibration.as_ref();
     let calibration = calibration.context("layers are measured with samples")?;
     let kept = kept_bytes(sparsity.allocate, &model, calibration.nsamples as usize);
-    let given = Given {
+    let given = RunInputs {
         observes: Some(Observed { kind: Some(&ColumnSquaresKind), kept }),
-        ..Given::default()
+        ..RunInputs::default()
     };
-    let settled = Job::settle_opened(measuring, model, given, events)?;
-    let Settled::Job(job) = settled else {
-        return Err(anyhow::anyhow!("a measuring pass has no record"));
-    };
+    let job = settle_pass(measuring, model, given, events)?;
     let allocation = sparsity.allocate;
     events.note(format!("measuring the dense layers for --allocate {}", allocation.name()));
     let mut streams = Streams::embed(&job, &Outputs::default(), events)?;
@@ -165,7 +116,7 @@ fn ratios(
     let report =
         AllocationReport { rule: allocation.name().to_string(), points, measured, tried, ratios };
     drop(streams);
-    let Job { model, .. } = *job;
+    let Session { model, .. } = *job;
     Ok((model, report))
 }
 
@@ -192,7 +143,7 @@ fn kept_bytes(allocation: Allocation, model: &OpenedModel, samples: usize) -> By
 /// # Errors
 /// Fails when a layer, the head or a hidden state cannot be read.
 fn try_out(
-    job: &Job,
+    job: &Session,
     streams: &mut Streams<'_>,
     candidates: [(Allocation, Vec<f64>); CANDIDATES],
     embedded: HiddenStates,

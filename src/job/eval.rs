@@ -2,12 +2,13 @@
 
 use anyhow::{Context, Result};
 
-use super::given::Given;
+use super::inputs::RunInputs;
 use super::outputs::Outputs;
 use super::profile;
 use super::record::RunResults;
 use super::recorder::Recorder;
-use super::settle::{Job, Settled};
+use super::session::RunStart;
+use super::settle::settle;
 use super::streams::Streams;
 use crate::run::{Events, Manifest};
 use crate::settings::Settings;
@@ -18,7 +19,7 @@ use crate::settings::Settings;
 /// Fails for everything that can be wrong with settings, checkpoint and text, and where a layer cannot be read.
 pub fn eval(settings: Settings, events: &dyn Events) -> Result<Manifest> {
     let recorder = Recorder::new(events);
-    let Settled::Job(job) = Job::settle(settings, Given::default(), &recorder)? else {
+    let RunStart::Session(job) = settle(settings, RunInputs::default(), &recorder)? else {
         return Err(anyhow::anyhow!("only a run that prunes can have finished before"));
     };
     job.announce(&recorder);

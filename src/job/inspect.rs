@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 
-use super::record::parameters;
+use super::model_report::parameters;
 use super::{located, published};
 use crate::bytes::{LARGEST_RECORD, read_whole};
 use crate::checkpoint::{Checkpoint, MERGING_FILE};

@@ -9,11 +9,12 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 
 use super::folder::RunFolder;
-use super::given::Given;
-use super::opened::{OpenedModel, WholeModel};
+use super::inputs::RunInputs;
+use super::model_report::parameters;
+use super::opened::{OpenedModel, ScoringPass, WholeModel};
 use super::outputs::Outputs;
-use super::record::parameters;
-use super::settle::{Job, Settled};
+use super::pass::settle_pass;
+use super::session::Session;
 use super::streams::Streams;
 use crate::checkpoint::CONFIG_FILE;
 use crate::failure::Failure;
@@ -24,8 +25,8 @@ use crate::pipeline::layer_drop::{LayerScores, bound, choose, choose_automatical
 use crate::pipeline::layer_scores::{self, LayerMeter};
 use crate::pruning::Pattern;
 use crate::run::manifest::PerplexityReport;
-use crate::run::{Events, LayerDropReport, Plan};
-use crate::runtime::{Side, SweepReport};
+use crate::run::{Events, LayerDropReport};
+use crate::runtime::Side;
 use crate::settings::{
     DropCount, EvalSides, LayerDropSettings, OutputSettings, Settings, SparsitySettings,
 };
@@ -38,12 +39,6 @@ const ONLY_LAYER: &str = "a model of one layer cannot lose it; leave --drop-laye
 
 /// The rule in the record of layers that the user named.
 const NAMED: &str = "name";
-
-/// The plan and the devices of a scoring pass.
-pub(super) struct ScoringPass {
-    pub(super) plan: Plan,
-    pub(super) swept: SweepReport,
-}
 
 /// Checks the flags against a model, and returns its configuration with as few layers as the choice can leave.
 ///
@@ -208,11 +203,8 @@ fn score(
         kind: None,
         kept: layer_scores::bytes(&model.config, nsamples, model.seqlen, longest),
     };
-    let given = Given { observes: Some(observes), ..Given::default() };
-    let settled = Job::settle_opened(scoring, model, given, events)?;
-    let Settled::Job(job) = settled else {
-        return Err(anyhow::anyhow!("a scoring pass has no record"));
-    };
+    let given = RunInputs { observes: Some(observes), ..RunInputs::default() };
+    let job = settle_pass(scoring, model, given, events)?;
     events.note("scoring the layers of the dense model".to_string());
     job.announce(events);
     let mut streams = Streams::embed(&job, &Outputs::default(), events)?;
@@ -224,7 +216,7 @@ fn score(
     let scores = meter.into_scores();
     let dense = streams.perplexities(&job).dense;
     drop(streams);
-    let Job { model, plan, .. } = *job;
+    let Session { model, plan, .. } = *job;
     Ok(Scored { model, scores, dense, pass: ScoringPass { plan, swept } })
 }
 

@@ -9,7 +9,8 @@
 //! | `merge` | `prune merge`: settle → outputs → pass → finish → record |
 //! | `generate`, `inspect`, `plan`, `demo`, `quantize` | the other commands |
 //! | `settle` | everything that can be wrong is checked, and nothing is written |
-//! | `given` | results of other runs, and the sweep that a run shares with them |
+//! | `session`, `pass` | what a settled run has; a pass that only measures |
+//! | `inputs` | results of other runs, and the sweep that a run shares with them |
 //! | `opened`, `located` | the checkpoint, from a folder or the hub |
 //! | `texts` | texts found, then turned into token ids |
 //! | `planned`, `machine` | threads, GPUs and memory; the three stages of planning |
@@ -19,6 +20,7 @@
 //! | `streams` | samples and windows, and the sweep they pass |
 //! | `layer_drop`, `width_drop` | the passes that make a smaller model the source of the run |
 //! | `published` | the files beside the weights that strangers read: `pruning.json` and the model card |
+//! | `device_records`, `model_report` | facts that records and comparisons of runs share |
 //! | `record`, `profile`, `recorder` | `run.json`, the profile in it, the warnings of a run |
 //! | `interruption` | messages for a run that ends early |
 //! | `allocate` | the pass that decides the ratios of layers: samples through the dense model, before anything is pruned |
@@ -28,20 +30,23 @@
 
 mod allocate;
 pub mod demo;
+mod device_records;
 mod disk_room;
 pub mod eval;
 pub mod folder;
 pub mod generate;
-mod given;
 pub mod grid;
+mod inputs;
 pub mod inspect;
 mod interruption;
 mod layer_drop;
 mod located;
 pub mod machine;
 mod merge;
+mod model_report;
 mod opened;
 mod outputs;
+mod pass;
 pub mod plan;
 pub mod plan_recover;
 mod planned;
@@ -55,6 +60,7 @@ mod recorder;
 pub mod recover;
 mod resolved;
 mod same_run;
+mod session;
 mod settle;
 mod streams;
 mod texts;

@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use anyhow::Result;
 
-use super::layer_drop::ScoringPass;
 use super::located::{self, HubModel};
 use super::machine;
 use crate::bytes::ByteSize;
@@ -17,9 +16,15 @@ use crate::model::{DecoderLayer, Dtypes, Embedding, Head, ModelConfig};
 use crate::pipeline::{Flow, RunShape};
 use crate::quantized::QuantizedSource;
 use crate::run::manifest::PerplexityReport;
-use crate::run::{Events, LayerDropReport, Moment, Phase, WidthDropReport};
-use crate::runtime::Clock;
+use crate::run::{Events, LayerDropReport, Moment, Phase, Plan, WidthDropReport};
+use crate::runtime::{Clock, SweepReport};
 use crate::settings::{ComputeDtype, DeviceSettings, ModelSettings, SEQLEN, check_device};
+
+/// The plan and the devices of a pass that measured the model.
+pub(super) struct ScoringPass {
+    pub(super) plan: Plan,
+    pub(super) swept: SweepReport,
+}
 
 /// A checkpoint opened for a run.
 pub(super) struct OpenedModel {

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use anyhow::Result;
 
-use super::given::Given;
+use super::inputs::RunInputs;
 use super::opened::OpenedModel;
 use super::planned::Planning;
 use super::same_run;
-use super::settle::sides_left;
+use super::session::sides_left;
 use super::texts::{TextSources, Texts};
 use crate::data::Examples;
 use crate::data::footprint::{self, Encoding, TokenizerSize};
@@ -49,7 +49,7 @@ pub(super) fn texts_and_plan(
     model: &OpenedModel,
     planning: &Planning<'_>,
     mut shape: RunShape<'_>,
-    given: &Given<'_>,
+    given: &RunInputs<'_>,
     events: &dyn Events,
 ) -> Result<(Arc<Texts>, Plan, usize)> {
     let dense = given.dense;

@@ -2,11 +2,12 @@
 
 use anyhow::{Context, Result};
 
-use super::given::Given;
+use super::inputs::RunInputs;
 use super::outputs::Outputs;
 use super::record::RunResults;
 use super::recorder::Recorder;
-use super::settle::{Job, Settled};
+use super::session::{RunStart, Session};
+use super::settle::settle;
 use super::streams::Streams;
 use super::{interruption, profile, width_drop};
 use crate::checkpoint::ExpectedMatrix;
@@ -27,7 +28,7 @@ pub fn prune(
     events: &dyn Events,
     observer: Option<&mut dyn MaskObserver>,
 ) -> Result<Manifest> {
-    prune_given(settings, Given::default(), events, observer)
+    prune_given(settings, RunInputs::default(), events, observer)
 }
 
 /// Prunes as [`prune`] does, with results of other runs.
@@ -36,14 +37,14 @@ pub fn prune(
 /// Fails as [`prune`].
 pub(super) fn prune_given(
     settings: Settings,
-    given: Given<'_>,
+    given: RunInputs<'_>,
     events: &dyn Events,
     observer: Option<&mut dyn MaskObserver>,
 ) -> Result<Manifest> {
     let recorder = Recorder::new(events);
     let job = match settled(settings, given, &recorder)? {
-        Settled::Job(job) => job,
-        Settled::Finished(manifest) => return Ok(*manifest),
+        RunStart::Session(job) => job,
+        RunStart::Finished(manifest) => return Ok(*manifest),
     };
     job.announce(&recorder);
     let peak = profile::measure_peak(&job);
@@ -59,18 +60,18 @@ pub(super) fn prune_given(
 /// Settles a run that can be interrupted.
 ///
 /// # Errors
-/// Fails as [`Job::settle`].
+/// Fails as [`settle`].
 pub(super) fn settled(
     settings: Settings,
-    given: Given<'_>,
+    given: RunInputs<'_>,
     recorder: &Recorder<'_>,
-) -> Result<Settled> {
+) -> Result<RunStart> {
     if settings.output.log_memory {
         recorder.log_memory();
     }
     interruption::before_outputs(&settings, recorder);
-    let settled = Job::settle(settings, given, recorder)?;
-    if let Settled::Finished(_) = settled {
+    let settled = settle(settings, given, recorder)?;
+    if let RunStart::Finished(_) = settled {
         interruption::is_over(recorder);
     }
     Ok(settled)
@@ -81,7 +82,7 @@ pub(super) fn settled(
 /// # Errors
 /// Fails when a file cannot be written, or is not on the disk as it was written.
 pub(super) fn finish(
-    job: &Job,
+    job: &Session,
     outputs: &mut Outputs<'_>,
     pruned: Pruned,
     peak: Option<PeakReport>,
@@ -109,7 +110,7 @@ pub(super) struct Pruned {
 
 /// Prunes the layers that are left and measures the perplexities.
 fn sweep(
-    job: &Job,
+    job: &Session,
     outputs: &mut Outputs<'_>,
     streams: &mut Streams<'_>,
     observer: Option<&mut dyn MaskObserver>,
@@ -139,7 +140,7 @@ fn sweep(
 /// # Errors
 /// Fails when the state cannot be written.
 pub(super) fn conclude(
-    job: &Job,
+    job: &Session,
     outputs: &mut Outputs<'_>,
     layers: Vec<LayerReport>,
     (perplexity, swept): (Perplexities, SweepReport),

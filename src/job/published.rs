@@ -10,8 +10,9 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde_json::Value;
 
+use super::model_report::arithmetic;
 use super::record::{self, RunResults};
-use super::settle::Job;
+use super::session::Session;
 use crate::bytes::LARGEST_RECORD;
 use crate::checkpoint::{CARD_FILE, CONFIG_FILE, OwnFiles, card_of_source, cards_in};
 use crate::hub::HubRepo;
@@ -46,7 +47,7 @@ const NAMED: [&str; 16] = [
 /// Settings that a resumed run must share and that change neither weights nor perplexity; and the file of ratios, which is a path.
 const UNNAMED: [&str; 3] = ["layer_ratios", "no_save_model", "save_masks"];
 
-impl Job {
+impl Session {
     /// Returns the files that are published with the model of a run with these results.
     pub(super) fn published(&self, results: &RunResults) -> Result<OwnFiles> {
         if self.folder.model.is_none() {
@@ -98,7 +99,7 @@ impl Job {
     ) -> Result<PruningRecord> {
         let Self { settings, model, texts, plan, .. } = self;
         let source = model.report()?;
-        let arithmetic = record::arithmetic(model, &settings.device, plan);
+        let arithmetic = arithmetic(model, &settings.device, plan);
         let mut pruning = self.pruning_report().context("this run prunes")?;
         for glob in pruning.include.iter_mut().chain(&mut pruning.exclude) {
             *glob = name_of_glob(glob).to_string();

@@ -2,23 +2,19 @@
 
 use anyhow::Result;
 
-use super::merge::{DeviceRecords, joined};
-use super::opened::OpenedModel;
+use super::device_records::{DeviceRecords, joined};
+use super::model_report::arithmetic;
 use super::outputs::Outputs;
 use super::profile;
 use super::recorder::Recorder;
-use super::settle::Job;
-use crate::checkpoint::Checkpoint;
-use crate::linalg::product::Kernel;
-use crate::linalg::{Products, kernel};
+use super::session::Session;
 use crate::run::manifest::{
-    Arithmetic, GateReport, LayerReport, Manifest, ModelReport, OutputReport, Perplexities,
-    PruningReport, SCHEMA, SparsityReport,
+    GateReport, LayerReport, Manifest, OutputReport, Perplexities, PruningReport, SCHEMA,
+    SparsityReport,
 };
 use crate::run::profile::PeakReport;
-use crate::run::{Events, Moment, Plan, RecoveryReport};
+use crate::run::{Events, Moment, RecoveryReport};
 use crate::runtime::SweepReport;
-use crate::settings::DeviceSettings;
 
 /// The results of a run.
 pub(super) struct RunResults {
@@ -33,7 +29,7 @@ pub(super) struct RunResults {
     pub(super) recovery: Option<RecoveryReport>,
 }
 
-impl Job {
+impl Session {
     /// Writes the record of a run that ends now, and removes its state.
     pub(super) fn record(
         &self,
@@ -141,61 +137,6 @@ impl Job {
             matrices_in_model: targets.matrices_in_model,
             layer_ratios: targets.uneven_ratios(),
         })
-    }
-}
-
-impl OpenedModel {
-    /// The checkpoint, as the record names it.
-    pub(super) fn report(&self) -> Result<ModelReport> {
-        let hub = self.hub_model.as_ref();
-        let (checkpoint, config) = match &self.part_of {
-            Some(whole) => (&whole.checkpoint, &whole.config),
-            None => (&self.checkpoint, &self.config),
-        };
-        Ok(ModelReport {
-            path: self.folder.display().to_string(),
-            id: hub.map(|model| model.id.clone()),
-            revision: hub.map(|model| model.revision.clone()),
-            commit: hub.map(|model| model.commit.clone()),
-            identity: checkpoint.identity(),
-            config: serde_json::to_value(&**config)?,
-            quantization: self.quantized.as_ref().map(|_| "nf4".to_string()),
-            parameters: match &self.quantized {
-                Some(quantized) => quantized.tensors().map(|entry| entry.elements() as u64).sum(),
-                None => parameters(checkpoint),
-            },
-            bytes: checkpoint.total_bytes(),
-        })
-    }
-}
-
-/// Weights in all tensors.
-pub(super) fn parameters(checkpoint: &Checkpoint) -> u64 {
-    let tensors = checkpoint.tensors();
-    tensors.map(|tensor| tensor.elements() as u64).sum()
-}
-
-/// Returns the arithmetic of the devices that compute layers.
-pub(super) fn arithmetic(model: &OpenedModel, device: &DeviceSettings, plan: &Plan) -> Arithmetic {
-    let gpus: Vec<&str> = plan
-        .devices
-        .iter()
-        .map(|device| device.device.as_str())
-        .filter(|&device| device != "cpu")
-        .collect();
-    let on_gpus = !gpus.is_empty() && device.simulate.is_none();
-    let (dtype, kernel) = match model.products {
-        _ if on_gpus => (model.gpu_dtype.name(), "cuBLAS".to_string()),
-        Products::F32 => ("f32", Kernel::Fused.name().to_string()),
-        Products::Split => ("f32", Kernel::split(model.dtype()).name().to_string()),
-        Products::Bf16(kernel) => ("bf16", kernel.name().to_string()),
-    };
-    Arithmetic {
-        device: if gpus.is_empty() { "cpu".to_string() } else { gpus.join("+") },
-        dtype: dtype.to_string(),
-        kernel,
-        cpu_features: kernel::cpu_features().into_iter().map(str::to_string).collect(),
-        threads: model.threads,
     }
 }
 

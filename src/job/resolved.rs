@@ -4,14 +4,14 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 
-use super::allocate;
 use super::folder::RunFolder;
+use crate::failure::Failure;
 use crate::model::ModelConfig;
 use crate::pipeline::allocation::Allocation;
 use crate::pipeline::{Flow, LayerRatios, Selection, TargetPlan, check_verification, permute};
 use crate::pruning::{Pattern, Technique};
 use crate::run::AllocationReport;
-use crate::settings::Settings;
+use crate::settings::{Settings, SparsitySettings};
 
 /// The pruning part of a run.
 pub(super) struct Pruning {
@@ -38,7 +38,7 @@ impl Pruning {
         };
         let technique = sparsity.technique()?;
         sparsity.flow().check(&technique)?;
-        allocate::check(sparsity)?;
+        check_allocation(sparsity)?;
         check_verification(&technique, settings.output.verify)?;
         let masks = settings.output.save_masks.then(|| folder.masks());
         let masks = masks.transpose()?;
@@ -107,4 +107,49 @@ pub(super) fn prunes_nothing(targets: &TargetPlan) -> bool {
     targets.pattern == Pattern::Unstructured
         && targets.sparsity_ratio == 0.0
         && targets.uneven_ratios().is_none()
+}
+
+/// Checks the flags of the allocation.
+///
+/// # Errors
+/// Fails with exit code 2 for flags that contradict the allocation or that it does not read.
+fn check_allocation(sparsity: &SparsitySettings) -> Result<(), Failure> {
+    let (allocate, selection) = (sparsity.allocate, &sparsity.selection);
+    let name = allocate.name();
+    if sparsity.owl_outliers.is_some() && allocate != Allocation::Owl {
+        return Err(Failure::usage("--owl-outliers belongs to --allocate owl")
+            .hint("add --allocate owl, or leave --owl-outliers out"));
+    }
+    if allocate == Allocation::Uniform {
+        return match sparsity.ratio_band {
+            None => Ok(()),
+            Some(_) => Err(Failure::usage("--ratio-band belongs to --allocate owl or error")
+                .hint("add --allocate error, or leave --ratio-band out")),
+        };
+    }
+    if selection.layer_ratios.is_some() {
+        return Err(Failure::usage(format!("--allocate {name} contradicts --layer-ratios"))
+            .detail("both say the ratio of every layer")
+            .hint("leave one of them out"));
+    }
+    if selection.sparsity_type != Pattern::Unstructured {
+        let pattern = selection.sparsity_type;
+        return Err(Failure::usage(format!(
+            "--allocate {name} cannot be combined with the {pattern} pattern"
+        ))
+        .detail("an N:M pattern fixes the ratio of every layer")
+        .hint("leave --allocate out"));
+    }
+    let band = allocate.band(sparsity.ratio_band);
+    if !(band > 0.0 && band < 0.5) {
+        return Err(Failure::usage(format!("--ratio-band is {band}"))
+            .hint("use a number between 0 and 0.5, like 0.08"));
+    }
+    match sparsity.owl_outliers {
+        Some(outliers) if !(outliers > 1.0 && outliers.is_finite()) => {
+            Err(Failure::usage(format!("--owl-outliers is {outliers}"))
+                .hint("use a multiple of the mean score above 1, like 5"))
+        }
+        _ => Ok(()),
+    }
 }

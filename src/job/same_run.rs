@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use anyhow::Result;
 
 use super::folder::RunFolder;
+use super::model_report::arithmetic;
 use super::opened::OpenedModel;
-use super::record;
 use super::texts::Texts;
 use crate::data::Examples;
 use crate::failure::Failure;
@@ -61,7 +61,7 @@ pub(super) fn late(
     device: &DeviceSettings,
     plan: &Plan,
 ) -> BTreeMap<String, String> {
-    let arithmetic = record::arithmetic(model, device, plan);
+    let arithmetic = arithmetic(model, device, plan);
     let tokens = |text: Option<&TextProtocol>| {
         text.map_or("none".to_string(), |text| text.tokens_sha256.clone())
     };
@@ -103,7 +103,7 @@ pub(super) fn dense_of(
     plan: &Plan,
 ) -> Option<PerplexityReport> {
     let (text, other) = (texts.windows.as_ref()?, dense.evaluation.as_ref()?);
-    let here = record::arithmetic(model, device, plan);
+    let here = arithmetic(model, device, plan);
     let there = &dense.arithmetic;
     let is_same = text.protocol.tokens_sha256 == other.tokens_sha256
         && text.protocol.seqlen == other.seqlen

@@ -14,12 +14,12 @@ use serde_json::{Map, Value};
 
 use super::disk_room;
 use super::folder::RunFolder;
-use super::given::Given;
-use super::layer_drop::ScoringPass;
-use super::opened::{OpenedModel, WholeModel};
+use super::inputs::RunInputs;
+use super::model_report::parameters;
+use super::opened::{OpenedModel, ScoringPass, WholeModel};
 use super::outputs::Outputs;
-use super::record::parameters;
-use super::settle::{Job, Settled};
+use super::pass::settle_pass;
+use super::session::Session;
 use super::streams::Streams;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{
@@ -207,16 +207,14 @@ fn pass(
     };
     let offload = place.parent().map(PathBuf::from);
     narrowing.device.offload_folder = narrowing.device.offload_folder.or(offload);
-    let given = Given {
+    let given = RunInputs {
         observes: Some(Observed {
             kind: Some(STATISTICS),
             kept: working_bytes(&model.config, to, model.dtype()),
         }),
-        ..Given::default()
+        ..RunInputs::default()
     };
-    let Settled::Job(job) = Job::settle_opened(narrowing, model, given, events)? else {
-        return Err(anyhow::anyhow!("a pass that drops width has no record"));
-    };
+    let job = settle_pass(narrowing, model, given, events)?;
     events.note("making the layers narrower".to_string());
     job.announce(events);
     let (layout, replaced) = layout(&job.model, to)?;
@@ -238,14 +236,14 @@ fn pass(
     let dense = streams.perplexities(&job).dense;
     drop(streams);
     writer.finish(Published::default(), &[], events)?;
-    let Job { model, plan, .. } = *job;
+    let Session { model, plan, .. } = *job;
     Ok(Passed { model, narrowed, dense, scoring: ScoringPass { plan, swept } })
 }
 
 /// Checks that disks have room for the narrower matrices, which stay until the run ends, for the narrower model, and for the hidden
 /// states of the pass. `narrower` and `replaced`: bytes of the narrower matrices and of the matrices that they replace.
 fn check_disk(
-    job: &Job,
+    job: &Session,
     (narrower, replaced): (ByteSize, ByteSize),
     folder: &RunFolder,
 ) -> Result<()> {

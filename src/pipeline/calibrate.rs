@@ -14,7 +14,7 @@ use crate::pruning::{SamplePart, Statistics, StatisticsKind, Technique};
 use crate::run::memory_settings::GramsHeld;
 use crate::run::phase::in_layer;
 use crate::run::{Event, Events, Phase};
-use crate::runtime::{Clock, Compute, GramsOnDevices, HiddenStates, ResultOrder, Turn};
+use crate::runtime::{Accumulation, Clock, Compute, GramsOnDevices, HiddenStates, ResultOrder};
 
 /// Fills a stream with the embeddings of its samples; `tokens` is `[samples, seqlen]`.
 ///
@@ -123,14 +123,14 @@ impl<'a> SampleStatistics<'a> {
     /// Does not lock the statistics: an earlier sample may be adding its rows.
     fn in_place(
         points: &'a Points,
-        turn: Turn,
+        turn: Accumulation,
         rows: SampleRows,
         beside_gram: &dyn Fn(Observation) -> Option<Box<dyn SamplePart>>,
     ) -> Self {
         let points = Observation::ALL.map(|at| match (&points[at as usize], turn) {
             (None, _) => PointOfSample::Ignored,
-            (Some(point), Turn::Now) => PointOfSample::InPlace(point),
-            (Some(_), Turn::Later) => {
+            (Some(point), Accumulation::Now) => PointOfSample::InPlace(point),
+            (Some(_), Accumulation::Later) => {
                 PointOfSample::Rows { rows: Vec::new(), beside_gram: beside_gram(at) }
             }
         });

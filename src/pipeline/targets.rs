@@ -10,7 +10,7 @@ use super::layer_ratios::LayerRatios;
 use crate::failure::Failure;
 use crate::model::{ModelConfig, Projection};
 use crate::pruning::method::check_pattern;
-use crate::pruning::{Pattern, PruningMethod, Removes, Target, Technique};
+use crate::pruning::{Pattern, PruningMethod, SparsityRule, Target, Technique};
 use crate::run::manifest::LayerReport;
 
 /// The user's choice of matrices, ratio and pattern.
@@ -150,7 +150,7 @@ impl TargetPlan {
                 "the source has {before:.4} zeros in the pruned matrices, more than the {planned:.4} that were asked for; they stay zero"
             ));
         }
-        let may_miss = technique.removes() == Removes::NearRatio;
+        let may_miss = technique.removes() == SparsityRule::NearRatio;
         (may_miss && (planned - removed).abs() > MISSED).then(|| {
             format!(
                 "{} removed {removed:.4} of the weights, {planned:.4} were asked for",

@@ -4,7 +4,7 @@
 //! | --- | --- |
 //! | `host` | memory of the process per phase, from `model/footprint.rs` |
 //! | `training` | memory of a training per phase |
-//! | `gpu` | memory of a GPU per phase, from `model/on_device/cut.rs` |
+//! | `gpu` | memory of a GPU per phase, from `model/on_device/tiling.rs` |
 //! | `work` | floating-point operations, and bytes of files and transfers |
 //!
 //! docs/memory-model.md has the formulas and compares them with measurements.
@@ -19,7 +19,7 @@ use super::output_error;
 use crate::bytes::ByteSize;
 use crate::linalg::product::Kernel;
 use crate::linalg::{Products, StoredDtype};
-use crate::model::on_device::Cut;
+use crate::model::on_device::Tiling;
 use crate::model::{Dtypes, ModelConfig, footprint};
 use crate::placement::{Demand, ExecutionOption, PhaseMemory, Processors, Workload};
 use crate::pruning::{StatisticsKind, Technique};
@@ -116,7 +116,7 @@ impl Workload for RunShape<'_> {
     }
 
     fn layer_settings(&self, processors: Processors) -> Vec<MemorySettings> {
-        let fits_gpu = Cut::can_index(self.config, self.seqlen);
+        let fits_gpu = Tiling::can_index(self.config, self.seqlen);
         let is_possible = |settings: &MemorySettings| {
             // Trained layers are made in memory.
             if self.trains.is_some() && settings.weights != WeightsHeld::Layer {

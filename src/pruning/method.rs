@@ -19,7 +19,7 @@ use crate::linalg::StoredMatrix;
 
 /// Weights that an unstructured mask removes from a matrix `[out_features, in_features]` at a ratio.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Removes {
+pub enum SparsityRule {
     /// Exactly `int(in_features · ratio)` from every row.
     FromRows,
     /// From the whole matrix every score up to and including the score at position `int(elements · ratio)` of the ascending order: one
@@ -43,7 +43,7 @@ pub trait PruningMethod: Debug + Sync {
     fn summary(&self) -> &'static str;
 
     /// The number of weights that an unstructured mask removes.
-    fn removes(&self, options: &MethodOptions) -> Removes;
+    fn removes(&self, options: &MethodOptions) -> SparsityRule;
 
     /// The statistics it needs of a linear's input; `None` needs no calibration text and no forward pass.
     fn statistics(&self) -> Option<&'static dyn StatisticsKind> {

@@ -28,7 +28,7 @@ pub mod technique;
 pub mod width;
 
 pub use mask::Mask;
-pub use method::{PruningMethod, Removes, Request, prune};
+pub use method::{PruningMethod, Request, SparsityRule, prune};
 pub use methods::{METHODS, method};
 pub use options::{MethodOption, MethodOptions};
 pub use permutation::ChannelOrder;

@@ -18,7 +18,7 @@ use crate::linalg::select::{self as lowest, Radix};
 /// finite and ≥ 0. The lowest are removed first.
 pub type Score<'a> = dyn Fn(&mut [f32]) + Sync + 'a;
 
-/// The mask of [`super::Removes::FromRows`]: the lowest scores of every row, ties to the lower column. N:M patterns take the N
+/// The mask of [`super::SparsityRule::FromRows`]: the lowest scores of every row, ties to the lower column. N:M patterns take the N
 /// lowest of each group instead.
 ///
 /// # Errors
@@ -36,7 +36,7 @@ pub fn lowest_of_rows(
     scorer.mask(|RowScratch { scores, keys, .. }, bits| set_lowest(scores, count, keys, bits))
 }
 
-/// The mask of [`super::Removes::FromMatrix`]: all scores of the matrix up to its threshold. N:M patterns take the N lowest of each
+/// The mask of [`super::SparsityRule::FromMatrix`]: all scores of the matrix up to its threshold. N:M patterns take the N lowest of each
 /// group instead.
 pub fn lowest_of_matrix(
     weight: &StoredMatrix,

@@ -4,7 +4,7 @@ use anyhow::Result;
 
 use super::METHODS;
 use super::mask::Mask;
-use super::method::{self, PruningMethod, Removes, Request};
+use super::method::{self, PruningMethod, Request, SparsityRule};
 use super::options::{MethodOption, MethodOptions};
 use super::permutation;
 use super::refinement::{AsPruned, Refinement};
@@ -97,7 +97,7 @@ impl Technique {
     }
 
     /// The number of weights that an unstructured mask removes.
-    pub fn removes(&self) -> Removes {
+    pub fn removes(&self) -> SparsityRule {
         self.method.removes(&self.options)
     }
 

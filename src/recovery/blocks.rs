@@ -19,7 +19,7 @@ use super::base::{BaseLayer, BaseLayers};
 use super::merger::{LayerOutput, zeros};
 use super::parameters::{LayerParameters, TrainedPart};
 use super::parts::Diverged;
-use super::spare::SpareMemory;
+use super::reuse::BufferReuse;
 use crate::checkpoint::WeightSource;
 use crate::linalg::derivatives::squared_error_backward;
 use crate::linalg::tensor;
@@ -61,7 +61,7 @@ pub struct BlockTrainer<'a> {
     /// The receivers of layers.
     pub output: LayerOutput<'a>,
     /// Memory that each step uses again.
-    pub spare: SpareMemory,
+    pub spare: BufferReuse,
     /// The clock of the run.
     pub clock: &'a Clock,
     /// The receiver of events.

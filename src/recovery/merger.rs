@@ -6,8 +6,8 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 
 use super::parameters::TrainedPart;
-use super::shelf::Shelf;
-use super::spare::SpareMemory;
+use super::reuse::BufferReuse;
+use super::store::ParameterStore;
 use crate::linalg::{StoredDtype, StoredMatrix};
 use crate::model::{DecoderLayer, ModelConfig};
 use crate::pipeline::Output;
@@ -25,7 +25,7 @@ pub struct Merger<'a> {
     /// The model's shape.
     pub config: &'a Arc<ModelConfig>,
     /// The values; the best values if they were kept.
-    pub shelf: &'a Shelf,
+    pub shelf: &'a ParameterStore,
     /// Reads the base of a layer.
     pub base: super::BaseLayers,
     /// The rounding to bf16.
@@ -45,7 +45,7 @@ impl Editor for Merger<'_> {
         let values = self.shelf.best_values(index)?;
         let merged = self
             .part
-            .applied(self.config, base, &values, self.rounding, &mut SpareMemory::default())?
+            .applied(self.config, base, &values, self.rounding, &mut BufferReuse::default())?
             .layer;
         self.output.finish(self.part, &merged, &before, (start, None), self.events)?;
         Ok(merged)

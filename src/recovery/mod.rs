@@ -4,9 +4,9 @@
 //! | --- | --- |
 //! | `parameters` | what is trained in a layer: kept weights or low-rank factors, and norms; the layer that they make |
 //! | `base` | the frozen weights of a layer and its mask, read ahead in both directions |
-//! | `shelf` | values, gradients and optimizer states of all layers, in memory or in a file |
+//! | `store` | values, gradients and optimizer states of all layers, in memory or in a file |
 //! | `states` | the hidden states of a step: each layer's input for every example |
-//! | `spare` | memory that is used again |
+//! | `reuse` | memory that is used again |
 //! | `parts` | what a step works with |
 //! | `trainer` | a step over the whole model: forward sweep, head, reverse sweep, clipping, update |
 //! | `distill` | the dense model's last hidden states, whose logits a training of the whole model learns |
@@ -25,9 +25,9 @@ mod merger;
 pub mod optimizers;
 mod parameters;
 mod parts;
-mod shelf;
-mod spare;
+mod reuse;
 mod states;
+mod store;
 mod trainer;
 
 #[cfg(test)]
@@ -39,6 +39,6 @@ pub use distill::Distillation;
 pub use merger::{LayerOutput, Merger};
 pub use parameters::{LayerParameters, ParameterName, ParameterSpec, TrainedForm, TrainedPart};
 pub use parts::{Diverged, Example, StepOutcome, TrainerParts};
-pub use shelf::{ParameterChange, Shelf, ShelfPlace};
-pub use spare::SpareMemory;
+pub use reuse::BufferReuse;
+pub use store::{ParameterChange, ParameterStore, StorePlace};
 pub use trainer::Trainer;

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 
 use super::base::BaseLayer;
-use super::spare::SpareMemory;
+use super::reuse::BufferReuse;
 use crate::data::PythonRandom;
 use crate::linalg::{MaskedLowRank, StoredDtype, StoredMatrix, Weight, convert};
 use crate::model::{LayerGradients, ModelConfig, Projection};
@@ -173,7 +173,7 @@ impl TrainedPart {
         base: BaseLayer,
         values: &[Cow<'_, [f32]>],
         rounding: Bf16Rounding,
-        spare: &mut SpareMemory,
+        spare: &mut BufferReuse,
     ) -> Result<BaseLayer> {
         let BaseLayer { mut layer, pruned } = base;
         let specs = self.parameters(config);

@@ -9,7 +9,7 @@ use candle_core::DType;
 use super::base::BaseLayers;
 use super::distill::Distillation;
 use super::parameters::TrainedPart;
-use super::shelf::Shelf;
+use super::store::ParameterStore;
 use crate::checkpoint::WeightSource;
 use crate::model::ModelConfig;
 use crate::recovery::optimizers::{Optimizer, TrainingStep};
@@ -53,7 +53,7 @@ pub struct TrainerParts<'a> {
     /// The part of each layer that is trained.
     pub part: TrainedPart,
     /// Its parameters.
-    pub shelf: Shelf,
+    pub shelf: ParameterStore,
     /// The rule of updates.
     pub optimizer: Box<dyn Optimizer>,
     /// The dense model whose logits are learned, too.

@@ -17,9 +17,9 @@ use candle_core::{DType, Tensor};
 use super::base::BaseLayer;
 use super::parameters::{LayerParameters, TrainedForm};
 use super::parts::{Diverged, Example, StepOutcome, TrainerParts};
-use super::shelf::Shelf;
-use super::spare::SpareMemory;
+use super::reuse::BufferReuse;
 use super::states::LayerInputs;
+use super::store::ParameterStore;
 use crate::model::{DecoderLayer, Embedding, Head, KeptActivations, TeacherStates};
 use crate::recovery::optimizers::TrainingStep;
 use crate::recovery::optimizers::clip::{clip_factor, scale, sum_of_squares};
@@ -40,7 +40,7 @@ pub struct Trainer<'a> {
     head: Head,
     inputs: Option<LayerInputs>,
     gradients: Option<HiddenStates>,
-    spare: SpareMemory,
+    spare: BufferReuse,
     is_updating: bool,
     /// Steps before the states of the optimizer were fresh.
     restarted_after: u64,
@@ -62,7 +62,7 @@ impl<'a> Trainer<'a> {
             head: head.context("in the head")?,
             inputs: None,
             gradients: None,
-            spare: SpareMemory::default(),
+            spare: BufferReuse::default(),
             is_updating: false,
             restarted_after: 0,
         })
@@ -104,17 +104,17 @@ impl<'a> Trainer<'a> {
     }
 
     /// The parameters.
-    pub fn shelf(&self) -> &Shelf {
+    pub fn shelf(&self) -> &ParameterStore {
         &self.parts.shelf
     }
 
     /// The parameters, for a change.
-    pub fn shelf_mut(&mut self) -> &mut Shelf {
+    pub fn shelf_mut(&mut self) -> &mut ParameterStore {
         &mut self.parts.shelf
     }
 
     /// Ends the training. Returns the parameters, and what the devices report.
-    pub fn finish(self) -> (Shelf, SweepReport) {
+    pub fn finish(self) -> (ParameterStore, SweepReport) {
         (self.parts.shelf, self.parts.compute.finish())
     }
 

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::manifest::PerplexityReport;
+use super::measured::PerplexityReport;
 use crate::bytes::ByteSize;
 
 /// Layers that a run left out, with the scores that decided it.

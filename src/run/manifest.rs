@@ -2,21 +2,22 @@
 
 use std::collections::BTreeMap;
 
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::allocation::AllocationReport;
 use super::fallback::{DeviceMemoryReport, FallbackReport};
 use super::layer_drop::LayerDropReport;
+use super::measured::null_is_nan;
 use super::merging::MergeReport;
-use super::phase::Phase;
 use super::plan::{DevicePlan, HiddenStatesStorage, Plan, exceeded};
 use super::profile::ProfileReport;
 use super::recovery::{BlockLoss, RecoveryReport};
-use super::state::SessionReport;
 use super::verification::Verification;
 use super::width_drop::WidthDropReport;
 use crate::bytes::ByteSize;
+
+pub use super::measured::{PerplexityReport, PhaseReport, SessionReport, TextProtocol};
 
 /// The version of the schema. It rises when a field changes its meaning or is removed.
 pub const SCHEMA: u32 = 1;
@@ -245,40 +246,6 @@ impl PruningReport {
     }
 }
 
-/// The record of a text and of the ids used from it. Two runs with equal records computed with equal ids.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct TextProtocol {
-    /// "wikitext2", "c4", "ptb", "demo", "text" (a plain file) or "documents".
-    pub dataset: String,
-    /// The file; several files are separated by commas; "built in" for the demo text.
-    pub path: String,
-    /// The way the text was joined and cut, in words.
-    pub convention: String,
-    /// SHA-256 in hex of the joined text; of all documents as JSON lines if samples are drawn from documents.
-    pub text_sha256: String,
-    /// The hash of the tokenizer, and its special tokens where tokenizer_config.json decides differently.
-    pub tokenizer_sha256: String,
-    /// Tokens of the whole text; if samples are drawn from documents, tokens of the different documents that were tokenized.
-    pub total_tokens: u64,
-    /// Tokens in the samples or windows: `windows` · `seqlen`.
-    pub tokens_used: u64,
-    /// Samples (calibration) or windows (evaluation).
-    pub windows: u64,
-    /// Tokens per sample or window.
-    pub seqlen: u64,
-    /// SHA-256 in hex of the used ids as int32, little endian, row-major.
-    pub tokens_sha256: String,
-    /// The seed of the draw; none for evaluation, which does not draw.
-    pub seed: Option<u64>,
-    /// The first token of each sample within its text or document; none for evaluation.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub starts: Vec<u64>,
-    /// The document of each sample, counted from 0; absent if the samples are cut from a joined text, and for evaluation.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub documents: Option<Vec<u64>>,
-}
-
 /// Zeros over the decoder's linears.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct SparsityReport {
@@ -349,24 +316,6 @@ pub struct Perplexities {
     pub pruned: Option<PerplexityReport>,
 }
 
-/// A perplexity, and its windows.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct PerplexityReport {
-    /// exp of the mean over windows of the mean next-token loss; `null` in JSON unless it is finite.
-    #[serde(deserialize_with = "null_is_nan")]
-    pub perplexity: f64,
-    /// Mean loss over windows, in nat; `null` in JSON unless it is finite.
-    #[serde(deserialize_with = "null_is_nan")]
-    pub mean_loss: f64,
-    /// Standard error of the mean over windows, in nat; 0 for a single window; `null` in JSON unless it is finite.
-    #[serde(deserialize_with = "null_is_nan")]
-    pub standard_error: f64,
-    /// Windows.
-    pub windows: usize,
-    /// Tokens per window.
-    pub seqlen: usize,
-}
-
 /// `--max-perplexity` and its outcome.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct GateReport {
@@ -389,17 +338,6 @@ impl GateReport {
             is_met: perplexity.is_finite() && perplexity <= max_perplexity,
         }
     }
-}
-
-/// Time and memory of a phase.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct PhaseReport {
-    /// The phase.
-    pub phase: Phase,
-    /// Wall time, added over the layers.
-    pub seconds: f64,
-    /// Peak anonymous memory of the process during the phase; absent on systems that do not report it.
-    pub peak_anonymous: Option<ByteSize>,
 }
 
 /// The process's memory at a moment.
@@ -440,11 +378,6 @@ pub struct OutputReport {
     pub model: String,
     /// The tensors that were read back and compared.
     pub verification: Verification,
-}
-
-/// Reads `null` as NaN: JSON has no NaN, and serde_json writes `null`.
-fn null_is_nan<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
-    Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
 }
 
 #[cfg(test)]

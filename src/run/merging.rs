@@ -2,8 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::TextProtocol;
-use super::manifest::PerplexityReport;
+use super::measured::{PerplexityReport, TextProtocol};
 use super::verification::VerifiedFile;
 use crate::bytes::ByteSize;
 

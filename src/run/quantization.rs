@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::manifest::PhaseReport;
+use super::measured::PhaseReport;
 use super::plan::Plan;
 use crate::bytes::ByteSize;
 

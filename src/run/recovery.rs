@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::manifest::TextProtocol;
+use super::measured::TextProtocol;
 
 /// A recovery training.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::allocation::AllocationReport;
 use super::layer_drop::LayerDropReport;
-use super::manifest::{LayerReport, MemorySample, Perplexities, PhaseReport};
+use super::manifest::{LayerReport, MemorySample, Perplexities, PhaseReport, SessionReport};
 use super::merging::{MergedTensor, ModelPerplexity};
 use super::quantization::QuantizedMatrix;
 use super::recovery::Divergence;
@@ -76,17 +76,6 @@ pub struct RunState {
     pub phases: Vec<PhaseReport>,
     /// Memory at the checkpoints of all sessions.
     pub memory: Vec<MemorySample>,
-}
-
-/// A process that worked on a run.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct SessionReport {
-    /// The beginning of the process, in seconds since 1970 (UTC).
-    pub started_unix_seconds: u64,
-    /// The duration of its work. For a killed process it ends with the last finished layer.
-    pub seconds: f64,
-    /// Layers that were finished at its beginning.
-    pub first_layer: usize,
 }
 
 /// Settings of version 0.1 that exist no more, with the values that changed nothing.

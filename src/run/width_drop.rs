@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::manifest::PerplexityReport;
+use super::measured::PerplexityReport;
 use crate::bytes::ByteSize;
 
 /// Width that a run left out. Pairs are the source's and the result's.

@@ -157,15 +157,15 @@ impl<'a> Compute<'a> {
         hidden: &mut HiddenStates,
         order: ResultOrder,
         grams: GramsOnDevices<'_>,
-        new: &(dyn Fn(usize, Turn) -> O + Sync),
+        new: &(dyn Fn(usize, Accumulation) -> O + Sync),
         done: &mut (dyn FnMut(usize, O) + Send),
     ) -> Result<()> {
         let workers = ready(&mut self.workers, &self.devices, layer)?;
         let (samples, context) = (hidden.samples(), &mut self.context);
         let hidden = Mutex::new(hidden);
         let turn = match workers.is_empty() {
-            true => Turn::Now,
-            false => Turn::Later,
+            true => Accumulation::Now,
+            false => Accumulation::Later,
         };
         Pass {
             on_device: &|worker, sample| {
@@ -346,7 +346,7 @@ fn ready<'s, 'a>(
 
 /// The moment at which the observations of a sample may be added to the observations of earlier samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Turn {
+pub enum Accumulation {
     /// While the sample passes: all earlier samples are done.
     Now,
     /// After the sample has passed: several samples pass at the same time, and an attempt on a device may fail half-way.

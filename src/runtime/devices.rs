@@ -12,7 +12,7 @@ use super::engine::{Engine, Simulated};
 use super::ledger::{Ledger, Refusals};
 use crate::bytes::ByteSize;
 use crate::linalg::{Products, StoredDtype};
-use crate::model::on_device::{CONTEXT, Cut};
+use crate::model::on_device::{CONTEXT, Tiling};
 use crate::model::{LayerContext, ModelConfig, Rotary};
 use crate::run::fallback::DeviceMemoryReport;
 use crate::run::{Events, HiddenStatesStorage, MemorySettings, Plan};
@@ -204,7 +204,7 @@ impl Devices {
         for opened in &self.opened {
             let engine = self.engine(opened, config, context)?;
             let ahead = match settings.prefetch {
-                true => Cut::layer_bytes(config, engine.element()),
+                true => Tiling::layer_bytes(config, engine.element()),
                 false => ByteSize::ZERO,
             };
             let tables = ByteSize::of(Rotary::bytes(config.head_dim, seqlen), 1);
@@ -212,7 +212,7 @@ impl Devices {
                 opened.name.clone(),
                 engine,
                 self.ledger(opened, CONTEXT + tables + self.states.unwrap_or_default())?,
-                Cut::of(settings, config).with_indices_of_32_bits(config, seqlen),
+                Tiling::of(settings, config).with_indices_of_32_bits(config, seqlen),
                 Arc::clone(config),
                 seqlen,
                 events,

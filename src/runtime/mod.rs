@@ -31,7 +31,7 @@ mod resident_set;
 pub mod sweep;
 
 pub use clock::Clock;
-pub use compute::{Compute, GramsOnDevices, SweepReport, Turn};
+pub use compute::{Accumulation, Compute, GramsOnDevices, SweepReport};
 pub use devices::{Devices, Simulation};
 pub use hidden_states::{HiddenStates, check_spill_folder};
 pub use layer_store::LayerStore;

@@ -19,7 +19,7 @@ use crate::demo::embedded;
 use crate::failure::Failure;
 use crate::job;
 use crate::job::demo::TemporaryFolder;
-use crate::model::on_device::{Cut, LogSumExpPart};
+use crate::model::on_device::{LogSumExpPart, Tiling};
 use crate::model::{Head, LayerContext, LayerGradients};
 use crate::run::fallback::FallbackOutcome;
 use crate::run::{Events, MemorySettings, Phase, Silent};
@@ -151,7 +151,7 @@ impl Bench {
     }
 
     /// Forward, capture and head in every dtype, against the host.
-    fn compare(&self, model: &mut Model, cut: &Cut) -> Result<Vec<String>> {
+    fn compare(&self, model: &mut Model, cut: &Tiling) -> Result<Vec<String>> {
         let Model { layer, context, state, tokens, source, config, .. } = &mut *model;
         let ours = values(&layer.forward(state, context)?)?;
         let mut observed = Sums::new(config);
@@ -204,14 +204,14 @@ impl Bench {
     fn layers(&self, folder: &Path) -> Result<CheckOutcome> {
         let demo = demo_model(folder)?;
         let mut model = Model::open(&demo, 256)?;
-        let cut = Cut::of(&MemorySettings::default(), &model.config);
+        let cut = Tiling::of(&MemorySettings::default(), &model.config);
         Ok(CheckOutcome::Held(self.compare(&mut model, &cut)?.join(", ")))
     }
 
     /// The Gram matrices and column sums of two samples, with several panels each.
     fn grams(&self, folder: &Path) -> Result<CheckOutcome> {
         let mut model = Model::random(folder, "several-panels", &several_panels(), 256)?;
-        let mut cut = Cut::of(&MemorySettings::default(), &model.config);
+        let mut cut = Tiling::of(&MemorySettings::default(), &model.config);
         cut.mlp_tokens = 100;
         let mut ours = Grams::new(&model.config);
         for _ in 0..2 {
@@ -238,7 +238,7 @@ impl Bench {
     /// The gradients of all weights, norms and the input, in f32.
     fn gradients(&self, folder: &Path) -> Result<CheckOutcome> {
         let mut model = Model::open(&demo_model(folder)?, 256)?;
-        let cut = Cut::of(&MemorySettings::default(), &model.config);
+        let cut = Tiling::of(&MemorySettings::default(), &model.config);
         let mut engine = self.loaded(&model, DType::F32)?;
         let Model { layer, context, state, .. } = &mut model;
         let zeros = || LayerGradients::new(layer, layer.projections()).with_norms(layer);
@@ -263,7 +263,7 @@ impl Bench {
 
     fn wide_rows(&self, folder: &Path) -> Result<CheckOutcome> {
         let mut model = Model::random(folder, "wide", &wide(), 512)?;
-        let cut = Cut::of(&MemorySettings::default(), &model.config);
+        let cut = Tiling::of(&MemorySettings::default(), &model.config);
         Ok(CheckOutcome::Held(self.compare(&mut model, &cut)?.join(", ")))
     }
 
@@ -288,7 +288,7 @@ impl Bench {
             self.name.clone(),
             Box::new(self.engine(model, DType::F32)?),
             ledger,
-            Cut::of(&MemorySettings::default(), &model.config),
+            Tiling::of(&MemorySettings::default(), &model.config),
             Arc::new(model.config.clone()),
             seqlen,
             &Silent,
@@ -356,7 +356,7 @@ impl Bench {
         }
         let seqlen = 1024;
         let model = Model::random(folder, "wide", &wide(), seqlen)?;
-        let cut = Cut::of(&MemorySettings::default(), &model.config);
+        let cut = Tiling::of(&MemorySettings::default(), &model.config);
         cuda::reset_peaks(&self.device);
         let before = cuda::memory(&self.device).unwrap_or_default();
         let mut engine = self.loaded(&model, DType::BF16)?;
@@ -366,7 +366,7 @@ impl Bench {
         let after = cuda::memory(&self.device).unwrap_or_default();
         let counted = ByteSize(after.peak_allocated.0.saturating_sub(before.allocated.0));
         let predicted =
-            Cut::layer_bytes(&model.config, 2) + cut.pass_bytes(&model.config, seqlen, 2);
+            Tiling::layer_bytes(&model.config, 2) + cut.pass_bytes(&model.config, seqlen, 2);
         let figures = format!("{predicted} predicted, {counted} counted");
         ensure!(predicted.0.abs_diff(counted.0) <= (counted.0 / 10).max(32 << 20), "{figures}");
         Ok(CheckOutcome::Held(figures))
@@ -385,7 +385,7 @@ impl Bench {
         // In f32, so that no cast takes memory beside the weights.
         let shape = RandomCheckpoint { dtype: StoredDtype::F32, ..wide() };
         let mut model = Model::random(folder, "wide-f32", &shape, 1024)?;
-        let layer = Cut::layer_bytes(&model.config, 4);
+        let layer = Tiling::layer_bytes(&model.config, 4);
         let mut ballast = Vec::new();
         // Ever smaller pieces, until what is left is the layer and some 48 MiB: less than a whole sample takes.
         let mut piece = 4usize << 30;

@@ -30,7 +30,7 @@ pub struct GridShard {
 
 /// The way in which cells are dealt out to shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Deal {
+pub enum ShardOrder {
     /// Every n-th cell.
     InTurn,
     /// Cells in a row, of as few seeds as possible: cells of the same seed share their statistics.
@@ -42,10 +42,10 @@ impl GridShard {
     pub const WHOLE: Self = Self { number: 1, of: 1 };
 
     /// Returns whether the cell at this position, from 0, of `cells` belongs to the shard.
-    pub fn has(self, position: usize, cells: usize, deal: Deal) -> bool {
+    pub fn has(self, position: usize, cells: usize, deal: ShardOrder) -> bool {
         let shard = match deal {
-            Deal::InTurn => position % self.of,
-            Deal::InARow => position * self.of / cells.max(1),
+            ShardOrder::InTurn => position % self.of,
+            ShardOrder::InARow => position * self.of / cells.max(1),
         };
         shard == self.number - 1
     }
@@ -79,7 +79,7 @@ mod tests {
     #[test]
     fn shards_divide_all_cells_and_share_none() {
         let shards: Vec<GridShard> = ["1/3", "2/3", "3/3"].map(|s| s.parse().unwrap()).to_vec();
-        for deal in [Deal::InTurn, Deal::InARow] {
+        for deal in [ShardOrder::InTurn, ShardOrder::InARow] {
             let has = |shard: &GridShard, position| shard.has(position, 20, deal);
             for position in 0..20 {
                 assert_eq!(shards.iter().filter(|s| has(s, position)).count(), 1);
@@ -88,7 +88,7 @@ mod tests {
             let sizes = shards.iter().map(|s| (0..20).filter(|&at| has(s, at)).count());
             assert_eq!(sizes.collect::<Vec<_>>(), [7, 7, 6], "{deal:?}");
         }
-        let in_a_row = |position| shards[1].has(position, 20, Deal::InARow);
+        let in_a_row = |position| shards[1].has(position, 20, ShardOrder::InARow);
         assert_eq!(
             (0..20).filter(|&at| in_a_row(at)).collect::<Vec<_>>(),
             [7, 8, 9, 10, 11, 12, 13]

@@ -6,7 +6,7 @@ mod in_place;
 use prune::failure::Failure;
 use prune::linalg::{Products, StoredDtype, StoredMatrix};
 use prune::pruning::{
-    self, METHODS, Mask, MethodOptions, Pattern, PruningMethod, REFINEMENTS, Removes, Request,
+    self, METHODS, Mask, MethodOptions, Pattern, PruningMethod, REFINEMENTS, Request, SparsityRule,
     Statistics, StatisticsKind, Target, Technique,
 };
 
@@ -99,20 +99,20 @@ fn check_count(method: &dyn PruningMethod, mask: &Mask, target: Target, ties: bo
         );
     };
     match method.removes(&MethodOptions::default()) {
-        Removes::FromRows => {
+        SparsityRule::FromRows => {
             for row in 0..ROWS {
                 let count = count(mask, row..row + 1, 0..COLUMNS);
                 assert_eq!(count, target.count_of(COLUMNS), "{name} {target:?} row {row}");
             }
         }
-        Removes::FromMatrix => up_to_threshold(mask.count() as usize, ROWS * COLUMNS),
-        Removes::FromBlocks { columns } => {
+        SparsityRule::FromMatrix => up_to_threshold(mask.count() as usize, ROWS * COLUMNS),
+        SparsityRule::FromBlocks { columns } => {
             for first in (0..COLUMNS).step_by(columns) {
                 let block = first..COLUMNS.min(first + columns);
                 up_to_threshold(count(mask, 0..ROWS, block.clone()), ROWS * block.len());
             }
         }
-        Removes::NearRatio => {
+        SparsityRule::NearRatio => {
             let share = mask.count() as f64 / (ROWS * COLUMNS) as f64;
             assert!((share - target.ratio).abs() < 0.005, "{name} {target:?}: {share}");
         }
@@ -286,7 +286,7 @@ fn zeros_of_the_source_stay_zero_under_every_technique() {
             let refilled = refilled.filter(|(before, after)| **before == 0.0 && **after != 0.0);
             assert_eq!(refilled.count(), 0, "{name}");
             if target.ratio == 0.4
-                && technique.removes() == Removes::NearRatio
+                && technique.removes() == SparsityRule::NearRatio
                 && technique.method.changes_weights()
             {
                 // The support is all that there is, so nothing is lost and least squares changes nothing.

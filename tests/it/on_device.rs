@@ -14,7 +14,7 @@ use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::linalg::columns::{self, ColumnSums};
 use prune::linalg::{StoredDtype, tensor};
 use prune::model::observe::FromDevice;
-use prune::model::on_device::{Cut, LogSumExpPart};
+use prune::model::on_device::{LogSumExpPart, Tiling};
 use prune::model::{DecoderLayer, Head, LayerContext, ModelConfig, Observation, Observer};
 use prune::model::{Embedding, Projection};
 use prune::run::MemorySettings;
@@ -138,8 +138,8 @@ fn candles_operators_compute_what_our_layer_does() -> Result<()> {
         for projection in layer.projections() {
             engine.take_up(&layer, projection)?;
         }
-        let whole = Cut::of(&MemorySettings::default(), &config);
-        let small = Cut {
+        let whole = Tiling::of(&MemorySettings::default(), &config);
+        let small = Tiling {
             key_value_heads: 1,
             queries: 7,
             mlp_tokens: 19,
@@ -233,7 +233,7 @@ fn a_layer_that_was_copied_ahead_is_not_copied_again() -> Result<()> {
     for projection in elsewhere.projections() {
         engine.take_up(&elsewhere, projection)?;
     }
-    let cut = Cut::of(&MemorySettings::default(), &config);
+    let cut = Tiling::of(&MemorySettings::default(), &config);
     let theirs = values(&engine.forward(&elsewhere, &state, &cut)?)?;
     let ours = values(&layer.forward(&state, &mut context)?)?;
     assert!(difference(&ours, &theirs) < 2e-6);
@@ -270,7 +270,7 @@ fn a_weight_that_is_not_in_memory_is_an_error() -> Result<()> {
     engine.begin(&layer)?;
     assert!(engine.take_up(&layer, Projection::Q).is_err());
     let state = tensor::from_vec(vec![0.0; SEQLEN * HIDDEN], &[SEQLEN, HIDDEN])?;
-    let cut = Cut::of(&MemorySettings::default(), &config);
+    let cut = Tiling::of(&MemorySettings::default(), &config);
     let error = engine.forward(&layer, &state, &cut).unwrap_err();
     assert!(error.to_string().contains("v_proj is not on the device"), "{error}");
     Ok(())

@@ -421,6 +421,19 @@ impl RunFolder {
         json.push(b'\n');
         write_atomic(&run.join(MANIFEST), &json)
     }
+
+    /// The refusal of `--resume` without an unfinished run.
+    pub(in crate::job) fn nothing_to_resume(&self) -> Failure {
+        match self.state() {
+            Some(folder) => Failure::new(format!(
+                "--resume: there is no unfinished run in `{}`",
+                folder.display()
+            ))
+            .hint("leave --resume out to begin one"),
+            None => Failure::usage("--resume needs the folder of the model that is unfinished")
+                .hint("add --save DIR, and leave --no-save-model out"),
+        }
+    }
 }
 
 fn remove(path: PathBuf) -> Result<()> {

@@ -16,11 +16,12 @@ use crate::failure::Failure;
 use crate::job::recorder::Recorder;
 use crate::pipeline::LayerJournal;
 use crate::pipeline::expected::{bias_of, pruned, tensor_of};
+use crate::run::manifest::SessionReport;
 use crate::run::manifest::{LayerReport, Manifest, Perplexities};
 use crate::run::merging::{MergedTensor, ModelPerplexity};
 use crate::run::quantization::QuantizedMatrix;
 use crate::run::recovery::Divergence;
-use crate::run::state::{FILE, SCHEMA, SessionReport, TRAINING_FILE, merge_phases};
+use crate::run::state::{FILE, SCHEMA, TRAINING_FILE, merge_phases};
 use crate::run::{Events, RunState};
 use crate::runtime::Clock;
 

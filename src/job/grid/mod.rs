@@ -29,14 +29,14 @@ use self::messages::CellEvents;
 use self::records::CommonSettings;
 use super::folder::state_file::StateFile;
 use super::folder::{MANIFEST, RunFolder};
-use super::given::Given;
+use super::inputs::RunInputs;
 use super::opened::OpenedModel;
 use super::prune::prune_given;
 use crate::failure::Failure;
 use crate::pipeline::{TargetPlan, check_verification};
 use crate::run::grid::{CellReport, CellState, GridRecord};
 use crate::run::{Events, Manifest, Stopped};
-use crate::settings::{Deal, GridSettings, Settings};
+use crate::settings::{GridSettings, Settings, ShardOrder};
 
 pub use self::table::remake;
 
@@ -153,9 +153,9 @@ fn mine<'c>(settings: &GridSettings, cells: &'c [PlannedCell]) -> Result<Vec<&'c
         // Statistics belong to a seed, so a process gets as few seeds as possible.
         true => {
             all.sort_by_key(|cell| cell.cell.seed);
-            Deal::InARow
+            ShardOrder::InARow
         }
-        false => Deal::InTurn,
+        false => ShardOrder::InTurn,
     };
     let (count, positions) = (all.len(), all.into_iter().enumerate());
     let shard = settings.shard;
@@ -221,7 +221,7 @@ impl CellsOfSweep<'_> {
             events.check()?;
             events.begin(number..=number, self.cells, &cell.name());
             let settings = self.begin(cell)?;
-            let given = Given { dense: self.dense, ..Given::default() };
+            let given = RunInputs { dense: self.dense, ..RunInputs::default() };
             let outcome = prune_given(settings, given, events, None);
             self.end(cell, outcome, failed)?;
         }

@@ -9,12 +9,13 @@ use anyhow::{Context, Result};
 
 use super::cells::PlannedCell;
 use crate::eval::Perplexity;
-use crate::job::given::{Given, Sharing};
+use crate::job::inputs::{RunInputs, Sharing};
 use crate::job::outputs::Outputs;
 use crate::job::profile;
 use crate::job::prune::{conclude, finish};
 use crate::job::recorder::Recorder;
-use crate::job::settle::{Job, Settled};
+use crate::job::session::{RunStart, Session};
+use crate::job::settle::settle;
 use crate::job::streams::passes;
 use crate::pipeline::allocation::Allocation;
 use crate::pipeline::{Calibrator, Propagation, Pruner, SharedPruning, SharingCell};
@@ -45,7 +46,7 @@ pub(super) fn can_share(cell: &PlannedCell) -> Result<bool> {
 }
 
 /// A cell that is settled, and its position among all that were asked for.
-type SettledCell = (usize, Box<Job>);
+type SettledCell = (usize, Box<Session>);
 
 /// The outcomes of cells, by their position among all that were asked for.
 type Outcomes = Vec<Option<Result<Manifest>>>;
@@ -73,10 +74,10 @@ pub(super) fn run(
             None => Sharing::First(techniques[at + 1..].to_vec()),
             Some((_, first)) => Sharing::Next(first),
         };
-        let given = Given { dense, sharing, ..Given::default() };
-        match Job::settle(settings, given, recorder) {
-            Ok(Settled::Job(job)) => jobs.push((at, job)),
-            Ok(Settled::Finished(manifest)) => outcomes[at] = Some(Ok(*manifest)),
+        let given = RunInputs { dense, sharing, ..RunInputs::default() };
+        match settle(settings, given, recorder) {
+            Ok(RunStart::Session(job)) => jobs.push((at, job)),
+            Ok(RunStart::Finished(manifest)) => outcomes[at] = Some(Ok(*manifest)),
             Err(error) if error.is::<Stopped>() => return Err(error),
             Err(error) if jobs.is_empty() => {
                 events.note(format!(
@@ -196,7 +197,7 @@ fn calibrator<'a>(
 
 /// A cell of the pass, with its clock.
 fn sharing_cell<'a>(
-    job: &'a Job,
+    job: &'a Session,
     outputs: &'a mut Outputs<'_>,
     windows: &'a mut [Perplexity<'_>],
     events: &'a dyn Events,
@@ -219,7 +220,7 @@ fn sharing_cell<'a>(
 }
 
 /// Adds the shared phases, which the first cell's clock has measured, to the clock of `job`.
-fn add_shared_phases(job: &Job, first: &Job) {
+fn add_shared_phases(job: &Session, first: &Session) {
     if std::ptr::eq(job, first) {
         return;
     }

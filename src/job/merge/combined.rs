@@ -13,15 +13,15 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
+use super::job::MergeJob;
 use super::models::{InputModelFiles, InputModels, open_adapter};
-use super::settle::MergeJob;
 use crate::adapter::{Adapter, AdapterShare, Combination, CombinationKind, MajoritySign};
 use crate::checkpoint::refuse_source_folder;
 use crate::failure::Failure;
 use crate::merging::methods::{self, MergeMethod, Stream};
 use crate::merging::pass::{AdaptedRows, MergeSources, MergeTensor, SourceRows};
 use crate::merging::recipe::{
-    BaseModel, Declaration, Declared, MergeInputs, Otherwise, Parameter, Recipe,
+    BaseModel, Declaration, Declared, MergeInputs, Parameter, Recipe, WhenMissing,
 };
 use crate::run::merging::CombinedAdapter;
 use crate::run::{Events, Phase};
@@ -53,8 +53,8 @@ fn kind(name: &str) -> Option<CombinationKind> {
 
 /// The inputs of a combination of peft.
 fn declaration(name: &'static str, kind: CombinationKind) -> Declaration {
-    const WEIGHT: Declared = (Parameter::Weight, Otherwise::Required);
-    const DENSITY: Declared = (Parameter::Density, Otherwise::Is(1.0));
+    const WEIGHT: Declared = (Parameter::Weight, WhenMissing::Required);
+    const DENSITY: Declared = (Parameter::Density, WhenMissing::Is(1.0));
     Declaration {
         name,
         base_model: BaseModel::Required,
@@ -70,7 +70,7 @@ fn declaration(name: &'static str, kind: CombinationKind) -> Declaration {
 /// A declaration that refuses nothing, so that [`method`] can say why the method does not fit the semantics.
 fn permissive(name: &'static str) -> Declaration {
     const ALL: [Declared; 10] = {
-        let mut all = [(Parameter::Weight, Otherwise::Absent); 10];
+        let mut all = [(Parameter::Weight, WhenMissing::Absent); 10];
         let mut at = 0;
         while at < all.len() {
             all[at].0 = Parameter::ALL[at];

@@ -10,7 +10,6 @@ use crate::merging::pass::{CandleMixer, MergeDevice};
 use crate::model::on_device::CONTEXT;
 use crate::placement::{Inventory, usable_gpus};
 use crate::run::Plan;
-use crate::run::fallback::{DeviceMemoryReport, FallbackReport};
 use crate::run::plan::DevicePlan;
 use crate::runtime::Devices;
 use crate::settings::DeviceSettings;
@@ -68,43 +67,5 @@ pub(super) fn name(plan: &Plan) -> String {
     match gpus.as_slice() {
         [] => "cpu".to_string(),
         gpus => gpus.join("+"),
-    }
-}
-
-/// The work that GPUs had no memory for, and the memory that they had in use, over all parts of a run.
-#[derive(Debug, Default)]
-pub(in crate::job) struct DeviceRecords {
-    pub(in crate::job) fallbacks: Vec<FallbackReport>,
-    pub(in crate::job) devices: Vec<DeviceMemoryReport>,
-}
-
-impl DeviceRecords {
-    /// Adds the GPUs of the merge pass.
-    pub(super) fn add_all(&mut self, devices: Vec<MergeDevice>) {
-        for device in devices {
-            let (fallbacks, memory) = device.report();
-            self.add(fallbacks, vec![memory]);
-        }
-    }
-
-    /// Adds the records of a part. Units of a device add up, and the larger peak counts.
-    pub(in crate::job) fn add(
-        &mut self,
-        fallbacks: Vec<FallbackReport>,
-        devices: Vec<DeviceMemoryReport>,
-    ) {
-        self.fallbacks.extend(fallbacks);
-        for report in devices {
-            let mut devices = self.devices.iter_mut();
-            match devices.find(|known| known.device == report.device) {
-                None => self.devices.push(report),
-                Some(known) => {
-                    known.units += report.units;
-                    known.reserved_by_plan = known.reserved_by_plan.max(report.reserved_by_plan);
-                    known.peak_allocated = known.peak_allocated.max(report.peak_allocated);
-                    known.peak_reserved = known.peak_reserved.max(report.peak_reserved);
-                }
-            }
-        }
     }
 }

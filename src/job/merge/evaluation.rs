@@ -7,15 +7,15 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
-use super::devices::DeviceRecords;
+use super::job::MergeJob;
 use super::models::{open_adapter, put_on};
-use super::settle::MergeJob;
+use crate::job::device_records::DeviceRecords;
 use crate::job::folder::state_file::StateFile;
-use crate::job::given::Given;
+use crate::job::inputs::RunInputs;
 use crate::job::opened::OpenedModel;
 use crate::job::outputs::Outputs;
+use crate::job::pass::settle_pass;
 use crate::job::recorder::Recorder;
-use crate::job::settle::{Job, Settled};
 use crate::job::streams::Streams;
 use crate::run::Events;
 use crate::run::merging::ModelPerplexity;
@@ -116,10 +116,7 @@ impl MergeJob {
             let adapter = open_adapter(adapter, model.config.tie_word_embeddings)?;
             put_on(&mut model, adapter)?;
         }
-        let Settled::Job(job) = Job::settle_opened(settings, model, Given::default(), events)?
-        else {
-            anyhow::bail!("only a run that prunes can have finished before");
-        };
+        let job = settle_pass(settings, model, RunInputs::default(), events)?;
         let mut streams = Streams::embed(&job, &Outputs::default(), events)?;
         let swept = streams.sweep(&job, None, None, events)?;
         devices.add(swept.fallbacks, swept.devices);

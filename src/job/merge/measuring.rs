@@ -4,14 +4,14 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
-use super::devices::DeviceRecords;
 use super::saliency::Saliency;
 use super::saliency_file::{MeasuredModel, SaliencyFile};
+use crate::job::device_records::DeviceRecords;
 use crate::job::outputs::Outputs;
-use crate::job::settle::Job;
+use crate::job::session::Session;
 use crate::job::streams::Streams;
 use crate::pipeline::activations::{ActivationJournal, ActivationMeter, LayerSquares};
-use crate::run::{Events, Plan};
+use crate::run::Events;
 use crate::runtime::{Clock, Finished};
 
 /// The statistics of a merge, and what measuring them took.
@@ -48,7 +48,7 @@ impl Saliency {
 
 /// Passes the samples of a model through its layers; finished layers are not measured again.
 fn sweep(
-    job: &Job,
+    job: &Session,
     journal: &mut FileJournal<'_>,
     name: &str,
     events: &dyn Events,
@@ -88,39 +88,5 @@ impl ActivationJournal for FileJournal<'_> {
     fn layer_measured(&mut self, means: LayerSquares) -> Result<()> {
         self.file.models[self.at].layers.push(means);
         self.file.write(self.path)
-    }
-}
-
-/// The plan of the whole run: the plan of the measurement, then the plan of the merge. The larger peak counts, times add up.
-pub(in crate::job) fn joined(measuring: Plan, merging: Plan) -> Plan {
-    let mut devices = measuring.devices;
-    for device in merging.devices {
-        match devices.iter_mut().find(|known| known.device == device.device) {
-            Some(known) if known.peak >= device.peak => {}
-            Some(known) => *known = device,
-            None => devices.push(device),
-        }
-    }
-    let mut phases = measuring.phases;
-    for phase in merging.phases {
-        let is_it = |known: &&mut crate::run::plan::PhasePlan| {
-            known.phase == phase.phase && known.device == phase.device
-        };
-        match phases.iter_mut().find(is_it) {
-            Some(known) if known.bytes >= phase.bytes => {}
-            Some(known) => *known = phase,
-            None => phases.push(phase),
-        }
-    }
-    let mut notes = measuring.notes;
-    notes.extend(merging.notes);
-    Plan {
-        devices,
-        layers: measuring.layers,
-        hidden_states: measuring.hidden_states,
-        memory_settings: measuring.memory_settings,
-        phases,
-        time: measuring.time.plus(&merging.time),
-        notes,
     }
 }

@@ -3,6 +3,7 @@
 //! | file | content |
 //! | --- | --- |
 //! | `combined` | `--semantics peft`: adapters, combined |
+//! | `job` | what a settled merge has |
 //! | `settle` | everything that can be wrong is checked |
 //! | `resolved` | the recipe with its models, and every tensor |
 //! | `deciding` | the settings that a continued run must share |
@@ -22,6 +23,7 @@ mod combined;
 mod deciding;
 mod devices;
 mod evaluation;
+mod job;
 mod layer_settings;
 mod measuring;
 mod memory;
@@ -44,10 +46,8 @@ use crate::run::command_line::quoted;
 use crate::run::{Event, Events, Manifest, Moment, Phase, Unfinished};
 use crate::settings::MergeSettings;
 pub use combined::peft_methods;
-pub(super) use devices::DeviceRecords;
-pub(super) use measuring::joined;
+use job::{MergeJob, SettledMerge};
 use outputs::MergeOutputs;
-use settle::{MergeJob, SettledMerge};
 
 /// Merges models as the settings say, writes the result, and returns the record.
 ///
@@ -60,7 +60,7 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
         recorder.log_memory();
     }
     let job = match MergeJob::settle(settings, &recorder)? {
-        SettledMerge::Job(job) => job,
+        SettledMerge::Session(job) => job,
         SettledMerge::Finished(manifest) => return Ok(*manifest),
     };
     job.announce(&recorder);

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::{Context, Result};
 
-use super::settle::MergeJob;
+use super::job::MergeJob;
 use crate::checkpoint::MergedWriter;
 use crate::job::folder::memory_log;
 use crate::job::folder::state_file::StateFile;

@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use anyhow::{Context, Result};
 use serde_json::Value;
 
+use super::job::MergeJob;
 use super::layer_settings;
 use super::models::InputModels;
-use super::settle::MergeJob;
 use super::vocabulary::OutputVocabulary;
 use crate::checkpoint::{
     CARD_FILE, CONFIG_FILE, INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE, Published, sidecars_in,

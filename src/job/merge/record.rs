@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Result};
 
-use super::devices::DeviceRecords;
+use super::job::MergeJob;
 use super::outputs::MergeOutputs;
 use super::published::widest;
-use super::settle::MergeJob;
-use super::weighing::Weighed;
+use super::weighing::MeasuredTensors;
 use crate::bytes::ByteSize;
+use crate::job::device_records::DeviceRecords;
 use crate::job::folder::state_file::StateFile;
 use crate::job::recorder::Recorder;
 use crate::linalg::kernel;
@@ -25,7 +25,7 @@ impl MergeJob {
     pub(super) fn report(
         &self,
         outputs: &MergeOutputs<'_>,
-        weighed: &Weighed,
+        weighed: &MeasuredTensors,
     ) -> Result<MergeReport> {
         let models: Result<Vec<InputModel>> = self
             .inputs

@@ -13,10 +13,11 @@ use crate::bytes::ByteSize;
 use crate::data::DatasetSpec;
 use crate::failure::Failure;
 use crate::job::folder::RunFolder;
-use crate::job::given::Given;
+use crate::job::inputs::RunInputs;
+use crate::job::model_report::arithmetic;
 use crate::job::opened::{OpenedModel, check_seqlen};
-use crate::job::record::arithmetic;
-use crate::job::settle::{Job, Settled};
+use crate::job::pass::settle_pass;
+use crate::job::session::Session;
 use crate::merging::recipe::Recipe;
 use crate::model::{DecoderLayer, ModelConfig, stored_dtypes};
 use crate::pipeline::Observed;
@@ -50,7 +51,7 @@ pub(super) struct Saliency {
 pub(super) struct Asked {
     pub(super) measurement: Measurement,
     /// The run that measures; `None` where the file has the statistics.
-    pub(super) job: Option<Box<Job>>,
+    pub(super) job: Option<Box<Session>>,
 }
 
 /// A model to measure, before its files are looked at.
@@ -150,7 +151,7 @@ impl Saliency {
     }
 
     /// The measurements that begin.
-    pub(super) fn jobs(&self) -> impl Iterator<Item = &Job> {
+    pub(super) fn jobs(&self) -> impl Iterator<Item = &Session> {
         self.asked.iter().filter_map(|asked| asked.job.as_deref())
     }
 
@@ -343,7 +344,7 @@ fn measuring_job(
     kept: ByteSize,
     folder: &RunFolder,
     events: &dyn Events,
-) -> Result<(Job, Measurement)> {
+) -> Result<(Session, Measurement)> {
     let mut device = settings.device.clone();
     device.offload_folder = device.offload_folder.or_else(|| folder.run.clone());
     let run = Settings {
@@ -378,10 +379,8 @@ fn measuring_job(
         put_on(&mut model, (**adapter).clone())?;
     }
     let observes = Observed { kind: Some(&SquareSumsKind), kept };
-    let given = Given { observes: Some(observes), ..Given::default() };
-    let Settled::Job(job) = Job::settle_opened(run, model, given, events)? else {
-        return Err(anyhow::anyhow!("a measurement has no record"));
-    };
+    let given = RunInputs { observes: Some(observes), ..RunInputs::default() };
+    let job = settle_pass(run, model, given, events)?;
     let samples = job.texts.calibration.as_ref();
     let samples = samples.context("a measurement has samples")?;
     let arithmetic = arithmetic(&job.model, &job.settings.device, &job.plan);

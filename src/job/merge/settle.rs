@@ -5,27 +5,25 @@ use std::path::Path;
 
 use anyhow::Result;
 
-use super::combined::CombinedJob;
 use super::deciding::decide;
-use super::measuring::joined;
+use super::job::{MergeJob, SettledMerge};
 use super::memory::{MergeShape, PassSize, PassWork};
 use super::models::InputModels;
-use super::published::Donor;
 use super::resolved::ResolvedMerge;
 use super::saliency::Saliency;
-use super::vocabulary::OutputVocabulary;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Layout, PlannedTensor};
 use crate::disk;
 use crate::failure::Failure;
+use crate::job::device_records::joined;
 use crate::job::folder::RunFolder;
 use crate::job::{machine, same_run};
 use crate::linalg::StoredDtype;
 use crate::merging::methods::{MergeMethod, MethodSettings, Scope, Semantics};
 use crate::merging::pass::MergeTensor;
-use crate::merging::recipe::{Parameter, Recipe};
+use crate::merging::recipe::Parameter;
 use crate::placement::planner::cpu_budget;
-use crate::run::{Events, Manifest, Moment, Plan, RunState};
+use crate::run::{Events, Moment};
 use crate::runtime::Clock;
 use crate::settings::{
     MergeSemantics, MergeSettings, PIECE_ELEMENTS, SaliencySource, TrimScope, check_device,
@@ -33,45 +31,6 @@ use crate::settings::{
 
 /// Workers per thread: while the first waits for the disk, the second computes.
 const WORKERS_PER_THREAD: usize = 2;
-
-/// A merge that can begin.
-pub(super) struct MergeJob {
-    pub(super) settings: MergeSettings,
-    pub(super) recipe: Recipe,
-    pub(super) method: &'static dyn MergeMethod,
-    pub(super) method_settings: MethodSettings,
-    pub(super) inputs: InputModels,
-    /// The combination of adapters, with `--semantics peft`.
-    pub(super) combined: Option<CombinedJob>,
-    pub(super) tensors: Vec<MergeTensor>,
-    pub(super) left_out: Vec<String>,
-    pub(super) num_hidden_layers: usize,
-    pub(super) layout: Layout,
-    /// The tokens and the tokenizer of the output.
-    pub(super) vocabulary: OutputVocabulary,
-    /// The model whose configuration the output gets.
-    pub(super) donor: Donor,
-    pub(super) folder: RunFolder,
-    pub(super) size: PassSize,
-    pub(super) plan: Plan,
-    pub(super) threads: usize,
-    /// Activation statistics; `None` for a merge without.
-    pub(super) saliency: Option<Saliency>,
-    /// Everything that decides the outcome, by name.
-    pub(super) deciding: BTreeMap<String, String>,
-    /// The state that an earlier process left of this run.
-    pub(super) unfinished: Option<RunState>,
-    pub(super) clock: Clock,
-    pub(super) started_unix_seconds: u64,
-}
-
-/// The outcome of settling.
-pub(super) enum SettledMerge {
-    /// A merge that can begin.
-    Job(Box<MergeJob>),
-    /// The record of a run that had finished already.
-    Finished(Box<Manifest>),
-}
 
 impl MergeJob {
     /// Reads the recipe, opens all models, and resolves every tensor, the output's files, folders and memory.
@@ -116,7 +75,7 @@ impl MergeJob {
         folder.lock(events)?;
         let mut unfinished = folder.look()?;
         if unfinished.is_none() && settings.output.resume {
-            return Err(super::super::settle::nothing_to_resume(&folder).into());
+            return Err(folder.nothing_to_resume().into());
         }
         let measured_within = match early {
             Ok(_) => settings.clone(),
@@ -176,7 +135,7 @@ impl MergeJob {
             started_unix_seconds,
         };
         job.check_disk()?;
-        Ok(SettledMerge::Job(Box::new(job)))
+        Ok(SettledMerge::Session(Box::new(job)))
     }
 
     /// Bytes of all weight files of the output.

@@ -6,13 +6,13 @@ use std::sync::Arc;
 
 use anyhow::Result;
 
-use super::devices::DeviceRecords;
+use super::job::MergeJob;
 use super::measuring::MeasuredStatistics;
 use super::models::InputModels;
 use super::saliency::{Saliency, base_of};
 use super::saliency_file::{MeasuredModel, Measurement};
-use super::settle::MergeJob;
 use crate::failure::Failure;
+use crate::job::device_records::DeviceRecords;
 use crate::merging::pass::MergeTensor;
 use crate::model::ModelConfig;
 use crate::run::Events;
@@ -49,7 +49,7 @@ impl<'a> Shared<'a> {
 }
 
 /// The tensors of a merge with their statistics, and what measuring took.
-pub(super) struct Weighed {
+pub(super) struct MeasuredTensors {
     pub(super) tensors: Vec<MergeTensor>,
     /// The statistics that were used, the base's first.
     pub(super) used: Vec<Measurement>,
@@ -61,8 +61,8 @@ impl MergeJob {
     ///
     /// # Errors
     /// Fails as [`Saliency::measure`], and for statistics that do not fit.
-    pub(super) fn weigh(&self, events: &dyn Events) -> Result<Weighed> {
-        let mut weighed = Weighed {
+    pub(super) fn weigh(&self, events: &dyn Events) -> Result<MeasuredTensors> {
+        let mut weighed = MeasuredTensors {
             tensors: self.tensors.clone(),
             used: Vec::new(),
             devices: DeviceRecords::default(),

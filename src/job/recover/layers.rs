@@ -5,7 +5,7 @@ use anyhow::{Context, Result};
 use super::super::outputs::Outputs;
 use super::super::prune::Pruned;
 use super::super::record::RunResults;
-use super::super::settle::Job;
+use super::super::session::Session;
 use super::super::streams::Streams;
 use super::base::FrozenBase;
 use super::resolved::Recovery;
@@ -15,7 +15,7 @@ use crate::model::on_device::candle_dtype;
 use crate::pipeline::expected;
 use crate::pruning::Pattern;
 use crate::recovery::optimizers::rounding::Bf16Rounding;
-use crate::recovery::{BlockTrainer, Diverged, LayerOutput, Merger, SpareMemory};
+use crate::recovery::{BlockTrainer, BufferReuse, Diverged, LayerOutput, Merger};
 use crate::run::manifest::{LayerReport, Perplexities};
 use crate::run::{Events, RecoveryReport};
 use crate::runtime::{Editor, HiddenStates, SweepReport};
@@ -25,7 +25,7 @@ use crate::runtime::{Editor, HiddenStates, SweepReport};
 /// # Errors
 /// Fails when the run is asked to stop, for a loss or gradients that are not finite, and where files cannot be read or written.
 pub(super) fn sweep(
-    job: &Job,
+    job: &Session,
     recovery: &Recovery,
     (outputs, streams): (&mut Outputs<'_>, &mut Streams<'_>),
     trained: Option<&Trained>,
@@ -83,7 +83,7 @@ pub(super) fn sweep(
 
 /// The editor that trains layer by layer.
 fn block_trainer<'t>(
-    job: &'t Job,
+    job: &'t Session,
     recovery: &'t Recovery,
     (states, streams): (Option<HiddenStates>, &Streams<'_>),
     output: LayerOutput<'t>,
@@ -123,14 +123,14 @@ fn block_trainer<'t>(
         targets,
         rounding: Bf16Rounding::Nearest,
         output,
-        spare: SpareMemory::default(),
+        spare: BufferReuse::default(),
         clock: &model.clock,
         events,
     })
 }
 
 /// The dtype of stored norms.
-fn norms_dtype(job: &Job, recovery: &Recovery) -> StoredDtype {
+fn norms_dtype(job: &Session, recovery: &Recovery) -> StoredDtype {
     let names = recovery.norms_of(0, &job.model.config);
     let entry = names.first().and_then(|name| job.model.source.entry(name));
     let dtype = entry.and_then(|entry| crate::model::stored_dtype(entry).ok());
@@ -139,7 +139,7 @@ fn norms_dtype(job: &Job, recovery: &Recovery) -> StoredDtype {
 
 /// The outcome of the sweep. The state of the run records what was measured.
 fn conclude(
-    job: &Job,
+    job: &Session,
     recovery: &Recovery,
     outputs: &mut Outputs<'_>,
     (layers, trained): (Vec<LayerReport>, Option<&Trained>),
@@ -163,7 +163,7 @@ fn conclude(
 }
 
 fn report(
-    job: &Job,
+    job: &Session,
     recovery: &Recovery,
     layers: &[LayerReport],
     trained: Option<&Trained>,

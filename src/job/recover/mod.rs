@@ -26,11 +26,11 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
-use super::given::Given;
+use super::inputs::RunInputs;
 use super::outputs::Outputs;
 use super::prune::{finish, settled};
 use super::recorder::Recorder;
-use super::settle::Settled;
+use super::session::RunStart;
 use super::streams::Streams;
 use super::{interruption, profile};
 use crate::run::{Events, Manifest};
@@ -63,10 +63,10 @@ pub fn recover_given(
     let keeps = settings.recovery.as_ref().map_or(0, |of| of.keep_activations);
     // Activations are kept by the CPU alone. A flag that names a GPU is refused then.
     settings.device.use_cpu |= keeps > 0;
-    let given = Given { training: Some(Arc::new(training)), ..Given::default() };
+    let given = RunInputs { training: Some(Arc::new(training)), ..RunInputs::default() };
     let job = match settled(settings, given, &recorder)? {
-        Settled::Job(job) => job,
-        Settled::Finished(manifest) => return Ok(*manifest),
+        RunStart::Session(job) => job,
+        RunStart::Finished(manifest) => return Ok(*manifest),
     };
     job.announce(&recorder);
     let peak = profile::measure_peak(&job);

@@ -1,6 +1,6 @@
 //! `training.state`: a training of the whole model between two steps, so that a later process continues with the same bits.
 //!
-//! After its seal the file has one line of JSON, the [`TrainingHead`], and then the bytes of [`Shelf::save`]: values, optimizer states, and
+//! After its seal the file has one line of JSON, the [`TrainingHead`], and then the bytes of [`ParameterStore::save`]: values, optimizer states, and
 //! the best values. The order of the examples is a function of the step, so it needs no state. The file appears whole or not at all. A file
 //! whose settings differ is passed over; after a divergence, the settings `OF_THE_RATE` may differ.
 
@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use crate::bytes::LARGEST_RECORD;
 use crate::checkpoint::{open_sealed, write_sealed_with};
 use crate::failure::Failure;
-use crate::recovery::Shelf;
+use crate::recovery::ParameterStore;
 use crate::run::recovery::{Divergence, HeldOutReport, StepReport};
 use crate::run::state::{OF_THE_RATE, TRAINING_FILE};
 
@@ -63,7 +63,7 @@ pub(super) fn path(folder: &Path) -> PathBuf {
 ///
 /// # Errors
 /// Fails when the disk refuses; an older file then stays.
-pub(super) fn write(folder: &Path, head: &TrainingHead, shelf: &Shelf) -> Result<()> {
+pub(super) fn write(folder: &Path, head: &TrainingHead, shelf: &ParameterStore) -> Result<()> {
     let mut line = serde_json::to_vec(head).context("writing the state of the training")?;
     line.push(b'\n');
     write_sealed_with(&path(folder), &mut |out| {
@@ -81,7 +81,7 @@ pub(super) fn write(folder: &Path, head: &TrainingHead, shelf: &Shelf) -> Result
 pub(super) fn read(
     folder: &Path,
     settings: &BTreeMap<String, String>,
-    shelf: &mut Shelf,
+    shelf: &mut ParameterStore,
 ) -> Result<Option<TrainingHead>> {
     let path = path(folder);
     let damaged = |why: &dyn std::fmt::Display| {

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use super::super::opened::OpenedModel;
-use super::super::settle::Job;
+use super::super::session::Session;
 use super::resolved::Recovery;
 use super::saved;
 use super::steps::states_dtype;
@@ -12,7 +12,7 @@ use crate::linalg::{Products, StoredDtype, factor_parts_elements};
 use crate::model::on_device::TrainedSizes;
 use crate::model::{ModelConfig, Projection, footprint, stored_dtypes};
 use crate::pipeline::TrainingShape;
-use crate::recovery::{ParameterSpec, Shelf, TrainedForm};
+use crate::recovery::{ParameterSpec, ParameterStore, TrainedForm};
 use crate::run::{Events, MemorySettings};
 use crate::settings::Settings;
 
@@ -155,7 +155,7 @@ impl Recovery {
     fn shelf_bytes(&self, config: &ModelConfig) -> u64 {
         let specs = self.part.parameters(config);
         let has_best = self.settings.held_out > 0;
-        Shelf::bytes(&specs, &*self.optimizer(), config.num_hidden_layers, has_best)
+        ParameterStore::bytes(&specs, &*self.optimizer(), config.num_hidden_layers, has_best)
     }
 
     /// Elements of the gradients of a layer, and for factors of their parts of the largest matrix.
@@ -213,7 +213,7 @@ impl Recovery {
     }
 
     /// Tells the settings of the training.
-    pub(in crate::job) fn announce(&self, job: &Job, events: &dyn Events) {
+    pub(in crate::job) fn announce(&self, job: &Session, events: &dyn Events) {
         let config = &*job.model.config;
         let settings = &self.settings;
         let of = match self.part.form {
@@ -264,7 +264,7 @@ impl Recovery {
     }
 }
 
-impl Job {
+impl Session {
     /// The seed of samples, examples and factors.
     pub(super) fn seed(&self) -> u64 {
         let calibration = self.settings.calibration.as_ref();

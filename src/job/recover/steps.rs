@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-use super::super::settle::Job;
+use super::super::session::Session;
 use super::base::FrozenBase;
 use super::resolved::Recovery;
 use super::saved::{self, TrainingHead};
@@ -16,7 +16,9 @@ use crate::failure::Failure;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::on_device::candle_dtype;
 use crate::recovery::optimizers::{Schedule, TrainingStep};
-use crate::recovery::{Distillation, Diverged, Example, Shelf, ShelfPlace, Trainer, TrainerParts};
+use crate::recovery::{
+    Distillation, Diverged, Example, ParameterStore, StorePlace, Trainer, TrainerParts,
+};
 use crate::run::recovery::{Divergence, HeldOutReport, StepReport};
 use crate::run::{Event, Events, Moment};
 use crate::runtime::SweepReport;
@@ -34,7 +36,7 @@ const EXPLOSION: f64 = 3.0;
 /// A training that is over.
 pub(super) struct Trained {
     pub(super) base: FrozenBase,
-    pub(super) shelf: Shelf,
+    pub(super) shelf: ParameterStore,
     pub(super) head: TrainingHead,
     /// The report of the devices that computed the steps.
     pub(super) devices: SweepReport,
@@ -52,7 +54,7 @@ impl Trained {
     /// Fails when the disk refuses.
     pub(super) fn write_adapter(
         &self,
-        job: &Job,
+        job: &Session,
         recovery: &Recovery,
         folder: &Path,
     ) -> Result<()> {
@@ -84,7 +86,7 @@ impl Trained {
 /// # Errors
 /// Fails when the run is asked to stop, for a loss or gradients that are not finite, and where files cannot be read or written. The
 /// steps before are saved where a run folder exists.
-pub(super) fn train(job: &Job, recovery: &Recovery, events: &dyn Events) -> Result<Trained> {
+pub(super) fn train(job: &Session, recovery: &Recovery, events: &dyn Events) -> Result<Trained> {
     let base = FrozenBase::open(job, recovery, events)?;
     let (examples, held) = job.texts.examples.as_ref().context("examples to train on")?;
     let given = job.given_training.as_ref().context("data of a training")?;
@@ -130,7 +132,7 @@ pub(super) fn train(job: &Job, recovery: &Recovery, events: &dyn Events) -> Resu
 }
 
 /// The failure of a training that diverged and leaves no model.
-pub(super) fn without_model(job: &Job, diverged: &Diverged, detail: &str) -> Failure {
+pub(super) fn without_model(job: &Session, diverged: &Diverged, detail: &str) -> Failure {
     // The state that is saved belongs to this rate.
     let again = match job.folder.state() {
         Some(_) => " --force",
@@ -143,7 +145,7 @@ pub(super) fn without_model(job: &Job, diverged: &Diverged, detail: &str) -> Fai
 }
 
 struct Training<'a> {
-    job: &'a Job,
+    job: &'a Session,
     recovery: &'a Recovery,
     examples: &'a Examples,
     held: Option<&'a Examples>,
@@ -160,12 +162,12 @@ impl<'a> Training<'a> {
         let (job, recovery, model) = (self.job, self.recovery, &self.job.model);
         let optimizer = recovery.optimizer();
         let place = match recovery.is_paged() {
-            true => ShelfPlace::File(job.offload_folder()),
-            false => ShelfPlace::Memory,
+            true => StorePlace::File(job.offload_folder()),
+            false => StorePlace::Memory,
         };
         let config = &model.config;
         let specs = recovery.part.parameters(config);
-        let shelf = Shelf::new(specs, &*optimizer, config.num_hidden_layers, &place)?;
+        let shelf = ParameterStore::new(specs, &*optimizer, config.num_hidden_layers, &place)?;
         let mut settings = job.plan.memory_settings.clone();
         // A weight that is packed for a single product costs memory and saves nothing.
         settings.keep_packed &= recovery.settings.per_step() > 1;

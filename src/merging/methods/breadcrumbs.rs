@@ -11,7 +11,7 @@
 //! Source: M. Davari, E. Belilovsky, "Model breadcrumbs" (2023, arXiv:2312.06795), section 3; mergekit 0.1.5.
 
 use super::differences::{DENSITY, DifferenceMethod, Trimming, WEIGHT, shared};
-use crate::merging::recipe::{Otherwise, Parameter};
+use crate::merging::recipe::{Parameter, WhenMissing};
 
 /// `breadcrumbs`.
 pub(super) const BREADCRUMBS: DifferenceMethod = DifferenceMethod {
@@ -19,7 +19,7 @@ pub(super) const BREADCRUMBS: DifferenceMethod = DifferenceMethod {
     summary: "removes the smallest and the largest differences, and adds the rest",
     trimming: Trimming::Band,
     elects: false,
-    per_model: &[WEIGHT, DENSITY, (Parameter::Gamma, Otherwise::Is(0.01))],
+    per_model: &[WEIGHT, DENSITY, (Parameter::Gamma, WhenMissing::Is(0.01))],
     shared: &shared(false, false),
 };
 

@@ -12,7 +12,7 @@
 
 use super::differences::{DENSITY, DifferenceMethod, Trimming, WEIGHT, shared};
 use super::trim_plan::EPSILON;
-use crate::merging::recipe::{Otherwise, Parameter};
+use crate::merging::recipe::{Parameter, WhenMissing};
 
 /// `della`.
 pub(super) const DELLA: DifferenceMethod = DifferenceMethod {
@@ -20,7 +20,7 @@ pub(super) const DELLA: DifferenceMethod = DifferenceMethod {
     summary: "removes small differences more often than large ones, and elects signs",
     trimming: Trimming::Ramp,
     elects: true,
-    per_model: &[WEIGHT, DENSITY, (Parameter::Epsilon, Otherwise::Is(EPSILON))],
+    per_model: &[WEIGHT, DENSITY, (Parameter::Epsilon, WhenMissing::Is(EPSILON))],
     shared: &shared(true, true),
 };
 

@@ -28,7 +28,7 @@ use super::ranks::Counts;
 use super::sums::absolute;
 use super::trim::{Trim, Trimmer};
 use super::trim_plan::{SearchPlan, trim_of};
-use crate::merging::recipe::{BaseModel, Declaration, Declared, Otherwise, Parameter};
+use crate::merging::recipe::{BaseModel, Declaration, Declared, Parameter, WhenMissing};
 
 /// The trimming of a method.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,20 +58,20 @@ pub(super) struct DifferenceMethod {
 }
 
 /// Parameters of every method: the weight is required.
-pub(super) const WEIGHT: Declared = (Parameter::Weight, Otherwise::Required);
+pub(super) const WEIGHT: Declared = (Parameter::Weight, WhenMissing::Required);
 /// Everything is kept unless a recipe says otherwise.
-pub(super) const DENSITY: Declared = (Parameter::Density, Otherwise::Is(1.0));
+pub(super) const DENSITY: Declared = (Parameter::Density, WhenMissing::Is(1.0));
 
 /// Shared parameters with these defaults.
 pub(super) const fn shared(normalize: bool, rescale: bool) -> [Declared; 4] {
-    const fn is(on: bool) -> Otherwise {
-        Otherwise::Is(if on { 1.0 } else { 0.0 })
+    const fn is(on: bool) -> WhenMissing {
+        WhenMissing::Is(if on { 1.0 } else { 0.0 })
     }
     [
         (Parameter::Normalize, is(normalize)),
         (Parameter::Rescale, is(rescale)),
-        (Parameter::Lambda, Otherwise::Is(1.0)),
-        (Parameter::Int8Mask, Otherwise::Is(0.0)),
+        (Parameter::Lambda, WhenMissing::Is(1.0)),
+        (Parameter::Int8Mask, WhenMissing::Is(0.0)),
     ]
 }
 

@@ -9,7 +9,7 @@ use super::group::Group;
 use super::method::{MergeMethod, RowBlock, TensorMerge, TensorTask};
 use super::mixer::{Formula, Mixer, WeightedSum};
 use crate::failure::Failure;
-use crate::merging::recipe::{BaseModel, Declaration, Otherwise, Parameter};
+use crate::merging::recipe::{BaseModel, Declaration, Parameter, WhenMissing};
 
 /// `linear`.
 pub(super) struct LinearAverage;
@@ -20,8 +20,8 @@ impl MergeMethod for LinearAverage {
             name: "linear",
             base_model: BaseModel::Optional,
             models: 1..=usize::MAX,
-            per_model: &[(Parameter::Weight, Otherwise::Required)],
-            shared: &[(Parameter::Normalize, Otherwise::Is(1.0))],
+            per_model: &[(Parameter::Weight, WhenMissing::Required)],
+            shared: &[(Parameter::Normalize, WhenMissing::Is(1.0))],
         }
     }
 

@@ -17,7 +17,7 @@ use super::method::{MergeMethod, RowBlock, TensorMerge, TensorTask};
 use super::mixer::Mixer;
 use super::sums::dot;
 use crate::failure::Failure;
-use crate::merging::recipe::{BaseModel, Declaration, Otherwise, Parameter};
+use crate::merging::recipe::{BaseModel, Declaration, Parameter, WhenMissing};
 
 /// Smaller denominators count as this, or leave the base.
 const SMALLEST: f64 = 1e-6;
@@ -32,7 +32,7 @@ impl MergeMethod for ModelStock {
             base_model: BaseModel::Required,
             models: 3..=usize::MAX,
             per_model: &[],
-            shared: &[(Parameter::FilterWise, Otherwise::Is(0.0))],
+            shared: &[(Parameter::FilterWise, WhenMissing::Is(0.0))],
         }
     }
 

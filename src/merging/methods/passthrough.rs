@@ -7,7 +7,7 @@ use anyhow::Result;
 use super::group::Group;
 use super::linear::Average;
 use super::method::{MergeMethod, TensorMerge, TensorTask};
-use crate::merging::recipe::{BaseModel, Declaration, Otherwise, Parameter};
+use crate::merging::recipe::{BaseModel, Declaration, Parameter, WhenMissing};
 
 /// `passthrough`.
 pub(super) struct Passthrough;
@@ -18,7 +18,7 @@ impl MergeMethod for Passthrough {
             name: "passthrough",
             base_model: BaseModel::Optional,
             models: 1..=1,
-            per_model: &[(Parameter::Scale, Otherwise::Absent)],
+            per_model: &[(Parameter::Scale, WhenMissing::Absent)],
             shared: &[],
         }
     }

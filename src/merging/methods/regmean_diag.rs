@@ -17,7 +17,7 @@ use super::group::Group;
 use super::method::{MergeMethod, RowBlock, TensorMerge, TensorTask};
 use super::mixer::Mixer;
 use crate::failure::Failure;
-use crate::merging::recipe::{BaseModel, Declaration, Otherwise, Parameter};
+use crate::merging::recipe::{BaseModel, Declaration, Parameter, WhenMissing};
 
 /// `regmean_diag`.
 pub(super) struct RegmeanDiag;
@@ -28,7 +28,7 @@ impl MergeMethod for RegmeanDiag {
             name: "regmean_diag",
             base_model: BaseModel::Required,
             models: 2..=usize::MAX,
-            per_model: &[(Parameter::Weight, Otherwise::Is(1.0))],
+            per_model: &[(Parameter::Weight, WhenMissing::Is(1.0))],
             shared: &[],
         }
     }

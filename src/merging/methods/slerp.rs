@@ -17,7 +17,7 @@ use super::method::{MergeMethod, RowBlock, TensorMerge, TensorTask};
 use super::mixer::Mixer;
 use super::sums::dot;
 use crate::failure::Failure;
-use crate::merging::recipe::{BaseModel, Declaration, Otherwise, Parameter};
+use crate::merging::recipe::{BaseModel, Declaration, Parameter, WhenMissing};
 
 /// Above this |cos θ|, directions count as parallel.
 const COLINEAR: f64 = 0.9995;
@@ -34,7 +34,7 @@ impl MergeMethod for Slerp {
             base_model: BaseModel::Required,
             models: 2..=2,
             per_model: &[],
-            shared: &[(Parameter::T, Otherwise::Required)],
+            shared: &[(Parameter::T, WhenMissing::Required)],
         }
     }
 

@@ -5,7 +5,7 @@ use anyhow::Result;
 use super::check::not_of;
 use super::contents::{MergeDtype, MergeInputs, ModelInput, Recipe, declaration};
 use super::model_spec::ModelSpec;
-use super::parameter::{BaseModel, Declaration, Otherwise, Parameter};
+use super::parameter::{BaseModel, Declaration, Parameter, WhenMissing};
 use super::place::Place;
 use super::setting::{Parameters, Setting, check_range};
 use super::tokenizer::{TokenizerRecipe, TokenizerSource};
@@ -106,7 +106,7 @@ fn model_parameters(
     declaration: &Declaration,
     count: usize,
 ) -> Result<Vec<Parameters>, Failure> {
-    let needs_weight = declaration.per_model.contains(&(Parameter::Weight, Otherwise::Required));
+    let needs_weight = declaration.per_model.contains(&(Parameter::Weight, WhenMissing::Required));
     let weight = match flags.weight.as_slice() {
         [] if needs_weight => &[1.0],
         given => given,

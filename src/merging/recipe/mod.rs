@@ -40,7 +40,7 @@ pub use contents::{
 };
 pub use flags::FlagRecipe;
 pub use model_spec::ModelSpec;
-pub use parameter::{BaseModel, Declaration, Declared, Otherwise, Parameter, ParameterValues};
+pub use parameter::{BaseModel, Declaration, Declared, Parameter, ParameterValues, WhenMissing};
 pub use place::Place;
 pub use resolve::{ModelShape, Resolved, TensorRecipe, TensorSource};
 pub use setting::{Case, Parameters, Setting};

@@ -85,7 +85,7 @@ impl Parameter {
 
 /// The value of a parameter that a recipe does not name.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Otherwise {
+pub enum WhenMissing {
     /// The recipe must name it.
     Required,
     /// The method does without.
@@ -95,7 +95,7 @@ pub enum Otherwise {
 }
 
 /// A parameter as a method declares it.
-pub type Declared = (Parameter, Otherwise);
+pub type Declared = (Parameter, WhenMissing);
 
 /// The role of `base_model` in a method.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

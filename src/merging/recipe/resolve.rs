@@ -18,7 +18,7 @@ use anyhow::Result;
 
 use super::contents::{MergeInputs, Recipe, SliceRecipe};
 use super::model_spec::ModelSpec;
-use super::parameter::{BaseModel, Declaration, Declared, Otherwise, Parameter, ParameterValues};
+use super::parameter::{BaseModel, Declaration, Declared, Parameter, ParameterValues, WhenMissing};
 use super::place::Place;
 use super::setting::Parameters;
 use crate::failure::Failure;
@@ -422,9 +422,9 @@ fn values<'a>(
         });
         match (given, otherwise) {
             (Some(value), _) => values.set(*parameter, value),
-            (None, Otherwise::Is(value)) => values.set(*parameter, *value),
-            (None, Otherwise::Absent) => {}
-            (None, Otherwise::Required) => return Err(*parameter),
+            (None, WhenMissing::Is(value)) => values.set(*parameter, *value),
+            (None, WhenMissing::Absent) => {}
+            (None, WhenMissing::Required) => return Err(*parameter),
         }
     }
     Ok(values)

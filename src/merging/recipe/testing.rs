@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use super::Otherwise::{Absent, Is, Required};
 use super::Parameter::{
     Density, Epsilon, FilterWise, Gamma, Lambda, Normalize, Rescale, Scale, T, Weight,
 };
+use super::WhenMissing::{Absent, Is, Required};
 use super::{BaseModel, Declaration, Declared, ModelShape, Recipe};
 
 const DIFFERENCES: &[Declared] = &[(Weight, Required), (Density, Is(1.0))];

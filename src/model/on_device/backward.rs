@@ -20,7 +20,7 @@ use candle_core::{D, DType, Device, Tensor, Var};
 use candle_nn::ops;
 
 use super::layer::DeviceTables;
-use super::{Cut, DeviceLayer};
+use super::{DeviceLayer, Tiling};
 use crate::linalg::MaskedLowRank;
 use crate::linalg::attention::Heads;
 use crate::model::Projection;
@@ -231,7 +231,7 @@ impl DeviceLayer {
         [hidden, output_gradient]: [&Tensor; 2],
         training: &mut DeviceTraining,
         tables: &DeviceTables,
-        cut: &Cut,
+        cut: &Tiling,
     ) -> Result<Tensor> {
         let mut sample = SampleGradients::default();
         let normed = self.norm_forward(0, hidden)?;
@@ -345,7 +345,7 @@ impl DeviceLayer {
         normed: &Tensor,
         dcontext: &Tensor,
         tables: &DeviceTables,
-        cut: &Cut,
+        cut: &Tiling,
     ) -> Result<[(Projection, Tensor); 3]> {
         let Heads { num_heads, num_key_value_heads, head_dim } = self.heads;
         let seqlen = normed.dim(0)?;

@@ -11,7 +11,7 @@ use candle_nn::ops;
 use rayon::prelude::*;
 
 use super::backward::piece;
-use super::{Cut, copy, upload_vector};
+use super::{Tiling, copy, upload_vector};
 use crate::linalg::exp;
 use crate::model::LayerContext;
 use crate::model::head::HeadChunk;
@@ -98,7 +98,12 @@ impl DeviceHead {
     /// # Arguments
     /// * `hidden`: `[seqlen, hidden_size]` on the device, the output of the last layer
     /// * `tokens`: `[seqlen]`
-    pub fn window(&self, hidden: &Tensor, tokens: &[u32], cut: &Cut) -> Result<Vec<LogSumExpPart>> {
+    pub fn window(
+        &self,
+        hidden: &Tensor,
+        tokens: &[u32],
+        cut: &Tiling,
+    ) -> Result<Vec<LogSumExpPart>> {
         let count = tokens.len().saturating_sub(1);
         let at_once = cut.logit_tokens(self.rows.len());
         let device = hidden.device();
@@ -151,7 +156,7 @@ impl DeviceHead {
         hidden: &Tensor,
         targets: &[Option<u32>],
         scale: f32,
-        cut: &Cut,
+        cut: &Tiling,
     ) -> Result<(f64, Tensor)> {
         let (device, dtype) = (hidden.device(), hidden.dtype());
         let mut rows = targets.iter().flatten().map(|&target| target as usize);

@@ -18,15 +18,13 @@ use candle_nn::ops;
 
 use super::gram::DeviceGrams;
 use super::observing::{Observing, SampleSums};
-use super::{CopyMatrix, Cut, kernels, upload_vector};
+use super::tiling::PRODUCT_FEATURES;
+use super::{CopyMatrix, Tiling, kernels, upload_vector};
 use crate::linalg::attention::Heads;
 use crate::linalg::select::Quota;
 use crate::model::family::Activation;
 use crate::model::observe::{Observation, Observer};
 use crate::model::{DecoderLayer, LayerContext, ModelConfig, Projection};
-
-/// Output features of [`DeviceLayer::product`] at once.
-pub(super) const PRODUCT_FEATURES: usize = 1024;
 
 /// Σ a² and Σ (a − b)² of two products `[tokens, out_features]` on a device.
 ///
@@ -261,7 +259,7 @@ impl DeviceLayer {
     ///
     /// # Errors
     /// Fails when the device fails, mostly for lack of memory.
-    pub fn forward(&self, hidden: &Tensor, tables: &DeviceTables, cut: &Cut) -> Result<Tensor> {
+    pub fn forward(&self, hidden: &Tensor, tables: &DeviceTables, cut: &Tiling) -> Result<Tensor> {
         let out = self.attend(hidden, tables, cut, None)?;
         self.mlp(&out, cut, None)?;
         Ok(out)
@@ -273,7 +271,7 @@ impl DeviceLayer {
         &self,
         hidden: &Tensor,
         tables: &DeviceTables,
-        cut: &Cut,
+        cut: &Tiling,
         observer: &mut dyn Observer,
         grams: &mut DeviceGrams,
     ) -> Result<SampleSums> {
@@ -288,7 +286,7 @@ impl DeviceLayer {
         &self,
         hidden: &Tensor,
         tables: &DeviceTables,
-        cut: &Cut,
+        cut: &Tiling,
         mut observing: Option<&mut Observing<'_>>,
     ) -> Result<Tensor> {
         let normed = ops::rms_norm(hidden, &self.input_layernorm, self.rms_norm_eps)?;
@@ -310,7 +308,7 @@ impl DeviceLayer {
         &self,
         normed: &Tensor,
         tables: &DeviceTables,
-        cut: &Cut,
+        cut: &Tiling,
     ) -> Result<Tensor> {
         let Heads { num_heads, num_key_value_heads, head_dim } = self.heads;
         let seqlen = normed.dim(0)?;
@@ -407,7 +405,7 @@ impl DeviceLayer {
     fn mlp(
         &self,
         hidden: &Tensor,
-        cut: &Cut,
+        cut: &Tiling,
         mut observing: Option<&mut Observing<'_>>,
     ) -> Result<()> {
         let seqlen = hidden.dim(0)?;

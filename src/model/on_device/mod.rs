@@ -12,22 +12,22 @@
 //! | `observing` | column sums and rows of a sample on their way to the host |
 //! | `kernels` | operators of our own, with `kernels.cu` for a GPU |
 //! | `head` | from hidden states to the log-probability of the next token |
-//! | `cut` | the tiling of the work, and the memory of each tile |
+//! | `tiling` | the tiling of the work, and the memory of each tile |
 
 mod backward;
-mod cut;
 mod gram;
 mod head;
 mod kernels;
 mod layer;
 mod observing;
+mod tiling;
 
 pub use backward::DeviceTraining;
-pub use cut::{CONTEXT, Cut, TrainedSizes};
 pub use gram::{DeviceGrams, TakeGram};
 pub use head::{DeviceHead, LogSumExpPart};
 pub use layer::{DeviceLayer, DeviceTables, squares_of_difference};
 pub use observing::{ArrivingValues, SampleSums};
+pub use tiling::{CONTEXT, Tiling, TrainedSizes};
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};

@@ -7,7 +7,7 @@ use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 
 use super::gram::DeviceGrams;
-use super::{Cut, kernels};
+use super::{Tiling, kernels};
 use crate::linalg::columns::ColumnSums;
 use crate::model::observe::{FromDevice, Observation, Observer};
 
@@ -43,7 +43,7 @@ impl<'a> Observing<'a> {
         point: Observation,
         first: usize,
         rows: &Tensor,
-        cut: &Cut,
+        cut: &Tiling,
     ) -> Result<()> {
         let tokens = rows.dim(0)?;
         let pieces = (0..tokens).step_by(cut.mlp_tokens.max(1));

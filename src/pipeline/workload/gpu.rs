@@ -1,4 +1,4 @@
-//! Memory of a GPU that computes decoder layers: `model/on_device/cut.rs` has what a piece of work takes.
+//! Memory of a GPU that computes decoder layers: `model/on_device/tiling.rs` has what a piece of work takes.
 //!
 //! ```text
 //! calibrate, propagate, evaluate   context + tables + this layer's weights, and the next layer's where it is read ahead + a
@@ -13,7 +13,7 @@
 use super::{RunShape, evaluation_phases, output_error, part};
 use crate::bytes::ByteSize;
 use crate::model::Rotary;
-use crate::model::on_device::{CONTEXT, Cut, DeviceGrams};
+use crate::model::on_device::{CONTEXT, DeviceGrams, Tiling};
 use crate::placement::{ExecutionOption, PhaseMemory, Processors};
 use crate::run::plan::{MemoryPart, PartKind};
 use crate::run::{HiddenStatesStorage, MemorySettings, Phase};
@@ -34,13 +34,13 @@ fn states(run: &RunShape<'_>, option: &ExecutionOption) -> Vec<MemoryPart> {
 pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Vec<PhaseMemory> {
     let settings = &option.settings;
     let (config, element) = (run.config, run.gpu_dtype.bytes());
-    let cut = Cut::of(settings, config).with_indices_of_32_bits(config, run.seqlen);
-    let layer = Cut::layer_bytes(config, element);
+    let cut = Tiling::of(settings, config).with_indices_of_32_bits(config, run.seqlen);
+    let layer = Tiling::layer_bytes(config, element);
     let next = match settings.prefetch {
         true => layer,
         false => ByteSize::ZERO,
     };
-    let cast = Cut::cast_bytes(config, run.dtypes.layers.bytes(), element);
+    let cast = Tiling::cast_bytes(config, run.dtypes.layers.bytes(), element);
     let parts = |grams: &[usize]| {
         let sample = cut.capture_bytes(config, run.seqlen, element, grams);
         let mut parts = vec![
@@ -63,7 +63,7 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Vec<PhaseM
     let grams = run.grams_on_gpu(settings);
     // Outputs of a matrix before and after it is pruned.
     let tokens = output_error::tokens(run.samples, run.seqlen);
-    let outputs = config.projections().map(|of| Cut::product_bytes(config, of, tokens)).max();
+    let outputs = config.projections().map(|of| Tiling::product_bytes(config, of, tokens)).max();
     let errors = calibration.clone().next().filter(|_| run.technique.is_some()).map(|_| {
         let mut parts = parts(&[]);
         parts.retain(|part| part.kind != PartKind::Sample);
@@ -83,7 +83,7 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Vec<PhaseM
 
 /// Memory of a training. A training of the whole model makes the layers of a step in turn and copies none ahead. The sweep of a training by
 /// layers copies the next layer ahead.
-fn training(run: &RunShape<'_>, cut: &Cut, next: ByteSize) -> Vec<PhaseMemory> {
+fn training(run: &RunShape<'_>, cut: &Tiling, next: ByteSize) -> Vec<PhaseMemory> {
     let (config, element) = (run.config, run.gpu_dtype.bytes());
     let Some(trains) = &run.trains else {
         return Vec::new();
@@ -93,9 +93,9 @@ fn training(run: &RunShape<'_>, cut: &Cut, next: ByteSize) -> Vec<PhaseMemory> {
     let next = if trains.is_by_layer { next } else { ByteSize::ZERO };
     let phases = [(Phase::Forward, forward), (Phase::Backward, backward)];
     let phases = phases.map(|(phase, sample)| {
-        let cast = Cut::cast_bytes(config, run.dtypes.layers.bytes(), element);
+        let cast = Tiling::cast_bytes(config, run.dtypes.layers.bytes(), element);
         let parts = vec![
-            part(PartKind::Layer, Cut::layer_bytes(config, element)),
+            part(PartKind::Layer, Tiling::layer_bytes(config, element)),
             part(PartKind::NextLayer, next),
             part(PartKind::StoredMatrix, cast),
             part(PartKind::Sample, sample),
@@ -109,7 +109,7 @@ fn training(run: &RunShape<'_>, cut: &Cut, next: ByteSize) -> Vec<PhaseMemory> {
 pub(super) fn head(run: &RunShape<'_>, option: &ExecutionOption) -> PhaseMemory {
     let settings = &option.settings;
     let (config, element) = (run.config, run.gpu_dtype.bytes());
-    let cut = Cut::of(settings, config).with_indices_of_32_bits(config, run.seqlen);
+    let cut = Tiling::of(settings, config).with_indices_of_32_bits(config, run.seqlen);
     let rows = settings.head_rows.unwrap_or(usize::MAX).min(config.vocab_size);
     let stored = match run.dtypes.head.bytes() {
         stored if stored == element => 0,
@@ -130,7 +130,7 @@ pub(super) fn training_head(run: &RunShape<'_>, settings: &MemorySettings) -> Op
     if trains.teacher.is_some() || settings.head_rows.is_some() {
         return None;
     }
-    let cut = Cut::of(settings, config).with_indices_of_32_bits(config, run.seqlen);
+    let cut = Tiling::of(settings, config).with_indices_of_32_bits(config, run.seqlen);
     let stored = match run.dtypes.head.bytes() {
         stored if stored == element => 0,
         stored => stored,

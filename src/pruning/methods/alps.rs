@@ -25,10 +25,10 @@ use crate::bytes::ByteSize;
 use crate::linalg::StoredMatrix;
 use crate::linalg::factor;
 use crate::pruning::mask::Mask;
-use crate::pruning::method::{PruningMethod, Removes, Request};
+use crate::pruning::method::{PruningMethod, Request, SparsityRule};
 use crate::pruning::options::MethodOptions;
 use crate::pruning::solvers::admm::Admm;
-use crate::pruning::solvers::dense::{Keeps, mask_of, widened};
+use crate::pruning::solvers::dense::{KeepRule, mask_of, widened};
 use crate::pruning::solvers::least_squares::{STEPS, ScaledGram, operations, refit, refit_bytes};
 use crate::pruning::statistics::StatisticsKind;
 use crate::pruning::statistics::input_gram::{InputGram, InputGramKind};
@@ -54,8 +54,8 @@ impl PruningMethod for Alps {
         "ADMM chooses, least squares repairs; the published schedule"
     }
 
-    fn removes(&self, _options: &MethodOptions) -> Removes {
-        Removes::NearRatio
+    fn removes(&self, _options: &MethodOptions) -> SparsityRule {
+        SparsityRule::NearRatio
     }
 
     fn statistics(&self) -> Option<&'static dyn StatisticsKind> {
@@ -108,10 +108,10 @@ fn kept(target: Target, weights: usize) -> usize {
 }
 
 /// The reference's rule for the support.
-fn keeps(target: Target, rows: usize, columns: usize) -> Keeps {
+fn keeps(target: Target, rows: usize, columns: usize) -> KeepRule {
     match target.pattern {
-        Pattern::Unstructured => Keeps::OfMatrix(kept(target, rows * columns)),
-        Pattern::NOfM { n, m } => Keeps::OfGroups { n, m },
+        Pattern::Unstructured => KeepRule::OfMatrix(kept(target, rows * columns)),
+        Pattern::NOfM { n, m } => KeepRule::OfGroups { n, m },
     }
 }
 

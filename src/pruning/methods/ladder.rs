@@ -25,10 +25,10 @@ use crate::bytes::ByteSize;
 use crate::linalg::StoredMatrix;
 use crate::linalg::factor;
 use crate::pruning::mask::Mask;
-use crate::pruning::method::{PruningMethod, Removes, Request};
+use crate::pruning::method::{PruningMethod, Request, SparsityRule};
 use crate::pruning::options::MethodOptions;
 use crate::pruning::solvers::admm::Admm;
-use crate::pruning::solvers::dense::{Keeps, mask_of, widened};
+use crate::pruning::solvers::dense::{KeepRule, mask_of, widened};
 use crate::pruning::solvers::least_squares::{STEPS, ScaledGram, operations, refit, refit_bytes};
 use crate::pruning::statistics::StatisticsKind;
 use crate::pruning::statistics::input_gram::{InputGram, InputGramKind};
@@ -66,8 +66,8 @@ impl PruningMethod for Ladder {
         "ADMM on a short ladder of penalties chooses, least squares repairs; the best here"
     }
 
-    fn removes(&self, _options: &MethodOptions) -> Removes {
-        Removes::NearRatio
+    fn removes(&self, _options: &MethodOptions) -> SparsityRule {
+        SparsityRule::NearRatio
     }
 
     fn statistics(&self) -> Option<&'static dyn StatisticsKind> {
@@ -100,9 +100,9 @@ impl PruningMethod for Ladder {
         let (keeps, rungs) = match request.target.pattern {
             Pattern::Unstructured => {
                 let all = rows * columns;
-                (Keeps::OfMatrix(all - request.target.count_of(all)), UNSTRUCTURED)
+                (KeepRule::OfMatrix(all - request.target.count_of(all)), UNSTRUCTURED)
             }
-            Pattern::NOfM { n, m } => (Keeps::OfGroups { n, m }, GROUPS),
+            Pattern::NOfM { n, m } => (KeepRule::OfGroups { n, m }, GROUPS),
         };
         let divisors = make_comparable(&mut scaled, columns, request.target);
         let mut admm = Admm::begin(&gram, scaled, keeps).relaxed(rungs.relaxation);

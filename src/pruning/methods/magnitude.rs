@@ -9,7 +9,7 @@ use anyhow::Result;
 
 use crate::linalg::StoredMatrix;
 use crate::pruning::mask::Mask;
-use crate::pruning::method::{PruningMethod, Removes, Request};
+use crate::pruning::method::{PruningMethod, Request, SparsityRule};
 use crate::pruning::options::MethodOptions;
 use crate::pruning::select::lowest_of_matrix;
 
@@ -26,8 +26,8 @@ impl PruningMethod for Magnitude {
         "the smallest weights of each matrix; needs no calibration"
     }
 
-    fn removes(&self, _options: &MethodOptions) -> Removes {
-        Removes::FromMatrix
+    fn removes(&self, _options: &MethodOptions) -> SparsityRule {
+        SparsityRule::FromMatrix
     }
 
     fn prune(&self, weight: &mut StoredMatrix, request: &Request<'_>) -> Result<Mask> {

@@ -18,7 +18,7 @@ use rayon::prelude::*;
 use crate::bytes::ByteSize;
 use crate::linalg::StoredMatrix;
 use crate::pruning::mask::Mask;
-use crate::pruning::method::{PruningMethod, Removes, Request};
+use crate::pruning::method::{PruningMethod, Request, SparsityRule};
 use crate::pruning::options::MethodOptions;
 use crate::pruning::select::{Score, lowest_of_matrix, lowest_of_rows};
 use crate::pruning::statistics::StatisticsKind;
@@ -53,10 +53,10 @@ impl PruningMethod for Ria {
         }
     }
 
-    fn removes(&self, _options: &MethodOptions) -> Removes {
+    fn removes(&self, _options: &MethodOptions) -> SparsityRule {
         match self {
-            Self::Matrix => Removes::FromMatrix,
-            Self::Rows => Removes::FromRows,
+            Self::Matrix => SparsityRule::FromMatrix,
+            Self::Rows => SparsityRule::FromRows,
         }
     }
 

@@ -30,7 +30,7 @@ use crate::linalg::factor::{self, NotPositive, inverse_factor};
 use crate::linalg::gram::GramMatrix;
 use crate::linalg::update::{Update, subtract_product};
 use crate::pruning::mask::Mask;
-use crate::pruning::method::{PruningMethod, Removes, Request};
+use crate::pruning::method::{PruningMethod, Request, SparsityRule};
 use crate::pruning::options::{MethodOption, MethodOptions};
 use crate::pruning::solvers::dense::{mask_of, score_at, widened, zeros_of};
 use crate::pruning::statistics::StatisticsKind;
@@ -59,8 +59,8 @@ impl PruningMethod for SparseGpt {
         "blocks of columns; the weights behind them make up for the loss"
     }
 
-    fn removes(&self, options: &MethodOptions) -> Removes {
-        Removes::FromBlocks { columns: options.blocksize() }
+    fn removes(&self, options: &MethodOptions) -> SparsityRule {
+        SparsityRule::FromBlocks { columns: options.blocksize() }
     }
 
     fn statistics(&self) -> Option<&'static dyn StatisticsKind> {

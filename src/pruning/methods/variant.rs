@@ -16,7 +16,7 @@ use rayon::prelude::*;
 
 use crate::linalg::StoredMatrix;
 use crate::pruning::mask::Mask;
-use crate::pruning::method::{PruningMethod, Removes, Request};
+use crate::pruning::method::{PruningMethod, Request, SparsityRule};
 use crate::pruning::methods::wanda;
 use crate::pruning::options::MethodOptions;
 use crate::pruning::select::Scorer;
@@ -41,8 +41,8 @@ impl PruningMethod for WandaVariant {
         "wanda's scores, of which every row gives up the same share"
     }
 
-    fn removes(&self, _options: &MethodOptions) -> Removes {
-        Removes::NearRatio
+    fn removes(&self, _options: &MethodOptions) -> SparsityRule {
+        SparsityRule::NearRatio
     }
 
     fn is_unstructured_only(&self) -> bool {

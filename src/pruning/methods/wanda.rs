@@ -12,7 +12,7 @@ use anyhow::Result;
 
 use crate::linalg::StoredMatrix;
 use crate::pruning::mask::Mask;
-use crate::pruning::method::{PruningMethod, Removes, Request};
+use crate::pruning::method::{PruningMethod, Request, SparsityRule};
 use crate::pruning::options::MethodOptions;
 use crate::pruning::select::lowest_of_rows;
 use crate::pruning::statistics::StatisticsKind;
@@ -31,8 +31,8 @@ impl PruningMethod for Wanda {
         "weights times input norms, compared per output row"
     }
 
-    fn removes(&self, _options: &MethodOptions) -> Removes {
-        Removes::FromRows
+    fn removes(&self, _options: &MethodOptions) -> SparsityRule {
+        SparsityRule::FromRows
     }
 
     fn statistics(&self) -> Option<&'static dyn StatisticsKind> {

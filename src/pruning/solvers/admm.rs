@@ -24,13 +24,13 @@ use crate::bytes::ByteSize;
 use crate::linalg::factor::inverse;
 use crate::linalg::gram::GramMatrix;
 use crate::linalg::product::Packed;
-use crate::pruning::solvers::dense::{Keeps, unmark, zeros_of};
+use crate::pruning::solvers::dense::{KeepRule, unmark, zeros_of};
 use crate::pruning::solvers::least_squares::{ScaledGram, multiply};
 
 /// The state between iterations.
 pub(crate) struct Admm<'a> {
     gram: &'a ScaledGram,
-    keeps: Keeps,
+    keeps: KeepRule,
     /// The zeros of ws; empty without a zero.
     is_zero: Vec<bool>,
     /// ws·Gs.
@@ -54,7 +54,7 @@ pub(crate) struct Admm<'a> {
 
 impl<'a> Admm<'a> {
     /// Begins with B = ws, D its largest weights and V = 0.
-    pub(crate) fn begin(gram: &'a ScaledGram, scaled: Vec<f32>, keeps: Keeps) -> Self {
+    pub(crate) fn begin(gram: &'a ScaledGram, scaled: Vec<f32>, keeps: KeepRule) -> Self {
         let mut packed = Packed::default();
         let mut target = vec![0.0; scaled.len()];
         gram.product(&scaled, &mut target, &mut packed);
@@ -245,7 +245,7 @@ mod tests {
             (0..rows * n).map(|at| ((at * 37 % 61) as f32 - 30.0) / 20.0).collect();
         let scaled_gram = ScaledGram { gram: gram.clone(), scale: vec![1.0; n] };
         for alpha in [1.0, 1.5] {
-            let keeps = Keeps::OfMatrix(kept);
+            let keeps = KeepRule::OfMatrix(kept);
             let mut admm = Admm::begin(&scaled_gram, weights.clone(), keeps).relaxed(alpha as f32);
             let largest = |of: &[f64]| {
                 let mut order: Vec<usize> = (0..of.len()).collect();

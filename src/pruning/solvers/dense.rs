@@ -70,7 +70,7 @@ pub(crate) fn unmark(is_kept: &mut [bool], is_zero: &[bool]) {
 
 /// A rule for the weights that stay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Keeps {
+pub(crate) enum KeepRule {
     /// This many of the whole matrix.
     OfMatrix(usize),
     /// All but `n` of each aligned group of `m`.
@@ -82,7 +82,7 @@ pub(crate) enum Keeps {
     },
 }
 
-impl Keeps {
+impl KeepRule {
     /// Marks the values of the largest magnitude. On ties, later values are kept.
     ///
     /// # Arguments
@@ -222,14 +222,14 @@ mod tests {
         let values: Vec<f32> = (0..120).map(|at| ((at * 37 % 61) as f32 - 30.0) / 3.0).collect();
         let mut is_kept = vec![false; 120];
         for count in [0, 1, 47, 119, 120] {
-            Keeps::OfMatrix(count).largest(&values, 12, &mut is_kept);
+            KeepRule::OfMatrix(count).largest(&values, 12, &mut is_kept);
             assert_eq!(is_kept.iter().filter(|kept| **kept).count(), count);
             let lost = (0..120).filter(|&at| !is_kept[at]).map(|at| values[at].abs());
             let least = (0..120).filter(|&at| is_kept[at]).map(|at| values[at].abs());
             let least = least.fold(f32::INFINITY, f32::min);
             assert!(lost.fold(0.0, f32::max) <= least, "{count}");
         }
-        Keeps::OfGroups { n: 1, m: 4 }.largest(&values, 12, &mut is_kept);
+        KeepRule::OfGroups { n: 1, m: 4 }.largest(&values, 12, &mut is_kept);
         assert!(is_kept.chunks(4).all(|group| group.iter().filter(|kept| **kept).count() == 3));
     }
 }

@@ -15,14 +15,8 @@
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
-use super::kept::{KeptMask, is_kept, parts};
+use super::kept::{F32, KeptMask, TASK, is_kept, parts};
 use super::optimizer::{Hyperparameters, Optimizer, TrainingStep, check};
-
-/// Elements of a task.
-pub(super) const TASK: usize = 1 << 14;
-
-/// Bytes of an f32.
-pub(super) const F32: usize = 4;
 
 /// AdamW; see the module's first lines.
 #[derive(Debug, Clone, Copy, PartialEq)]

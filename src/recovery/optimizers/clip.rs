@@ -10,7 +10,7 @@
 
 use rayon::prelude::*;
 
-use super::adamw::TASK;
+use super::kept::TASK;
 
 /// Addend of the denominator, as in the reference.
 const ADDEND: f64 = 1e-6;

@@ -4,7 +4,11 @@
 
 use rayon::prelude::*;
 
-use super::adamw::TASK;
+/// Elements of a task.
+pub(super) const TASK: usize = 1 << 14;
+
+/// Bytes of an f32.
+pub(super) const F32: usize = 4;
 
 /// Elements per byte of a mask.
 pub(super) const PER_BYTE: usize = 8;

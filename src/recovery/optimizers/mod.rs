@@ -13,6 +13,7 @@
 //! | `clip` | clipping of gradients by their global norm |
 //! | `kept` | the mask of kept weights: one bit per element of a flattened parameter, 1 = kept, least significant bit first |
 //! | `optimizer` | `Optimizer`: a step on a flattened parameter |
+//! | `table` | the table of optimizers by name |
 //! | `schedule` | learning rates of steps: constant, linear or cosine, after a linear warm-up |
 //! | `sgd` | gradient descent with optional momentum |
 //! | `trainer_names` | names of optimizers in transformers' Trainer |
@@ -25,12 +26,14 @@ pub mod optimizer;
 pub mod rounding;
 pub mod schedule;
 pub mod sgd;
+pub mod table;
 pub mod trainer_names;
 
 #[cfg(test)]
 mod adamw8bit_tests;
 
 pub use kept::KeptMask;
-pub use optimizer::{Hyperparameters, OPTIMIZERS, Optimizer, OptimizerKind, TrainingStep, find};
+pub use optimizer::{Hyperparameters, Optimizer, TrainingStep};
 pub use schedule::{Schedule, ScheduleShape};
+pub use table::{OPTIMIZERS, OptimizerKind, find};
 pub use trainer_names::nearest;

@@ -11,7 +11,7 @@
 
 use rayon::prelude::*;
 
-use super::adamw::TASK;
+use super::kept::TASK;
 
 /// The way of rounding to bf16.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

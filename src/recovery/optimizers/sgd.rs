@@ -13,7 +13,7 @@
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
-use super::adamw::{F32, TASK};
+use super::kept::{F32, TASK};
 use super::kept::{KeptMask, is_kept, parts};
 use super::optimizer::{Hyperparameters, Optimizer, TrainingStep, check};
 

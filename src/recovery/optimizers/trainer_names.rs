@@ -86,7 +86,7 @@ pub(super) fn underscored(name: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{OPTIMIZERS, optimizer::find};
+    use super::super::{OPTIMIZERS, find};
     use super::*;
 
     #[test]

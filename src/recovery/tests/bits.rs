@@ -8,10 +8,10 @@ use candle_core::DType;
 use super::fixture::{FACTORS, TestModel, Text, Training, bits, unchanged};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{TensorEntry, WeightSource};
-use crate::recovery::SpareMemory;
+use crate::recovery::BufferReuse;
 use crate::recovery::optimizers::TrainingStep;
 use crate::recovery::optimizers::rounding::Bf16Rounding;
-use crate::recovery::{BaseLayers, Example, MaskFile, ShelfPlace, TrainedForm, Trainer};
+use crate::recovery::{BaseLayers, Example, MaskFile, StorePlace, TrainedForm, Trainer};
 use crate::run::{MemorySettings, Silent};
 use crate::runtime::Clock;
 
@@ -72,7 +72,7 @@ fn threads_places_and_reads_change_no_bit() {
                 MaskFile::of(&*model.pruned, &model.config, &base.part, folder.path()).unwrap();
             let masks = Some(Arc::new(masks));
             let spilled = Some(folder.path().to_owned());
-            let file = ShelfPlace::File(folder.path().to_owned());
+            let file = StorePlace::File(folder.path().to_owned());
             let variants = [
                 ("read ahead", with(&|training| training.reads = (0, true))),
                 ("one resident", with(&|training| training.reads = (1, true))),
@@ -199,7 +199,7 @@ fn the_mask_of_a_file_decides_whatever_the_base_holds() {
         let values: Vec<_> = values.into_iter().map(Cow::Owned).collect();
         let [dense, pruned] = [dense, pruned].map(|base| {
             let rounding = Bf16Rounding::Nearest;
-            let mut spare = SpareMemory::default();
+            let mut spare = BufferReuse::default();
             let applied = part.applied(&model.config, base, &values, rounding, &mut spare);
             applied.unwrap()
         });

@@ -6,10 +6,12 @@ use super::fixture::{FACTORS, TestModel, Training, adamw, bits, unchanged};
 use crate::linalg::StoredDtype;
 use crate::model::{DecoderLayer, Embedding, LayerContext};
 use crate::pipeline::{Output, embed};
-use crate::recovery::SpareMemory;
+use crate::recovery::BufferReuse;
 use crate::recovery::optimizers::rounding::Bf16Rounding;
 use crate::recovery::optimizers::{Hyperparameters, Schedule, ScheduleShape};
-use crate::recovery::{BlockTrainer, LayerOutput, LayerParameters, Merger, Shelf, TrainedForm};
+use crate::recovery::{
+    BlockTrainer, LayerOutput, LayerParameters, Merger, ParameterStore, TrainedForm,
+};
 use crate::run::Silent;
 use crate::runtime::{Clock, Compute, Editor, HiddenStates};
 
@@ -76,7 +78,7 @@ fn trained_blocks(
         targets: embedded(model, ids, seqlen),
         rounding: Bf16Rounding::Nearest,
         output: output(),
-        spare: SpareMemory::default(),
+        spare: BufferReuse::default(),
         clock: &clock,
         events: &events,
     };
@@ -133,7 +135,7 @@ fn the_merger_writes_the_layer_that_was_trained() {
         let (clock, events) = (Clock::new(), Silent);
         let mut trainer = training.trainer(&model, &clock, &events);
         trainer.initialise(5, &unchanged).unwrap();
-        let moved = |layer, values: &Shelf| LayerParameters {
+        let moved = |layer, values: &ParameterStore| LayerParameters {
             values: (values.values(layer).unwrap().iter())
                 .map(|values| values.iter().map(|value| value * 1.5 + 0.01).collect())
                 .collect(),

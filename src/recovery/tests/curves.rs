@@ -14,7 +14,7 @@ use crate::recovery::optimizers::adamw8bit::{AdamW8bit, LEAST_ELEMENTS};
 use crate::recovery::optimizers::{
     Hyperparameters, KeptMask, Optimizer, Schedule, ScheduleShape, TrainingStep,
 };
-use crate::recovery::{LayerParameters, ParameterName, Shelf, TrainedForm};
+use crate::recovery::{LayerParameters, ParameterName, ParameterStore, TrainedForm};
 use crate::run::Silent;
 use crate::runtime::Clock;
 
@@ -66,7 +66,7 @@ fn follow(
     training: &Training,
     model: &TestModel,
     given: &dyn Fn(usize, LayerParameters) -> LayerParameters,
-) -> (Apart, Shelf) {
+) -> (Apart, ParameterStore) {
     let (losses, norms) = (numbers(&record["loss"]), numbers(&record["grad_norm"]));
     let schedule = Schedule {
         shape: ScheduleShape::Cosine,

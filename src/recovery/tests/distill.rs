@@ -4,7 +4,7 @@ use candle_core::DType;
 
 use super::fixture::{TestModel, Text, Training, bits, unchanged};
 use crate::recovery::optimizers::TrainingStep;
-use crate::recovery::{ShelfPlace, TrainedForm};
+use crate::recovery::{StorePlace, TrainedForm};
 use crate::run::{MemorySettings, Silent};
 use crate::runtime::Clock;
 
@@ -60,7 +60,7 @@ fn a_dense_model_is_learned_from_by_its_share() {
     let folder = tempfile::tempdir().unwrap();
     let mut on_disk = with(Some((true, 1.0)));
     on_disk.spill_folder = Some(folder.path().to_owned());
-    on_disk.place = ShelfPlace::File(folder.path().to_owned());
+    on_disk.place = StorePlace::File(folder.path().to_owned());
     on_disk.memory = MemorySettings { head_rows: Some(64), ..MemorySettings::default() };
     assert_eq!(trained(&model, &on_disk), (dense, values));
 }

@@ -14,8 +14,8 @@ use crate::model::{LayerContext, ModelConfig, Projection};
 use crate::recovery::optimizers::adamw::AdamW;
 use crate::recovery::optimizers::{Hyperparameters, Optimizer};
 use crate::recovery::{
-    BaseLayers, Distillation, Example, LayerParameters, MaskFile, Shelf, ShelfPlace, TrainedForm,
-    TrainedPart, Trainer, TrainerParts,
+    BaseLayers, Distillation, Example, LayerParameters, MaskFile, ParameterStore, StorePlace,
+    TrainedForm, TrainedPart, Trainer, TrainerParts,
 };
 use crate::run::{Events, MemorySettings};
 use crate::runtime::{Clock, Compute};
@@ -172,7 +172,7 @@ pub(super) const FACTORS: TrainedForm = TrainedForm::Factors { rank: 8, alpha: 1
 pub(super) struct Training {
     pub(super) part: TrainedPart,
     pub(super) build: fn(Hyperparameters) -> Box<dyn Optimizer>,
-    pub(super) place: ShelfPlace,
+    pub(super) place: StorePlace,
     pub(super) masks: Option<Arc<MaskFile>>,
     /// Layers that stay, and whether the next layer is read ahead.
     pub(super) reads: (usize, bool),
@@ -197,7 +197,7 @@ impl Training {
         Self {
             part,
             build: adamw,
-            place: ShelfPlace::Memory,
+            place: StorePlace::Memory,
             masks: None,
             reads: (0, false),
             memory: MemorySettings::default(),
@@ -226,7 +226,7 @@ impl Training {
             config: Arc::clone(&model.config),
             base: self.base(model),
             part: self.part.clone(),
-            shelf: Shelf::new(specs, &*optimizer, layers, &self.place).unwrap(),
+            shelf: ParameterStore::new(specs, &*optimizer, layers, &self.place).unwrap(),
             optimizer,
             max_grad_norm: Some(1.0),
             compute: Compute::on_cpu(context.with_products(self.products), events),
@@ -280,7 +280,7 @@ impl Text {
 }
 
 /// The values of all layers, as bits.
-pub(super) fn bits(shelf: &Shelf) -> Vec<Vec<Vec<u32>>> {
+pub(super) fn bits(shelf: &ParameterStore) -> Vec<Vec<Vec<u32>>> {
     let of_layer = |layer| {
         let values = shelf.values(layer).unwrap();
         let bits = values.iter().map(|values| values.iter().map(|value| value.to_bits()).collect());

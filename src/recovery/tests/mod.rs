@@ -5,4 +5,4 @@ mod blocks;
 mod curves;
 mod distill;
 mod fixture;
-mod shelf;
+mod store;

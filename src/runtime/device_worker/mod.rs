@@ -28,7 +28,7 @@ use super::engine::{Engine, OutOfMemory};
 use super::ledger::{Ledger, Refused};
 use crate::bytes::ByteSize;
 use crate::model::head::HeadChunk;
-use crate::model::on_device::{CONTEXT, Cut, DeviceGrams, LogSumExpPart, SampleSums, TakeGram};
+use crate::model::on_device::{CONTEXT, DeviceGrams, LogSumExpPart, SampleSums, TakeGram, Tiling};
 use crate::model::{DecoderLayer, LayerGradients, ModelConfig, Observer, Projection};
 use crate::run::fallback::{DeviceMemoryReport, FallbackOutcome, FallbackReport};
 use crate::run::{Event, Events, Phase};
@@ -56,7 +56,7 @@ pub struct DeviceWorker<'a> {
     device: String,
     engine: Box<dyn Engine>,
     ledger: Ledger,
-    cut: Cut,
+    cut: Tiling,
     config: Arc<ModelConfig>,
     seqlen: usize,
     events: &'a dyn Events,
@@ -82,7 +82,7 @@ impl<'a> DeviceWorker<'a> {
         device: String,
         engine: Box<dyn Engine>,
         ledger: Ledger,
-        cut: Cut,
+        cut: Tiling,
         config: Arc<ModelConfig>,
         seqlen: usize,
         events: &'a dyn Events,
@@ -146,7 +146,7 @@ impl<'a> DeviceWorker<'a> {
         let unit = unit_name(layer, Phase::Backward, sample);
         let (seqlen, element) = (self.seqlen, self.engine.element());
         let (config, trained) = (Arc::clone(&self.config), gradients.sizes());
-        let bytes = move |cut: &Cut| cut.backward_bytes(&config, seqlen, element, trained);
+        let bytes = move |cut: &Tiling| cut.backward_bytes(&config, seqlen, element, trained);
         self.attempt(&unit, true, &bytes, &mut |engine, cut| {
             engine.backward(layer, states, gradients, cut)
         })
@@ -171,7 +171,7 @@ impl<'a> DeviceWorker<'a> {
         let unit = unit_name(layer, Phase::Calibrate, sample);
         let (seqlen, element) = (self.seqlen, self.engine.element());
         let (config, sums) = (Arc::clone(&self.config), DeviceGrams::bytes(grams));
-        let bytes = |cut: &Cut| sums + cut.capture_bytes(&config, seqlen, element, grams);
+        let bytes = |cut: &Tiling| sums + cut.capture_bytes(&config, seqlen, element, grams);
         self.attempt(&unit, true, &bytes, &mut |engine, cut| {
             // Each attempt has a new observer, since a failed attempt does not count.
             let mut observer = new(sample);
@@ -200,7 +200,7 @@ impl<'a> DeviceWorker<'a> {
         let (seqlen, element) = (self.seqlen, self.engine.element());
         let config = Arc::clone(&self.config);
         let rows = chunk.rows.len();
-        let bytes = move |cut: &Cut| cut.head_bytes(&config, seqlen, rows, element);
+        let bytes = move |cut: &Tiling| cut.head_bytes(&config, seqlen, rows, element);
         self.attempt(&unit, true, &bytes, &mut |engine, cut| {
             engine.head_window(chunk, state, tokens, cut)
         })
@@ -217,13 +217,13 @@ impl<'a> DeviceWorker<'a> {
         let unit = format!("lm_head (backward, sample {sample})");
         let (seqlen, element) = (self.seqlen, self.engine.element());
         let config = Arc::clone(&self.config);
-        let bytes = move |cut: &Cut| cut.head_backward_bytes(&config, seqlen, element);
+        let bytes = move |cut: &Tiling| cut.head_backward_bytes(&config, seqlen, element);
         self.attempt(&unit, true, &bytes, &mut |engine, cut| {
             engine.head_gradient(chunk, state, targets, scale, cut)
         })
     }
 
-    fn pass_bytes(&self) -> impl Fn(&Cut) -> ByteSize + use<> {
+    fn pass_bytes(&self) -> impl Fn(&Tiling) -> ByteSize + use<> {
         let (seqlen, element) = (self.seqlen, self.engine.element());
         let config = Arc::clone(&self.config);
         move |cut| cut.pass_bytes(&config, seqlen, element)
@@ -234,8 +234,8 @@ impl<'a> DeviceWorker<'a> {
         &mut self,
         unit: &str,
         can_be_cut: bool,
-        bytes: &dyn Fn(&Cut) -> ByteSize,
-        work: &mut dyn FnMut(&mut dyn Engine, &Cut) -> Result<R>,
+        bytes: &dyn Fn(&Tiling) -> ByteSize,
+        work: &mut dyn FnMut(&mut dyn Engine, &Tiling) -> Result<R>,
     ) -> Result<Option<R>> {
         if self.is_paused {
             return Ok(None);
@@ -308,10 +308,10 @@ impl<'a> DeviceWorker<'a> {
     }
 
     /// Chooses the largest pieces that fit the free memory. Where none fit, the device pauses until new weights are loaded.
-    fn replan(&mut self, bytes: &dyn Fn(&Cut) -> ByteSize) {
+    fn replan(&mut self, bytes: &dyn Fn(&Tiling) -> ByteSize) {
         let free = self.observed_free();
         let usable = ByteSize((free.0 as f64 * REPLANNED_SHARE) as u64);
-        let fitting = std::iter::successors(Some(self.cut), Cut::smaller)
+        let fitting = std::iter::successors(Some(self.cut), Tiling::smaller)
             .skip(1)
             .find(|cut| bytes(cut) <= usable);
         self.fallbacks_in_a_row = 0;

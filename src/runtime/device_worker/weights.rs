@@ -9,7 +9,7 @@ use crate::bytes::ByteSize;
 use crate::linalg::Weight;
 use crate::linalg::select::Quota;
 use crate::model::head::HeadChunk;
-use crate::model::on_device::Cut;
+use crate::model::on_device::Tiling;
 use crate::model::{DecoderLayer, Projection};
 use crate::runtime::engine::Engine;
 
@@ -90,7 +90,7 @@ impl DeviceWorker<'_> {
             return Ok(None);
         }
         let (_, columns) = projection.shape(&self.config);
-        let bytes = Cut::product_bytes(&self.config, projection, rows.len() / columns.max(1));
+        let bytes = Tiling::product_bytes(&self.config, projection, rows.len() / columns.max(1));
         let unit = format!("{} (output error)", projection.full_name(layer.index()));
         let product = self
             .attempt(&unit, false, &|_| bytes, &mut |engine, _| engine.product(projection, rows))?;
@@ -177,7 +177,7 @@ impl DeviceWorker<'_> {
             return Ok(None);
         }
         let (rows, columns) = projection.shape(&self.config);
-        let bytes = Cut::choice_bytes(rows, columns);
+        let bytes = Tiling::choice_bytes(rows, columns);
         let unit = format!("{} (score)", projection.full_name(layer.index()));
         let chosen = self.attempt(&unit, false, &|_| bytes, &mut |engine, _| {
             engine.choose_lowest(projection, norms, quota)

@@ -18,7 +18,7 @@ use super::ledger::Refused;
 use crate::bytes::ByteSize;
 use crate::linalg::select::Quota;
 use crate::model::head::HeadChunk;
-use crate::model::on_device::{Cut, LogSumExpPart, SampleSums, TakeGram};
+use crate::model::on_device::{LogSumExpPart, SampleSums, TakeGram, Tiling};
 use crate::model::{DecoderLayer, LayerGradients, Observer, Projection};
 
 pub use on_candle::OnCandle;
@@ -69,7 +69,7 @@ pub trait Engine: Send {
 
     /// Passes a sample through the layer: `[seqlen, hidden_size]` on the host or the device in, the same shape out; an engine that
     /// keeps hidden states leaves it on the device.
-    fn forward(&mut self, layer: &DecoderLayer, state: &Tensor, cut: &Cut) -> Result<Tensor>;
+    fn forward(&mut self, layer: &DecoderLayer, state: &Tensor, cut: &Tiling) -> Result<Tensor>;
 
     /// Waits for the samples that have passed and whose states stay on the device.
     ///
@@ -85,7 +85,7 @@ pub trait Engine: Send {
         &mut self,
         layer: &DecoderLayer,
         state: &Tensor,
-        cut: &Cut,
+        cut: &Tiling,
         observer: &mut dyn Observer,
     ) -> Result<SampleSums>;
 
@@ -108,7 +108,7 @@ pub trait Engine: Send {
         layer: &DecoderLayer,
         sample: [&Tensor; 2],
         gradients: &mut LayerGradients,
-        cut: &Cut,
+        cut: &Tiling,
     ) -> Result<Tensor>;
 
     /// Adds the gradients of all samples since the last call to `gradients`.
@@ -126,7 +126,7 @@ pub trait Engine: Send {
         chunk: &HeadChunk<'_>,
         state: &Tensor,
         tokens: &[u32],
-        cut: &Cut,
+        cut: &Tiling,
     ) -> Result<Vec<LogSumExpPart>>;
 
     /// Computes the loss of a sample from the whole head, Σ −ln p of the targets, and the gradient of `scale` times the loss with respect
@@ -137,7 +137,7 @@ pub trait Engine: Send {
         state: &Tensor,
         targets: &[Option<u32>],
         scale: f32,
-        cut: &Cut,
+        cut: &Tiling,
     ) -> Result<(f64, Tensor)>;
 
     /// Returns a function that copies layers onto the device while earlier layers are in use; `None` for an engine without copies.

@@ -14,8 +14,8 @@ use crate::model::head::HeadChunk;
 #[cfg(feature = "cuda")]
 use crate::model::on_device::candle_dtype;
 use crate::model::on_device::{
-    Cut, DeviceGrams, DeviceHead, DeviceLayer, DeviceTables, DeviceTraining, LogSumExpPart,
-    SampleSums, TakeGram, copy,
+    DeviceGrams, DeviceHead, DeviceLayer, DeviceTables, DeviceTraining, LogSumExpPart, SampleSums,
+    TakeGram, Tiling, copy,
 };
 use crate::model::{DecoderLayer, LayerContext, LayerGradients, ModelConfig, Observer, Projection};
 
@@ -151,7 +151,7 @@ impl Engine for OnCandle {
             .take_up(layer, projection, &|matrix| copy(matrix, device))
     }
 
-    fn forward(&mut self, _layer: &DecoderLayer, state: &Tensor, cut: &Cut) -> Result<Tensor> {
+    fn forward(&mut self, _layer: &DecoderLayer, state: &Tensor, cut: &Tiling) -> Result<Tensor> {
         let state = self.to_device(state)?;
         let layer = self.layer.as_ref().context("a layer was begun")?;
         let out = layer.forward(&state, &self.tables, cut)?;
@@ -166,7 +166,7 @@ impl Engine for OnCandle {
         &mut self,
         _layer: &DecoderLayer,
         state: &Tensor,
-        cut: &Cut,
+        cut: &Tiling,
         observer: &mut dyn Observer,
     ) -> Result<SampleSums> {
         let state = self.to_device(state)?;
@@ -200,7 +200,7 @@ impl Engine for OnCandle {
         _layer: &DecoderLayer,
         sample: [&Tensor; 2],
         gradients: &mut LayerGradients,
-        cut: &Cut,
+        cut: &Tiling,
     ) -> Result<Tensor> {
         let [state, output_gradient] = sample.map(|tensor| self.to_device(tensor));
         let layer = self.layer.as_ref().context("a layer was begun")?;
@@ -257,7 +257,7 @@ impl Engine for OnCandle {
         _chunk: &HeadChunk<'_>,
         state: &Tensor,
         tokens: &[u32],
-        cut: &Cut,
+        cut: &Tiling,
     ) -> Result<Vec<LogSumExpPart>> {
         let state = self.to_device(state)?;
         let head = self.head.as_ref().context("the head was begun")?;
@@ -270,7 +270,7 @@ impl Engine for OnCandle {
         state: &Tensor,
         targets: &[Option<u32>],
         scale: f32,
-        cut: &Cut,
+        cut: &Tiling,
     ) -> Result<(f64, Tensor)> {
         let state = self.to_device(state)?;
         let head = self.head.as_ref().context("the head was begun")?;

@@ -7,7 +7,7 @@ use candle_core::Tensor;
 use super::{CopyAhead, DeviceMemory, Engine};
 use crate::bytes::ByteSize;
 use crate::model::head::HeadChunk;
-use crate::model::on_device::{Cut, LogSumExpPart, SampleSums, TakeGram};
+use crate::model::on_device::{LogSumExpPart, SampleSums, TakeGram, Tiling};
 use crate::model::{DecoderLayer, LayerContext, LayerGradients, Observer, Projection};
 
 /// A simulated GPU.
@@ -32,7 +32,7 @@ impl Engine for Simulated {
         Ok(())
     }
 
-    fn forward(&mut self, layer: &DecoderLayer, state: &Tensor, _cut: &Cut) -> Result<Tensor> {
+    fn forward(&mut self, layer: &DecoderLayer, state: &Tensor, _cut: &Tiling) -> Result<Tensor> {
         layer.forward(state, &mut self.context)
     }
 
@@ -40,7 +40,7 @@ impl Engine for Simulated {
         &mut self,
         layer: &DecoderLayer,
         state: &Tensor,
-        _cut: &Cut,
+        _cut: &Tiling,
         observer: &mut dyn Observer,
     ) -> Result<SampleSums> {
         layer.capture(state, &mut self.context, observer)?;
@@ -60,7 +60,7 @@ impl Engine for Simulated {
         layer: &DecoderLayer,
         [state, output_gradient]: [&Tensor; 2],
         gradients: &mut LayerGradients,
-        _cut: &Cut,
+        _cut: &Tiling,
     ) -> Result<Tensor> {
         layer.backward(state, output_gradient, gradients, &mut self.context)
     }
@@ -78,7 +78,7 @@ impl Engine for Simulated {
         chunk: &HeadChunk<'_>,
         state: &Tensor,
         tokens: &[u32],
-        _cut: &Cut,
+        _cut: &Tiling,
     ) -> Result<Vec<LogSumExpPart>> {
         LogSumExpPart::on_host(chunk, state, tokens, &mut self.context)
     }
@@ -89,7 +89,7 @@ impl Engine for Simulated {
         state: &Tensor,
         targets: &[Option<u32>],
         scale: f32,
-        _cut: &Cut,
+        _cut: &Tiling,
     ) -> Result<(f64, Tensor)> {
         let head = chunk.head();
         head.loss_gradient(state, targets, scale, &mut self.context)

@@ -23,7 +23,7 @@ use prune::pruning::methods::ria::Ria;
 use prune::pruning::permutation::ChannelSearch;
 use prune::pruning::select::Score;
 use prune::pruning::{
-    ColumnSquares, Mask, MethodOptions, Pattern, PruningMethod, Removes, Request, Statistics,
+    ColumnSquares, Mask, MethodOptions, Pattern, PruningMethod, Request, SparsityRule, Statistics,
     StatisticsKind, Technique,
 };
 use prune::run::{MemorySettings, Silent};
@@ -54,8 +54,8 @@ impl PruningMethod for Unpermuted {
         "of tests"
     }
 
-    fn removes(&self, _options: &MethodOptions) -> Removes {
-        Removes::NearRatio
+    fn removes(&self, _options: &MethodOptions) -> SparsityRule {
+        SparsityRule::NearRatio
     }
 
     fn statistics(&self) -> Option<&'static dyn StatisticsKind> {
@@ -102,8 +102,8 @@ impl PruningMethod for KeepsAll {
         "of tests"
     }
 
-    fn removes(&self, _options: &MethodOptions) -> Removes {
-        Removes::NearRatio
+    fn removes(&self, _options: &MethodOptions) -> SparsityRule {
+        SparsityRule::NearRatio
     }
 
     fn importance(

@@ -12,7 +12,7 @@ use proptest::prelude::*;
 use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::data::{self, Draw, Role, Source, TextCache, Tokenizer};
-use prune::merging::recipe::{BaseModel, Declaration, Otherwise, Parameter, Recipe};
+use prune::merging::recipe::{BaseModel, Declaration, Parameter, Recipe, WhenMissing};
 use prune::model::{DecoderLayer, Head, ModelConfig};
 use prune::pipeline::LayerRatios;
 use prune::placement::Device;
@@ -223,10 +223,13 @@ const TIES: &[Declaration] = &[Declaration {
     base_model: BaseModel::Required,
     models: 1..=usize::MAX,
     per_model: &[
-        (Parameter::Weight, Otherwise::Required),
-        (Parameter::Density, Otherwise::Is(1.0)),
+        (Parameter::Weight, WhenMissing::Required),
+        (Parameter::Density, WhenMissing::Is(1.0)),
     ],
-    shared: &[(Parameter::Normalize, Otherwise::Is(1.0)), (Parameter::Lambda, Otherwise::Is(1.0))],
+    shared: &[
+        (Parameter::Normalize, WhenMissing::Is(1.0)),
+        (Parameter::Lambda, WhenMissing::Is(1.0)),
+    ],
 }];
 
 proptest! {

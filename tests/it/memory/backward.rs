@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 use prune::checkpoint::Checkpoint;
 use prune::linalg::MaskedLowRank;
 use prune::model::observe::FromDevice;
-use prune::model::on_device::{Cut, DeviceGrams};
+use prune::model::on_device::{DeviceGrams, Tiling};
 use prune::model::{DecoderLayer, LayerContext, LayerGradients, Observation, Observer};
 use prune::runtime::engine::{Engine, OnCandle};
 
@@ -55,7 +55,7 @@ fn child() -> anyhow::Result<()> {
             LayerGradients::of_factors(changes.collect())
         }
     };
-    let mut cut = Cut::of(&MemorySettings::default(), &config);
+    let mut cut = Tiling::of(&MemorySettings::default(), &config);
     if arguments.ends_with("small") {
         cut = cut.smaller().and_then(|cut| cut.smaller()).expect("smaller");
     }

@@ -18,7 +18,7 @@ use prune::pipeline::{
 };
 use prune::pruning::mask::RowBits;
 use prune::pruning::{
-    InPlaceStatistics, Mask, MethodOptions, PruningMethod, Removes, Request, Statistics,
+    InPlaceStatistics, Mask, MethodOptions, PruningMethod, Request, SparsityRule, Statistics,
     StatisticsKind, Technique, select,
 };
 use prune::run::verification::VerifyLevel;
@@ -93,8 +93,8 @@ impl PruningMethod for GramBlocks {
         "of tests"
     }
 
-    fn removes(&self, _options: &MethodOptions) -> Removes {
-        Removes::FromBlocks { columns: BLOCK }
+    fn removes(&self, _options: &MethodOptions) -> SparsityRule {
+        SparsityRule::FromBlocks { columns: BLOCK }
     }
 
     fn statistics(&self) -> Option<&'static dyn StatisticsKind> {

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::linalg::{MaskedLowRank, StoredDtype};
-use prune::model::on_device::Cut;
+use prune::model::on_device::Tiling;
 use prune::model::{DecoderLayer, Head, LayerContext, LayerGradients, ModelConfig};
 use prune::run::MemorySettings;
 use prune::runtime::engine::{Engine, OnCandle};
@@ -90,9 +90,13 @@ fn candles_gradients_are_ours() -> Result<()> {
         for projection in layer.projections() {
             engine.take_up(&layer, projection)?;
         }
-        let whole = Cut::of(&MemorySettings::default(), &config);
-        let small =
-            Cut { key_value_heads: 1, queries: 7, mlp_tokens: 19, logits_bytes: ByteSize(1 << 20) };
+        let whole = Tiling::of(&MemorySettings::default(), &config);
+        let small = Tiling {
+            key_value_heads: 1,
+            queries: 7,
+            mlp_tokens: 19,
+            logits_bytes: ByteSize(1 << 20),
+        };
         let sample = |pace: f32| {
             Tensor::from_vec(wave(SEQLEN * HIDDEN, pace), (SEQLEN, HIDDEN), &Device::Cpu)
         };
@@ -142,8 +146,8 @@ fn the_head_of_a_device_gives_our_loss_and_gradient() -> Result<()> {
         let target = |at: usize| (!at.is_multiple_of(3)).then_some((at * 31 % 307) as u32);
         let mut targets: Vec<Option<u32>> = (0..SEQLEN).map(target).collect();
         let (loss, gradient) = head.loss_gradient(&state, &targets, 0.01, &mut context)?;
-        let whole = Cut::of(&MemorySettings::default(), &config);
-        let small = Cut { logits_bytes: ByteSize(7 * 4 * 307), ..whole };
+        let whole = Tiling::of(&MemorySettings::default(), &config);
+        let small = Tiling { logits_bytes: ByteSize(7 * 4 * 307), ..whole };
         for cut in [whole, small] {
             let (found, of_state) = engine.head_gradient(&chunk, &state, &targets, 0.01, &cut)?;
             let when = format!("{arithmetic:?}, {cut:?}");

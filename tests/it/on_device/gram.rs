@@ -7,7 +7,7 @@ use candle_core::{DType, Device};
 use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::linalg::StoredDtype;
-use prune::model::on_device::Cut;
+use prune::model::on_device::Tiling;
 use prune::model::{DecoderLayer, Embedding, LayerContext, ModelConfig};
 use prune::pipeline::{
     Calibrator, MaskObserver, Output, PrunedMatrix, Pruner, Selection, TargetPlan, embed,
@@ -67,7 +67,7 @@ fn run(
             format!("cuda:{number}"),
             Box::new(engine),
             Ledger::new(ByteSize(1 << 40), ByteSize::ZERO, refusals),
-            Cut::of(&settings, &config),
+            Tiling::of(&settings, &config),
             Arc::clone(&config),
             SEQLEN,
             &Silent,

@@ -1,7 +1,7 @@
 //! Launches of the kernels of `kernels.cu`, which the build script compiles to PTX; only with the feature `cuda`.
 //!
 //! The callers have checked that operands have no gaps, and indices of 32 bits reach every element
-//! (`Cut::can_index`).
+//! (`Tiling::can_index`).
 
 use std::ops::Range;
 

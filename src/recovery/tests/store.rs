@@ -5,7 +5,7 @@ use candle_core::DType;
 use super::fixture::{FACTORS, TestModel, Text, Training, bits, unchanged};
 use crate::recovery::optimizers::TrainingStep;
 use crate::recovery::optimizers::adamw8bit::AdamW8bit;
-use crate::recovery::{ShelfPlace, TrainedForm, Trainer};
+use crate::recovery::{StorePlace, TrainedForm, Trainer};
 use crate::run::Silent;
 use crate::runtime::Clock;
 
@@ -45,13 +45,13 @@ fn memory_and_file_hold_the_same_and_a_stream_continues_either() {
     let folder = tempfile::tempdir().unwrap();
     let (clock, events) = (Clock::new(), Silent);
     for training in trainings(&model) {
-        let begun = |place: &ShelfPlace| {
+        let begun = |place: &StorePlace| {
             let training = Training { place: place.clone(), ..training.clone() };
             let mut trainer = training.trainer(&model, &clock, &events);
             trainer.initialise(3, &unchanged).unwrap();
             trainer
         };
-        let places = [ShelfPlace::Memory, ShelfPlace::File(folder.path().to_owned())];
+        let places = [StorePlace::Memory, StorePlace::File(folder.path().to_owned())];
         let saved = places.each_ref().map(|place| {
             let mut trainer = begun(place);
             let first = bits(trainer.shelf());
@@ -102,8 +102,9 @@ fn without_best_values_the_current_ones_are_the_best_and_the_formula_counts_all_
         let shelf = trainer.shelf();
         assert_eq!(shelf.values(2).unwrap(), shelf.best_values(2).unwrap());
         let optimizer = (training.build)(Default::default());
-        let bytes =
-            |has_best| crate::recovery::Shelf::bytes(shelf.specs(), &*optimizer, 3, has_best);
+        let bytes = |has_best| {
+            crate::recovery::ParameterStore::bytes(shelf.specs(), &*optimizer, 3, has_best)
+        };
         let mut stream = Vec::new();
         shelf.save(&mut stream).unwrap();
         let masks: usize = (0..3)

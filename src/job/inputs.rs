@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use super::recover::GivenTraining;
-use super::settle::Job;
+use super::session::Session;
 use crate::pipeline::Observed;
 use crate::pruning::Technique;
 use crate::run::Manifest;
 
 /// Requests and results of other runs that a run is settled with.
 #[derive(Default)]
-pub(super) struct Given<'a> {
+pub(super) struct RunInputs<'a> {
     /// Statistics that the run measures for a later use.
     pub(super) observes: Option<Observed>,
     /// The record of a run that has measured the dense perplexity. It is used where this run would measure the same.
@@ -30,10 +30,10 @@ pub(super) enum Sharing<'a> {
     /// It is the first run; the runs after it have these techniques. Texts and plan are made for all.
     First(Vec<Technique>),
     /// It takes texts and plan of the first run.
-    Next(&'a Job),
+    Next(&'a Session),
 }
 
-impl Given<'_> {
+impl RunInputs<'_> {
     /// The techniques of the runs after the first in the sweep. Only the first run knows them.
     pub(super) fn shared_with(&self) -> Vec<Technique> {
         match &self.sharing {

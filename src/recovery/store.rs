@@ -22,7 +22,7 @@ pub type ParameterChange<'c> = dyn FnMut(&mut [f32], &mut [f32], Option<&KeptMas
 
 /// The place of a shelf.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum ShelfPlace {
+pub enum StorePlace {
     /// Memory.
     Memory,
     /// A file in this folder, which has no name and goes with the process.
@@ -62,7 +62,7 @@ enum ShelfStore {
 
 /// The parameters of all layers; see the module's first lines.
 #[derive(Debug)]
-pub struct Shelf {
+pub struct ParameterStore {
     specs: Vec<ParameterSpec>,
     state_bytes: Vec<usize>,
     layers: usize,
@@ -70,7 +70,7 @@ pub struct Shelf {
     has_best: bool,
 }
 
-impl Shelf {
+impl ParameterStore {
     /// An empty shelf. Every layer is put before it is used.
     ///
     /// # Errors
@@ -79,14 +79,14 @@ impl Shelf {
         specs: Vec<ParameterSpec>,
         optimizer: &dyn Optimizer,
         layers: usize,
-        place: &ShelfPlace,
+        place: &StorePlace,
     ) -> Result<Self> {
         let state_bytes = specs.iter().map(|spec| optimizer.state_bytes(spec.elements())).collect();
         let store = match place {
-            ShelfPlace::Memory => {
+            StorePlace::Memory => {
                 ShelfStore::Memory(vec![vec![ShelvedParameter::default(); specs.len()]; layers])
             }
-            ShelfPlace::File(folder) => ShelfStore::File(spill_file(folder, "parameters")?),
+            StorePlace::File(folder) => ShelfStore::File(spill_file(folder, "parameters")?),
         };
         Ok(Self { specs, state_bytes, layers, store, has_best: false })
     }
@@ -323,7 +323,7 @@ impl Shelf {
         Ok(())
     }
 
-    /// Reads what [`Shelf::save`] has written. Masks stay as [`Shelf::put`] stored them.
+    /// Reads what [`ParameterStore::save`] has written. Masks stay as [`ParameterStore::put`] stored them.
     ///
     /// # Errors
     /// Fails when `from` ends early, and when the file cannot be written.
@@ -406,7 +406,7 @@ impl Shelf {
     }
 }
 
-impl ShelfPlace {
+impl StorePlace {
     /// The folder of the file; `None` in memory.
     pub fn folder(&self) -> Option<&Path> {
         match self {

@@ -23,7 +23,6 @@
 //! ```
 
 use super::gram::DeviceGrams;
-use super::layer::PRODUCT_FEATURES;
 use crate::bytes::ByteSize;
 use crate::model::{ModelConfig, Projection};
 use crate::run::MemorySettings;
@@ -35,6 +34,9 @@ pub const CONTEXT: ByteSize = ByteSize(512 << 20);
 /// Queries whose scores exist at once, if memory suffices.
 const QUERIES: usize = 512;
 
+/// Output features of [`DeviceLayer::product`] at once.
+pub(super) const PRODUCT_FEATURES: usize = 1024;
+
 /// The largest index of candle's CUDA kernels.
 const LARGEST_INDEX: usize = i32::MAX as usize;
 
@@ -44,7 +46,7 @@ const LEAST_TOKENS: usize = 32;
 
 /// Tiling of a device's work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Cut {
+pub struct Tiling {
     /// Key/value heads of attention at once.
     pub key_value_heads: usize,
     /// Queries whose scores exist at once.
@@ -80,7 +82,7 @@ impl TrainedSizes {
     }
 }
 
-impl Cut {
+impl Tiling {
     /// The tiling that the memory settings ask for.
     pub fn of(settings: &MemorySettings, config: &ModelConfig) -> Self {
         Self {
@@ -260,16 +262,16 @@ mod tests {
             "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000}))
         .unwrap();
         let queries = |seqlen| {
-            let cut = Cut::of(&MemorySettings::default(), &config);
+            let cut = Tiling::of(&MemorySettings::default(), &config);
             let cut = cut.with_indices_of_32_bits(&config, seqlen);
             assert!(cut.key_value_heads * cut.queries.min(seqlen) * seqlen < 1 << 31);
             cut.queries
         };
-        // 32 heads · 256 queries · 2¹⁸ tokens are 2³¹ scores.
+        // 32 heads · 512 queries · 2¹⁷ tokens are 2³¹ scores.
         assert_eq!(queries(2048), QUERIES);
-        assert_eq!(queries((1 << 18) - 1), QUERIES);
-        assert_eq!(queries(1 << 18), QUERIES / 2);
+        assert_eq!(queries((1 << 17) - 1), QUERIES);
+        assert_eq!(queries(1 << 17), QUERIES / 2);
         // A hidden state of 2¹⁹ · 4096 elements cannot be cut.
-        assert!(Cut::can_index(&config, (1 << 19) - 1) && !Cut::can_index(&config, 1 << 19));
+        assert!(Tiling::can_index(&config, (1 << 19) - 1) && !Tiling::can_index(&config, 1 << 19));
     }
 }

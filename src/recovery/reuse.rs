@@ -8,14 +8,14 @@ use crate::model::{DecoderLayer, KeptActivations};
 
 /// Matrices and activations of layers that are not in use.
 #[derive(Debug, Default)]
-pub struct SpareMemory {
+pub struct BufferReuse {
     matrices: Vec<StoredMatrix>,
     /// Activations of samples.
     pub activations: Vec<KeptActivations>,
     versions: u32,
 }
 
-impl SpareMemory {
+impl BufferReuse {
     /// A matrix with unspecified content.
     ///
     /// # Errors

@@ -1,0 +1,66 @@
+//! What records say about a model, and about the arithmetic that computes with it.
+
+use anyhow::Result;
+
+use super::opened::OpenedModel;
+use crate::checkpoint::Checkpoint;
+use crate::linalg::product::Kernel;
+use crate::linalg::{Products, kernel};
+use crate::run::Plan;
+use crate::run::manifest::{Arithmetic, ModelReport};
+use crate::settings::DeviceSettings;
+
+impl OpenedModel {
+    /// The checkpoint, as the record names it.
+    pub(super) fn report(&self) -> Result<ModelReport> {
+        let hub = self.hub_model.as_ref();
+        let (checkpoint, config) = match &self.part_of {
+            Some(whole) => (&whole.checkpoint, &whole.config),
+            None => (&self.checkpoint, &self.config),
+        };
+        Ok(ModelReport {
+            path: self.folder.display().to_string(),
+            id: hub.map(|model| model.id.clone()),
+            revision: hub.map(|model| model.revision.clone()),
+            commit: hub.map(|model| model.commit.clone()),
+            identity: checkpoint.identity(),
+            config: serde_json::to_value(&**config)?,
+            quantization: self.quantized.as_ref().map(|_| "nf4".to_string()),
+            parameters: match &self.quantized {
+                Some(quantized) => quantized.tensors().map(|entry| entry.elements() as u64).sum(),
+                None => parameters(checkpoint),
+            },
+            bytes: checkpoint.total_bytes(),
+        })
+    }
+}
+
+/// Weights in all tensors.
+pub(super) fn parameters(checkpoint: &Checkpoint) -> u64 {
+    let tensors = checkpoint.tensors();
+    tensors.map(|tensor| tensor.elements() as u64).sum()
+}
+
+/// Returns the arithmetic of the devices that compute layers.
+pub(super) fn arithmetic(model: &OpenedModel, device: &DeviceSettings, plan: &Plan) -> Arithmetic {
+    let gpus: Vec<&str> = plan
+        .devices
+        .iter()
+        .map(|device| device.device.as_str())
+        .filter(|&device| device != "cpu")
+        .collect();
+    let on_gpus = !gpus.is_empty() && device.simulate.is_none();
+    let (dtype, kernel) = match model.products {
+        _ if on_gpus => (model.gpu_dtype.name(), "cuBLAS".to_string()),
+        Products::F32 => ("f32", Kernel::Fused.name().to_string()),
+        Products::Split => ("f32", Kernel::split(model.dtype()).name().to_string()),
+        Products::Bf16(kernel) => ("bf16", kernel.name().to_string()),
+    };
+    Arithmetic {
+        device: if gpus.is_empty() { "cpu".to_string() } else { gpus.join("+") },
+        dtype: dtype.to_string(),
+        kernel,
+        cpu_features: kernel::cpu_features().into_iter().map(str::to_string).collect(),
+        threads: model.threads,
+    }
+}

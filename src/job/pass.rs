@@ -1,0 +1,90 @@
+//! A pass that measures a model: its samples or windows go through the layers, and nothing is pruned, written or resumed.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use anyhow::Result;
+
+use super::folder::RunFolder;
+use super::inputs::RunInputs;
+use super::opened::OpenedModel;
+use super::planned::Planning;
+use super::planned_texts::texts_and_plan;
+use super::resolved::Pruning;
+use super::same_run;
+use super::session::{Session, sides_left};
+use crate::pipeline::{Flow, RunShape};
+use crate::run::Events;
+use crate::settings::Settings;
+
+/// Settles a pass of a model that is open. `settings` neither prune nor train, and name no folder.
+///
+/// # Errors
+/// Fails for a quantised model that is to be observed, for texts that cannot be read, and where the pass does not fit.
+pub(super) fn settle_pass(
+    mut settings: Settings,
+    model: OpenedModel,
+    given: RunInputs<'_>,
+    events: &dyn Events,
+) -> Result<Box<Session>> {
+    settings.seqlen = Some(model.seqlen);
+    if given.observes.is_some() {
+        model.refuse_quantized()?;
+    }
+    let source: &Path = &model.folder;
+    let folder = RunFolder::at(&[source], &settings.output, false)?;
+    let planning = Planning::new(&settings.device, model.threads)?;
+    let shape = early_shape(&settings, &model, None, &given, &folder);
+    let (texts, plan, resident_layers) =
+        texts_and_plan(&settings, &model, &planning, shape, &given, events)?;
+    let dense = given
+        .dense
+        .and_then(|dense| same_run::dense_of(dense, &texts, &model, &settings.device, &plan));
+    let spill_folder = planning.spill_folder(&plan, None, events)?;
+    let job = Session {
+        settings,
+        model,
+        folder,
+        pruning: None,
+        recovery: None,
+        given_training: None,
+        texts,
+        observes: given.observes,
+        plan,
+        resident_layers,
+        spill_folder,
+        deciding: BTreeMap::new(),
+        unfinished: None,
+        dense,
+        runs_at_once: given.runs_at_once(),
+    };
+    job.check_disk()?;
+    Ok(Box::new(job))
+}
+
+/// A run in numbers before its texts are tokenized. The number of windows is unknown, and a single window stands for all: a run
+/// that does not fit with it fails early.
+pub(super) fn early_shape<'m>(
+    settings: &Settings,
+    model: &'m OpenedModel,
+    pruning: Option<&Pruning>,
+    given: &RunInputs<'_>,
+    folder: &RunFolder,
+) -> RunShape<'m> {
+    let sides = sides_left(settings.evaluation.eval, model, given.dense.is_some());
+    let is_used = pruning.is_none_or(|pruning| pruning.calibrates);
+    // The text decides how many examples a whole training has; the shape of the training has the fewest.
+    let is_used = is_used && !settings.trains_whole();
+    let calibration = settings.calibration.as_ref().filter(|_| is_used);
+    RunShape {
+        samples: calibration.map_or(0, |calibration| calibration.nsamples as usize),
+        windows: sides.len().min(1),
+        sides,
+        technique: pruning.map(|pruning| pruning.technique.clone()),
+        shared_with: given.shared_with(),
+        flow: pruning.map_or_else(Flow::default, |pruning| pruning.flow),
+        observes: given.observes,
+        saves: folder.model.is_some(),
+        ..model.run_shape(&settings.device)
+    }
+}

@@ -1,0 +1,218 @@
+//! What every run has once it is settled: model, folder, texts, plan. Nothing is written yet.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::Result;
+
+use super::disk_room;
+use super::folder::RunFolder;
+use super::opened::OpenedModel;
+use super::recover::{GivenTraining, Recovery};
+use super::resolved::{Pruning, prunes_nothing};
+use super::texts::Texts;
+use crate::bytes::ByteSize;
+use crate::checkpoint::output_bytes;
+use crate::data::Calibration;
+use crate::pipeline::{Observed, SaveMasks};
+use crate::report;
+use crate::run::manifest::PerplexityReport;
+use crate::run::{Events, Manifest, Plan, RunState};
+use crate::runtime::Side;
+use crate::settings::{EvalSides, Settings};
+
+/// A run that can begin.
+pub(super) struct Session {
+    /// The settings, with everything resolved that the checkpoint decides.
+    pub(super) settings: Settings,
+    pub(super) model: OpenedModel,
+    pub(super) folder: RunFolder,
+    /// `None` for `prune eval` and `prune recover`.
+    pub(super) pruning: Option<Pruning>,
+    /// `None` where nothing is trained.
+    pub(super) recovery: Option<Recovery>,
+    /// Data of a training, in place of the data that texts and seeds give.
+    pub(super) given_training: Option<Arc<GivenTraining>>,
+    pub(super) texts: Arc<Texts>,
+    /// The measurements of a run that prunes nothing.
+    pub(super) observes: Option<Observed>,
+    pub(super) plan: Plan,
+    /// Layers whose frozen weights stay in memory during a training.
+    pub(super) resident_layers: usize,
+    /// The folder of the spill file; `None` where hidden states stay in RAM.
+    pub(super) spill_folder: Option<PathBuf>,
+    /// Everything that decides the outcome, by name.
+    pub(super) deciding: BTreeMap<String, String>,
+    /// The state that an earlier process left of this run.
+    pub(super) unfinished: Option<RunState>,
+    /// The dense perplexity, where another run has measured it.
+    pub(super) dense: Option<PerplexityReport>,
+    /// The runs that share its sweep, itself included.
+    pub(super) runs_at_once: usize,
+}
+
+/// The outcome of settling.
+pub(super) enum RunStart {
+    /// A run that can begin.
+    Session(Box<Session>),
+    /// The record of a run that had finished already.
+    Finished(Box<Manifest>),
+}
+
+impl Session {
+    /// The models that perplexity is measured of.
+    pub(super) fn sides(&self) -> &'static [Side] {
+        sides_left(self.settings.evaluation.eval, &self.model, false)
+    }
+
+    /// The calibration samples; `None` where no statistics are made of them.
+    pub(super) fn samples(&self) -> Option<&Calibration> {
+        let is_used = self.pruning.as_ref().is_none_or(|of| of.calibrates);
+        self.texts.calibration.as_ref().filter(|_| is_used)
+    }
+
+    /// Passes of a calibration sample through layers, of which an earlier process finished some.
+    pub(super) fn passes_of_a_sample(&self, finished: usize) -> usize {
+        let layers = self.model.config.num_hidden_layers;
+        let only_passes = self.observes.is_some_and(|observes| observes.kind.is_none());
+        match layers - finished.min(layers) {
+            0 => 0,
+            left if only_passes => finished + left,
+            // Each layer twice, once dense and once pruned, but the last layer only once.
+            left => finished + 2 * left - 1,
+        }
+    }
+
+    /// The models whose perplexity this run measures itself.
+    pub(super) fn measured_sides(&self) -> &'static [Side] {
+        sides_left(self.settings.evaluation.eval, &self.model, self.dense.is_some())
+    }
+
+    /// The file of `--save-masks`.
+    pub(super) fn masks(&self) -> Option<&Path> {
+        self.pruning.as_ref()?.masks.as_deref()
+    }
+
+    /// Checks that the disk has room for everything that will be written.
+    pub(super) fn check_disk(&self) -> Result<()> {
+        let mut needs: Vec<disk_room::Need<'_>> = Vec::new();
+        // The files of a run that is continued already have their sizes.
+        if self.unfinished.is_none() {
+            if let Some(model) = &self.folder.model {
+                let bytes = output_bytes(&self.model.checkpoint)?;
+                let replaced = self.folder.replaced_bytes();
+                let more = ByteSize(bytes.0.saturating_sub(replaced.0));
+                needs.push((model, more, "the model"));
+            }
+            if let Some((masks, pruning)) = self.masks().zip(self.pruning.as_ref()) {
+                let bytes = SaveMasks::bytes(&pruning.targets, &self.model.config);
+                needs.push((masks, bytes, "the masks"));
+            }
+        }
+        let of_training = self.recovery_files();
+        for (folder, bytes, what) in &of_training {
+            needs.push((folder, *bytes, what));
+        }
+        if let Some(folder) = &self.spill_folder {
+            needs.push((folder, self.plan.hidden_states.bytes, "hidden states"));
+        }
+        disk_room::check(&needs)
+    }
+
+    /// Tells the settings and the plan.
+    pub(super) fn announce(&self, events: &dyn Events) {
+        let Self { settings, model, texts, .. } = self;
+        let config = &model.config;
+        events.note(format!(
+            "model        {}: {} layers of {}, {}, {}",
+            model.folder.display(),
+            config.num_hidden_layers,
+            config.hidden_size,
+            model.dtype().name(),
+            model.checkpoint.total_bytes()
+        ));
+        let drops_only =
+            |pruning: &&Pruning| self.model.part_of.is_some() && prunes_nothing(&pruning.targets);
+        if let Some(Pruning { technique, targets, .. }) =
+            self.pruning.as_ref().filter(|of| !drops_only(of))
+        {
+            let permuted = match technique.permutes {
+                Some(_) => ", channels permuted",
+                None => "",
+            };
+            events.note(format!(
+                "pruning      {} {:.4} {}{permuted}",
+                technique.name(),
+                targets.sparsity_ratio,
+                targets.pattern
+            ));
+            for line in targets.describe() {
+                events.note(format!("             {line}"));
+            }
+        }
+        if let Some(recovery) = &self.recovery {
+            recovery.announce(self, events);
+        }
+        if let Some((samples, of)) = texts.calibration.as_ref().zip(settings.calibration.as_ref()) {
+            events.note(format!(
+                "calibration  {}: {} samples of {} tokens, seed {}",
+                of.dataset, samples.nsamples, samples.seqlen, of.seed
+            ));
+        }
+        if let Some(windows) = &texts.windows {
+            let sides: Vec<_> = self.sides().iter().map(|side| side.name()).collect();
+            events.note(format!(
+                "evaluation   {}: {} windows of {} tokens, {}",
+                settings.evaluation.eval_dataset,
+                windows.windows,
+                windows.seqlen,
+                sides.join(" and ")
+            ));
+        }
+        for line in report::plan::text(&self.plan).lines() {
+            events.note(line.to_string());
+        }
+        self.announce_places(events);
+    }
+
+    /// Tells the device and the folders.
+    fn announce_places(&self, events: &dyn Events) {
+        if self.plan.devices.len() == 1 && !self.settings.device.names_the_cpu() {
+            let why = if cfg!(feature = "cuda") {
+                "no GPU computes in this plan"
+            } else {
+                "this build has no CUDA"
+            };
+            events.note(format!("device       cpu; {why} (--use-cpu hides this line)"));
+        }
+        if self.pruning.is_none() && self.recovery.is_none() {
+            return;
+        }
+        match &self.folder.model {
+            Some(model) => events.note(format!("output       {}", model.display())),
+            None if self.folder.run.is_some() => {
+                events.note("output       no model (--no-save-model)".to_string());
+            }
+            None => events.warn("nothing will be saved; name a run folder with --save".to_string()),
+        }
+        if let Some(masks) = self.masks() {
+            events.note(format!("masks        {}", masks.display()));
+        }
+    }
+}
+
+/// The models that a run has yet to measure. A pass that made the model smaller has measured the dense model. In a sweep
+/// of runs, an earlier run may have measured it.
+pub(super) fn sides_left(
+    eval: EvalSides,
+    model: &OpenedModel,
+    is_dense_known: bool,
+) -> &'static [Side] {
+    let is_known = is_dense_known || model.part_of.is_some();
+    match (eval, &model.part_of) {
+        (EvalSides::Both, _) if is_known => EvalSides::Pruned.sides(),
+        (EvalSides::Dense, Some(_)) => &[],
+        _ => eval.sides(),
+    }
+}
