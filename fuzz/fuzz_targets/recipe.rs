@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use prune::recipe::{BaseModel, Declaration, ModelShape, WhenMissing, Parameter, Recipe};
+use prune::merging::recipe::{BaseModel, Declaration, ModelShape, Parameter, Recipe, WhenMissing};
 
 /// A method with a base and parameters of both kinds, and one without.
 const METHODS: &[Declaration] = &[

@@ -20,7 +20,7 @@ enum OrderKind {
     /// A permutation of all examples per epoch.
     Shuffled { examples: usize, seed: u64 },
     /// A recorded sequence, again and again.
-    RunInputs(Vec<usize>),
+    Given(Vec<usize>),
 }
 
 impl ExampleOrder {
@@ -51,7 +51,7 @@ impl ExampleOrder {
             ))
             .into());
         }
-        Ok(Self { sequence: OrderKind::RunInputs(given) })
+        Ok(Self { sequence: OrderKind::Given(given) })
     }
 
     /// Returns the examples of a step, in order: `per_step` indices.
@@ -61,7 +61,7 @@ impl ExampleOrder {
         let begin = step as u128 * per_step as u128;
         let places = begin..begin + per_step as u128;
         match &self.sequence {
-            OrderKind::RunInputs(given) => {
+            OrderKind::Given(given) => {
                 let place = |place: u128| given[(place % given.len() as u128) as usize];
                 places.map(place).collect()
             }

@@ -2,12 +2,11 @@
 
 use anyhow::{Context, Result};
 
-use super::inputs::RunInputs;
 use super::opened::OpenedModel;
 use super::outputs::Outputs;
 use super::pass::settle_pass;
 use super::resolved::Pruning;
-use super::session::Session;
+use super::settled_run::SettledRun;
 use super::streams::Streams;
 use crate::bytes::ByteSize;
 use crate::model::Projection;
@@ -56,13 +55,7 @@ fn ratios(
     events: &dyn Events,
 ) -> Result<(OpenedModel, AllocationReport)> {
     let sparsity = settings.sparsity.as_ref().context("this run prunes")?;
-    let mut measuring = Settings {
-        sparsity: None,
-        layer_drop: None,
-        width_drop: None,
-        output: OutputSettings::default(),
-        ..settings.clone()
-    };
+    let mut measuring = Settings { output: OutputSettings::default(), ..settings.clone() };
     measuring.evaluation.max_perplexity = None;
     measuring.evaluation.eval = EvalSides::None;
     let save = settings.output.save.clone();
@@ -70,11 +63,8 @@ fn ratios(
     let calibration = measuring.calibration.as_ref();
     let calibration = calibration.context("layers are measured with samples")?;
     let kept = kept_bytes(sparsity.allocate, &model, calibration.nsamples as usize);
-    let given = RunInputs {
-        observes: Some(Observed { kind: Some(&ColumnSquaresKind), kept }),
-        ..RunInputs::default()
-    };
-    let job = settle_pass(measuring, model, given, events)?;
+    let observes = Observed { kind: Some(&ColumnSquaresKind), kept };
+    let job = settle_pass(measuring, model, Some(observes), events)?;
     let allocation = sparsity.allocate;
     events.note(format!("measuring the dense layers for --allocate {}", allocation.name()));
     let mut streams = Streams::embed(&job, &Outputs::default(), events)?;
@@ -116,7 +106,7 @@ fn ratios(
     let report =
         AllocationReport { rule: allocation.name().to_string(), points, measured, tried, ratios };
     drop(streams);
-    let Session { model, .. } = *job;
+    let SettledRun { model, .. } = *job;
     Ok((model, report))
 }
 
@@ -143,7 +133,7 @@ fn kept_bytes(allocation: Allocation, model: &OpenedModel, samples: usize) -> By
 /// # Errors
 /// Fails when a layer, the head or a hidden state cannot be read.
 fn try_out(
-    job: &Session,
+    job: &SettledRun,
     streams: &mut Streams<'_>,
     candidates: [(Allocation, Vec<f64>); CANDIDATES],
     embedded: HiddenStates,

@@ -7,8 +7,8 @@ use super::outputs::Outputs;
 use super::profile;
 use super::record::RunResults;
 use super::recorder::Recorder;
-use super::session::RunStart;
 use super::settle::settle;
+use super::settled_run::RunStart;
 use super::streams::Streams;
 use crate::run::{Events, Manifest};
 use crate::settings::Settings;
@@ -19,7 +19,7 @@ use crate::settings::Settings;
 /// Fails for everything that can be wrong with settings, checkpoint and text, and where a layer cannot be read.
 pub fn eval(settings: Settings, events: &dyn Events) -> Result<Manifest> {
     let recorder = Recorder::new(events);
-    let RunStart::Session(job) = settle(settings, RunInputs::default(), &recorder)? else {
+    let RunStart::Run(job) = settle(settings, RunInputs::default(), &recorder)? else {
         return Err(anyhow::anyhow!("only a run that prunes can have finished before"));
     };
     job.announce(&recorder);

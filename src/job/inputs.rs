@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::recover::GivenTraining;
-use super::session::Session;
+use super::settled_run::SettledRun;
 use crate::pipeline::Observed;
 use crate::pruning::Technique;
 use crate::run::Manifest;
@@ -30,7 +30,7 @@ pub(super) enum Sharing<'a> {
     /// It is the first run; the runs after it have these techniques. Texts and plan are made for all.
     First(Vec<Technique>),
     /// It takes texts and plan of the first run.
-    Next(&'a Session),
+    Next(&'a SettledRun),
 }
 
 impl RunInputs<'_> {

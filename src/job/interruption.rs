@@ -1,6 +1,6 @@
 //! Messages for a run that ends early: the files it leaves, and the command that continues it.
 
-use super::session::Session;
+use super::settled_run::SettledRun;
 use crate::run::command_line::quoted;
 use crate::run::{Event, Events, Unfinished};
 use crate::settings::Settings;
@@ -22,7 +22,7 @@ pub(super) fn before_outputs(settings: &Settings, events: &dyn Events) {
 }
 
 /// Files exist from now on.
-pub(super) fn with_outputs(job: &Session, events: &dyn Events) {
+pub(super) fn with_outputs(job: &SettledRun, events: &dyn Events) {
     let run = job.folder.run.as_ref();
     let unfinished = match (job.folder.state(), run) {
         (Some(folder), _) => Some(Unfinished {

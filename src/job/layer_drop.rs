@@ -9,12 +9,11 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 
 use super::folder::RunFolder;
-use super::inputs::RunInputs;
 use super::model_report::parameters;
 use super::opened::{OpenedModel, ScoringPass, WholeModel};
 use super::outputs::Outputs;
 use super::pass::settle_pass;
-use super::session::Session;
+use super::settled_run::SettledRun;
 use super::streams::Streams;
 use crate::checkpoint::CONFIG_FILE;
 use crate::failure::Failure;
@@ -183,13 +182,7 @@ fn score(
         DropCount::Number(number) => number,
         DropCount::Auto => most_dropped(model.config.num_hidden_layers),
     };
-    let mut scoring = Settings {
-        sparsity: None,
-        layer_drop: None,
-        width_drop: None,
-        output: OutputSettings::default(),
-        ..settings.clone()
-    };
+    let mut scoring = Settings { output: OutputSettings::default(), ..settings.clone() };
     scoring.evaluation.max_perplexity = None;
     scoring.evaluation.eval = match measures_dense(settings) {
         true => EvalSides::Dense,
@@ -203,8 +196,7 @@ fn score(
         kind: None,
         kept: layer_scores::bytes(&model.config, nsamples, model.seqlen, longest),
     };
-    let given = RunInputs { observes: Some(observes), ..RunInputs::default() };
-    let job = settle_pass(scoring, model, given, events)?;
+    let job = settle_pass(scoring, model, Some(observes), events)?;
     events.note("scoring the layers of the dense model".to_string());
     job.announce(events);
     let mut streams = Streams::embed(&job, &Outputs::default(), events)?;
@@ -216,7 +208,7 @@ fn score(
     let scores = meter.into_scores();
     let dense = streams.perplexities(&job).dense;
     drop(streams);
-    let Session { model, plan, .. } = *job;
+    let SettledRun { model, plan, .. } = *job;
     Ok(Scored { model, scores, dense, pass: ScoringPass { plan, swept } })
 }
 

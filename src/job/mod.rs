@@ -9,7 +9,7 @@
 //! | `merge` | `prune merge`: settle → outputs → pass → finish → record |
 //! | `generate`, `inspect`, `plan`, `demo`, `quantize` | the other commands |
 //! | `settle` | everything that can be wrong is checked, and nothing is written |
-//! | `session`, `pass` | what a settled run has; a pass that only measures |
+//! | `settled_run`, `pass` | what a settled run has; a pass that only measures |
 //! | `inputs` | results of other runs, and the sweep that a run shares with them |
 //! | `opened`, `located` | the checkpoint, from a folder or the hub |
 //! | `texts` | texts found, then turned into token ids |
@@ -60,8 +60,8 @@ mod recorder;
 pub mod recover;
 mod resolved;
 mod same_run;
-mod session;
 mod settle;
+mod settled_run;
 mod streams;
 mod texts;
 mod width_drop;

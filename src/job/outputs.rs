@@ -7,7 +7,7 @@ use anyhow::Result;
 
 use super::folder::state_file::{self, StateFile};
 use super::recorder::Recorder;
-use super::session::Session;
+use super::settled_run::SettledRun;
 use crate::checkpoint::{CheckpointWriter, ExpectedMatrix, OwnFiles, Reopened};
 use crate::job::folder::memory_log;
 use crate::pipeline::{LayerJournal, MaskObserver, Output, SaveMasks, expected, permute};
@@ -31,7 +31,7 @@ type OpenedFiles = (Option<CheckpointWriter>, Option<SaveMasks>, RunState);
 
 impl<'a> Outputs<'a> {
     /// Reopens the files of the unfinished run, or creates the files of a new run.
-    pub(super) fn open(job: &'a Session, recorder: &'a Recorder<'a>) -> Result<Self> {
+    pub(super) fn open(job: &'a SettledRun, recorder: &'a Recorder<'a>) -> Result<Self> {
         let (mut writer, masks, saved) = match reopen(job, recorder)? {
             Some(files) => files,
             None => create(job, recorder)?,
@@ -92,7 +92,7 @@ impl<'a> Outputs<'a> {
     /// Reads everything back and gives the files their names.
     pub(super) fn finish(
         &mut self,
-        job: &Session,
+        job: &SettledRun,
         own: OwnFiles,
         expected: &[ExpectedMatrix],
         events: &dyn Events,
@@ -117,7 +117,7 @@ impl<'a> Outputs<'a> {
 }
 
 /// Creates the files of a new run, or of an unfinished run that begins again with its first layer.
-fn create(job: &Session, events: &dyn Events) -> Result<OpenedFiles> {
+fn create(job: &SettledRun, events: &dyn Events) -> Result<OpenedFiles> {
     let model = &job.model;
     let begun = match &job.unfinished {
         Some(state) => {
@@ -161,7 +161,7 @@ fn create(job: &Session, events: &dyn Events) -> Result<OpenedFiles> {
 }
 
 /// Reopens the files of the unfinished run; `None` where there is no such run, or a file of it is missing.
-fn reopen(job: &Session, events: &dyn Events) -> Result<Option<OpenedFiles>> {
+fn reopen(job: &SettledRun, events: &dyn Events) -> Result<Option<OpenedFiles>> {
     let (Some(state), Some(model)) = (&job.unfinished, &job.folder.model) else {
         return Ok(None);
     };

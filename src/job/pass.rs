@@ -11,37 +11,41 @@ use super::opened::OpenedModel;
 use super::planned::Planning;
 use super::planned_texts::texts_and_plan;
 use super::resolved::Pruning;
-use super::same_run;
-use super::session::{Session, sides_left};
-use crate::pipeline::{Flow, RunShape};
+use super::settled_run::{SettledRun, sides_left};
+use crate::pipeline::{Flow, Observed, RunShape};
 use crate::run::Events;
 use crate::settings::Settings;
 
-/// Settles a pass of a model that is open. `settings` neither prune nor train, and name no folder.
+/// Settles a pass of a model that is open, with what it observes. `settings` neither prune nor train, and name no folder.
 ///
 /// # Errors
 /// Fails for a quantised model that is to be observed, for texts that cannot be read, and where the pass does not fit.
 pub(super) fn settle_pass(
-    mut settings: Settings,
+    settings: Settings,
     model: OpenedModel,
-    given: RunInputs<'_>,
+    observes: Option<Observed>,
     events: &dyn Events,
-) -> Result<Box<Session>> {
-    settings.seqlen = Some(model.seqlen);
-    if given.observes.is_some() {
+) -> Result<Box<SettledRun>> {
+    let settings = Settings {
+        sparsity: None,
+        layer_drop: None,
+        width_drop: None,
+        recovery: None,
+        seqlen: Some(model.seqlen),
+        ..settings
+    };
+    if observes.is_some() {
         model.refuse_quantized()?;
     }
+    let inputs = RunInputs { observes, ..RunInputs::default() };
     let source: &Path = &model.folder;
     let folder = RunFolder::at(&[source], &settings.output, false)?;
     let planning = Planning::new(&settings.device, model.threads)?;
-    let shape = early_shape(&settings, &model, None, &given, &folder);
+    let shape = early_shape(&settings, &model, None, &inputs, &folder);
     let (texts, plan, resident_layers) =
-        texts_and_plan(&settings, &model, &planning, shape, &given, events)?;
-    let dense = given
-        .dense
-        .and_then(|dense| same_run::dense_of(dense, &texts, &model, &settings.device, &plan));
+        texts_and_plan(&settings, &model, &planning, shape, &inputs, events)?;
     let spill_folder = planning.spill_folder(&plan, None, events)?;
-    let job = Session {
+    let run = SettledRun {
         settings,
         model,
         folder,
@@ -49,17 +53,17 @@ pub(super) fn settle_pass(
         recovery: None,
         given_training: None,
         texts,
-        observes: given.observes,
+        observes,
         plan,
         resident_layers,
         spill_folder,
         deciding: BTreeMap::new(),
         unfinished: None,
-        dense,
-        runs_at_once: given.runs_at_once(),
+        dense: None,
+        runs_at_once: 1,
     };
-    job.check_disk()?;
-    Ok(Box::new(job))
+    run.check_disk()?;
+    Ok(Box::new(run))
 }
 
 /// A run in numbers before its texts are tokenized. The number of windows is unknown, and a single window stands for all: a run

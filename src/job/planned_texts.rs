@@ -8,7 +8,7 @@ use super::inputs::RunInputs;
 use super::opened::OpenedModel;
 use super::planned::Planning;
 use super::same_run;
-use super::session::sides_left;
+use super::settled_run::sides_left;
 use super::texts::{TextSources, Texts};
 use crate::data::Examples;
 use crate::data::footprint::{self, Encoding, TokenizerSize};

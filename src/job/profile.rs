@@ -1,6 +1,6 @@
 //! The profile of a run: the time of its arithmetic, of choosing weights, of reading and of writing.
 
-use super::session::Session;
+use super::settled_run::SettledRun;
 use crate::linalg::peak;
 use crate::linalg::product::Kernel;
 use crate::linalg::profile::{Part, Watch};
@@ -9,7 +9,7 @@ use crate::run::profile::{PartReport, PeakReport, ProfileReport};
 use crate::run::{Manifest, Phase};
 
 /// Measures the peak of the CPU where `--profile` asks for it. Takes about a second.
-pub(super) fn measure_peak(job: &Session) -> Option<PeakReport> {
+pub(super) fn measure_peak(job: &SettledRun) -> Option<PeakReport> {
     let model = &job.model;
     let kernel = model.products.of_activations();
     let of = |kernel| peak::of(kernel, model.threads);

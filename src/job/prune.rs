@@ -6,8 +6,8 @@ use super::inputs::RunInputs;
 use super::outputs::Outputs;
 use super::record::RunResults;
 use super::recorder::Recorder;
-use super::session::{RunStart, Session};
 use super::settle::settle;
+use super::settled_run::{RunStart, SettledRun};
 use super::streams::Streams;
 use super::{interruption, profile, width_drop};
 use crate::checkpoint::ExpectedMatrix;
@@ -43,7 +43,7 @@ pub(super) fn prune_given(
 ) -> Result<Manifest> {
     let recorder = Recorder::new(events);
     let job = match settled(settings, given, &recorder)? {
-        RunStart::Session(job) => job,
+        RunStart::Run(job) => job,
         RunStart::Finished(manifest) => return Ok(*manifest),
     };
     job.announce(&recorder);
@@ -82,7 +82,7 @@ pub(super) fn settled(
 /// # Errors
 /// Fails when a file cannot be written, or is not on the disk as it was written.
 pub(super) fn finish(
-    job: &Session,
+    job: &SettledRun,
     outputs: &mut Outputs<'_>,
     pruned: Pruned,
     peak: Option<PeakReport>,
@@ -110,7 +110,7 @@ pub(super) struct Pruned {
 
 /// Prunes the layers that are left and measures the perplexities.
 fn sweep(
-    job: &Session,
+    job: &SettledRun,
     outputs: &mut Outputs<'_>,
     streams: &mut Streams<'_>,
     observer: Option<&mut dyn MaskObserver>,
@@ -140,7 +140,7 @@ fn sweep(
 /// # Errors
 /// Fails when the state cannot be written.
 pub(super) fn conclude(
-    job: &Session,
+    job: &SettledRun,
     outputs: &mut Outputs<'_>,
     layers: Vec<LayerReport>,
     (perplexity, swept): (Perplexities, SweepReport),

@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use super::model_report::arithmetic;
 use super::record::{self, RunResults};
-use super::session::Session;
+use super::settled_run::SettledRun;
 use crate::bytes::LARGEST_RECORD;
 use crate::checkpoint::{CARD_FILE, CONFIG_FILE, OwnFiles, card_of_source, cards_in};
 use crate::hub::HubRepo;
@@ -47,7 +47,7 @@ const NAMED: [&str; 16] = [
 /// Settings that a resumed run must share and that change neither weights nor perplexity; and the file of ratios, which is a path.
 const UNNAMED: [&str; 3] = ["layer_ratios", "no_save_model", "save_masks"];
 
-impl Session {
+impl SettledRun {
     /// Returns the files that are published with the model of a run with these results.
     pub(super) fn published(&self, results: &RunResults) -> Result<OwnFiles> {
         if self.folder.model.is_none() {

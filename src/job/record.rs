@@ -7,7 +7,7 @@ use super::model_report::arithmetic;
 use super::outputs::Outputs;
 use super::profile;
 use super::recorder::Recorder;
-use super::session::Session;
+use super::settled_run::SettledRun;
 use crate::run::manifest::{
     GateReport, LayerReport, Manifest, OutputReport, Perplexities, PruningReport, SCHEMA,
     SparsityReport,
@@ -29,7 +29,7 @@ pub(super) struct RunResults {
     pub(super) recovery: Option<RecoveryReport>,
 }
 
-impl Session {
+impl SettledRun {
     /// Writes the record of a run that ends now, and removes its state.
     pub(super) fn record(
         &self,

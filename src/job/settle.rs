@@ -15,7 +15,7 @@ use super::planned_texts::{plan_early, texts_and_plan};
 use super::recover::Recovery;
 use super::resolved::{Pruning, allocates};
 use super::same_run;
-use super::session::{RunStart, Session};
+use super::settled_run::{RunStart, SettledRun};
 use super::{allocate, layer_drop, width_drop};
 use crate::checkpoint::check_sidecars;
 use crate::failure::Failure;
@@ -114,7 +114,7 @@ fn settle_opened(
     if let Some(state) = unfinished.take() {
         unfinished = same_run::check(state, &deciding, &folder, &settings.output)?;
     }
-    let job = Session {
+    let job = SettledRun {
         settings,
         model,
         folder,
@@ -132,7 +132,7 @@ fn settle_opened(
         runs_at_once: given.runs_at_once(),
     };
     job.check_disk()?;
-    Ok(RunStart::Session(Box::new(job)))
+    Ok(RunStart::Run(Box::new(job)))
 }
 
 /// A run whose state was found in its folder.

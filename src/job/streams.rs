@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 
 use super::opened::WholeModel;
 use super::outputs::Outputs;
-use super::session::Session;
+use super::settled_run::SettledRun;
 use crate::checkpoint::WeightSource;
 use crate::eval::Perplexity;
 use crate::linalg::StoredDtype;
@@ -34,7 +34,7 @@ impl<'a> Streams<'a> {
     /// # Errors
     /// Fails when a device cannot be opened, the embedding cannot be read, or a spill file cannot be written.
     pub(super) fn embed(
-        job: &'a Session,
+        job: &'a SettledRun,
         outputs: &Outputs<'_>,
         events: &'a dyn Events,
     ) -> Result<Self> {
@@ -55,7 +55,7 @@ impl<'a> Streams<'a> {
     /// to stop.
     pub(super) fn sweep(
         &mut self,
-        job: &Session,
+        job: &SettledRun,
         finished: Option<Finished>,
         editor: Option<&mut dyn Editor>,
         events: &dyn Events,
@@ -74,14 +74,14 @@ impl<'a> Streams<'a> {
     }
 
     /// The perplexities, after the sweep.
-    pub(super) fn perplexities(&self, job: &Session) -> Perplexities {
+    pub(super) fn perplexities(&self, job: &SettledRun) -> Perplexities {
         job.perplexities(&self.perplexities)
     }
 }
 
 /// The passes of a sweep: a sample through a layer, or through the head. Each sample passes the `finished` layers once.
 /// 0 for a training, whose steps take different times: its layers are counted.
-pub(super) fn passes(job: &Session, finished: usize, streams_of_windows: usize) -> u64 {
+pub(super) fn passes(job: &SettledRun, finished: usize, streams_of_windows: usize) -> u64 {
     if job.recovery.is_some() {
         return 0;
     }
@@ -92,7 +92,7 @@ pub(super) fn passes(job: &Session, finished: usize, streams_of_windows: usize) 
     (calibration + windows * (layers + 1)) as u64
 }
 
-impl Session {
+impl SettledRun {
     /// Opens the devices of the plan.
     pub(super) fn open_devices(&self) -> Result<Devices> {
         let simulation = self.settings.device.simulate.as_ref();

@@ -14,12 +14,11 @@ use serde_json::{Map, Value};
 
 use super::disk_room;
 use super::folder::RunFolder;
-use super::inputs::RunInputs;
 use super::model_report::parameters;
 use super::opened::{OpenedModel, ScoringPass, WholeModel};
 use super::outputs::Outputs;
 use super::pass::settle_pass;
-use super::session::Session;
+use super::settled_run::SettledRun;
 use super::streams::Streams;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{
@@ -193,13 +192,7 @@ fn pass(
     let place = &folder.narrower().context("a run folder was required")?;
     let is_measured = model.part_of.is_some();
     let measures_dense = settings.evaluation.eval.sides().contains(&Side::Dense) && !is_measured;
-    let mut narrowing = Settings {
-        sparsity: None,
-        layer_drop: None,
-        width_drop: None,
-        output: OutputSettings::default(),
-        ..settings.clone()
-    };
+    let mut narrowing = Settings { output: OutputSettings::default(), ..settings.clone() };
     narrowing.evaluation.max_perplexity = None;
     narrowing.evaluation.eval = match measures_dense {
         true => EvalSides::Dense,
@@ -207,14 +200,9 @@ fn pass(
     };
     let offload = place.parent().map(PathBuf::from);
     narrowing.device.offload_folder = narrowing.device.offload_folder.or(offload);
-    let given = RunInputs {
-        observes: Some(Observed {
-            kind: Some(STATISTICS),
-            kept: working_bytes(&model.config, to, model.dtype()),
-        }),
-        ..RunInputs::default()
-    };
-    let job = settle_pass(narrowing, model, given, events)?;
+    let observes =
+        Observed { kind: Some(STATISTICS), kept: working_bytes(&model.config, to, model.dtype()) };
+    let job = settle_pass(narrowing, model, Some(observes), events)?;
     events.note("making the layers narrower".to_string());
     job.announce(events);
     let (layout, replaced) = layout(&job.model, to)?;
@@ -236,14 +224,14 @@ fn pass(
     let dense = streams.perplexities(&job).dense;
     drop(streams);
     writer.finish(Published::default(), &[], events)?;
-    let Session { model, plan, .. } = *job;
+    let SettledRun { model, plan, .. } = *job;
     Ok(Passed { model, narrowed, dense, scoring: ScoringPass { plan, swept } })
 }
 
 /// Checks that disks have room for the narrower matrices, which stay until the run ends, for the narrower model, and for the hidden
 /// states of the pass. `narrower` and `replaced`: bytes of the narrower matrices and of the matrices that they replace.
 fn check_disk(
-    job: &Session,
+    job: &SettledRun,
     (narrower, replaced): (ByteSize, ByteSize),
     folder: &RunFolder,
 ) -> Result<()> {

@@ -3,7 +3,7 @@
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
-/// Sums over some rows `[tokens, columns]` of an activation. A GPU adds up some rows at a time in f32, and these sums are added in f64.
+/// Sums over some rows `[tokens, columns]` of an activation. A GPU adds up some rows at a time.
 #[derive(Debug, Clone, Copy)]
 pub struct ColumnSums<'a> {
     /// The number of rows.

@@ -27,6 +27,7 @@ use crate::linalg::{Linear, ProductContext, permute};
 use crate::model::on_device::squares_of_difference;
 use crate::model::{DecoderLayer, ModelConfig, Observation, Projection};
 use crate::runtime::Compute;
+use crate::runtime::engine::OutOfMemory;
 
 /// Tokens kept per layer, at most: 25 MiB of input rows for Llama-2-7B's shape.
 const TOKENS: usize = 256;
@@ -192,7 +193,11 @@ impl MatrixOutput {
     /// Σ y², and Σ (y − z)² with a second output z of the same shape.
     fn squares(&self, other: &Self) -> Result<[f64; 2]> {
         if let [Self::Device(dense), Self::Device(pruned)] = [self, other] {
-            return squares_of_difference(dense, pruned);
+            match squares_of_difference(dense, pruned) {
+                // Without memory on the device, the host computes the sums.
+                Err(error) if OutOfMemory::of(&error).is_some() => {}
+                squares => return squares,
+            }
         }
         let [mut dense, mut difference] = [0.0f64, 0.0];
         for (&y, &z) in self.host()?.iter().zip(&*other.host()?) {

@@ -25,7 +25,7 @@ pub struct Merger<'a> {
     /// The model's shape.
     pub config: &'a Arc<ModelConfig>,
     /// The values; the best values if they were kept.
-    pub shelf: &'a ParameterStore,
+    pub store: &'a ParameterStore,
     /// Reads the base of a layer.
     pub base: super::BaseLayers,
     /// The rounding to bf16.
@@ -42,7 +42,7 @@ impl Editor for Merger<'_> {
         let before = zeros(self.part, &layer)?;
         drop(layer);
         let base = self.base.take(index, None)?;
-        let values = self.shelf.best_values(index)?;
+        let values = self.store.best_values(index)?;
         let merged = self
             .part
             .applied(self.config, base, &values, self.rounding, &mut BufferReuse::default())?

@@ -53,7 +53,7 @@ pub struct TrainerParts<'a> {
     /// The part of each layer that is trained.
     pub part: TrainedPart,
     /// Its parameters.
-    pub shelf: ParameterStore,
+    pub store: ParameterStore,
     /// The rule of updates.
     pub optimizer: Box<dyn Optimizer>,
     /// The dense model whose logits are learned, too.

@@ -3,7 +3,7 @@
 //! A parameter in a file is in memory only while it is used: its values in a pass of its layer, all of it in its update. The file has a
 //! record per layer. In a record every parameter has its values, its gradient, its optimizer state and its mask.
 //!
-//! A shelf can keep the best values beside the current values. It writes both to a stream, from which a later process continues.
+//! A store can keep the best values beside the current values. It writes both to a stream, from which a later process continues.
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -20,7 +20,7 @@ use crate::runtime::hidden_states::spill_file;
 /// A change of a parameter: its values, its gradient, its mask, and the state of the optimizer.
 pub type ParameterChange<'c> = dyn FnMut(&mut [f32], &mut [f32], Option<&KeptMask>, &mut [u8]) + 'c;
 
-/// The place of a shelf.
+/// The place of a store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StorePlace {
     /// Memory.
@@ -31,7 +31,7 @@ pub enum StorePlace {
 
 /// A parameter of a layer with everything that belongs to it.
 #[derive(Debug, Clone, Default)]
-struct ShelvedParameter {
+struct StoredParameter {
     values: Vec<f32>,
     gradient: Vec<f32>,
     state: Vec<u8>,
@@ -54,9 +54,9 @@ impl DataKind {
 }
 
 #[derive(Debug)]
-enum ShelfStore {
+enum StoreSlots {
     /// By layer and parameter.
-    Memory(Vec<Vec<ShelvedParameter>>),
+    Memory(Vec<Vec<StoredParameter>>),
     File(File),
 }
 
@@ -66,12 +66,12 @@ pub struct ParameterStore {
     specs: Vec<ParameterSpec>,
     state_bytes: Vec<usize>,
     layers: usize,
-    store: ShelfStore,
+    store: StoreSlots,
     has_best: bool,
 }
 
 impl ParameterStore {
-    /// An empty shelf. Every layer is put before it is used.
+    /// An empty store. Every layer is put before it is used.
     ///
     /// # Errors
     /// Fails when the file cannot be created.
@@ -84,14 +84,14 @@ impl ParameterStore {
         let state_bytes = specs.iter().map(|spec| optimizer.state_bytes(spec.elements())).collect();
         let store = match place {
             StorePlace::Memory => {
-                ShelfStore::Memory(vec![vec![ShelvedParameter::default(); specs.len()]; layers])
+                StoreSlots::Memory(vec![vec![StoredParameter::default(); specs.len()]; layers])
             }
-            StorePlace::File(folder) => ShelfStore::File(spill_file(folder, "parameters")?),
+            StorePlace::File(folder) => StoreSlots::File(spill_file(folder, "parameters")?),
         };
         Ok(Self { specs, state_bytes, layers, store, has_best: false })
     }
 
-    /// The bytes of a shelf of these parameters: in memory, or in the file.
+    /// The bytes of a store of these parameters: in memory, or in the file.
     pub fn bytes(
         specs: &[ParameterSpec],
         optimizer: &dyn Optimizer,
@@ -132,11 +132,11 @@ impl ParameterStore {
         for (at, (values, kept)) in values.into_iter().zip(kept).enumerate() {
             let state = vec![0; self.state_bytes[at]];
             match &mut self.store {
-                ShelfStore::Memory(slots) => {
+                StoreSlots::Memory(slots) => {
                     slots[layer][at] =
-                        ShelvedParameter { values, state, kept, ..ShelvedParameter::default() };
+                        StoredParameter { values, state, kept, ..StoredParameter::default() };
                 }
-                ShelfStore::File(_) => {
+                StoreSlots::File(_) => {
                     self.write(layer, at, DataKind::Values, bytemuck::cast_slice(&values))?;
                     self.write(layer, at, DataKind::State, &state)?;
                     if let Some(kept) = kept {
@@ -170,11 +170,11 @@ impl ParameterStore {
     fn floats(&self, layer: usize, kind: DataKind) -> Result<Vec<Cow<'_, [f32]>>> {
         let of = |at: usize| -> Result<Cow<'_, [f32]>> {
             Ok(match &self.store {
-                ShelfStore::Memory(slots) => Cow::Borrowed(match kind {
+                StoreSlots::Memory(slots) => Cow::Borrowed(match kind {
                     DataKind::Best => &slots[layer][at].best,
                     _ => &slots[layer][at].values,
                 }),
-                ShelfStore::File(_) => Cow::Owned(self.read_floats(layer, at, kind)?),
+                StoreSlots::File(_) => Cow::Owned(self.read_floats(layer, at, kind)?),
             })
         };
         (0..self.specs.len()).map(of).collect()
@@ -190,9 +190,9 @@ impl ParameterStore {
 
     fn mask(&self, layer: usize, at: usize) -> Result<Option<KeptMask>> {
         match &self.store {
-            ShelfStore::Memory(slots) => Ok(slots[layer][at].kept.clone()),
-            ShelfStore::File(_) if !self.specs[at].has_mask() => Ok(None),
-            ShelfStore::File(_) => {
+            StoreSlots::Memory(slots) => Ok(slots[layer][at].kept.clone()),
+            StoreSlots::File(_) if !self.specs[at].has_mask() => Ok(None),
+            StoreSlots::File(_) => {
                 let elements = self.specs[at].elements();
                 let mut bits = vec![0; elements.div_ceil(8)];
                 self.read(layer, at, DataKind::Kept, &mut bits)?;
@@ -208,8 +208,8 @@ impl ParameterStore {
     pub fn put_gradients(&mut self, layer: usize, gradients: Vec<Vec<f32>>) -> Result<()> {
         for (at, gradient) in gradients.into_iter().enumerate() {
             match &mut self.store {
-                ShelfStore::Memory(slots) => slots[layer][at].gradient = gradient,
-                ShelfStore::File(_) => {
+                StoreSlots::Memory(slots) => slots[layer][at].gradient = gradient,
+                StoreSlots::File(_) => {
                     self.write(layer, at, DataKind::Gradient, bytemuck::cast_slice(&gradient))?;
                 }
             }
@@ -223,10 +223,10 @@ impl ParameterStore {
     /// Fails when the file cannot be read or written.
     pub fn update(&mut self, layer: usize, change: &mut ParameterChange<'_>) -> Result<()> {
         for at in 0..self.specs.len() {
-            if let ShelfStore::Memory(slots) = &mut self.store {
+            if let StoreSlots::Memory(slots) = &mut self.store {
                 let slot = &mut slots[layer][at];
                 let mut gradient = std::mem::take(&mut slot.gradient);
-                let ShelvedParameter { values, state, kept, .. } = slot;
+                let StoredParameter { values, state, kept, .. } = slot;
                 change(values, &mut gradient, kept.as_ref(), state);
                 continue;
             }
@@ -249,7 +249,7 @@ impl ParameterStore {
     pub fn keep_best(&mut self) -> Result<()> {
         for layer in 0..self.layers {
             for at in 0..self.specs.len() {
-                if let ShelfStore::Memory(slots) = &mut self.store {
+                if let StoreSlots::Memory(slots) = &mut self.store {
                     let slot = &mut slots[layer][at];
                     slot.best.clone_from(&slot.values);
                 } else {
@@ -269,7 +269,7 @@ impl ParameterStore {
     pub fn return_to_best(&mut self) -> Result<()> {
         for layer in 0..self.layers {
             for at in 0..self.specs.len() {
-                if let ShelfStore::Memory(slots) = &mut self.store {
+                if let StoreSlots::Memory(slots) = &mut self.store {
                     let slot = &mut slots[layer][at];
                     slot.values.clone_from(&slot.best);
                     slot.state.fill(0);
@@ -306,7 +306,7 @@ impl ParameterStore {
     /// Copies data of a parameter.
     fn copy(&self, layer: usize, at: usize, kind: DataKind, out: &mut dyn Write) -> Result<()> {
         match &self.store {
-            ShelfStore::Memory(slots) => {
+            StoreSlots::Memory(slots) => {
                 let slot = &slots[layer][at];
                 out.write_all(match kind {
                     DataKind::State => &slot.state,
@@ -314,7 +314,7 @@ impl ParameterStore {
                     _ => bytemuck::cast_slice(&slot.values),
                 })?;
             }
-            ShelfStore::File(_) => {
+            StoreSlots::File(_) => {
                 let mut bytes = vec![0; self.size(at, kind) as usize];
                 self.read(layer, at, kind, &mut bytes)?;
                 out.write_all(&bytes)?;
@@ -342,7 +342,7 @@ impl ParameterStore {
                     best.resize(values.len(), 0f32);
                     from.read_exact(bytemuck::cast_slice_mut(&mut best))?;
                 }
-                if let ShelfStore::Memory(slots) = &mut self.store {
+                if let StoreSlots::Memory(slots) = &mut self.store {
                     let slot = &mut slots[layer][at];
                     (slot.values, slot.state, slot.best) = (values, state, best);
                     continue;
@@ -380,7 +380,7 @@ impl ParameterStore {
     }
 
     fn read(&self, layer: usize, at: usize, kind: DataKind, bytes: &mut [u8]) -> Result<()> {
-        let ShelfStore::File(file) = &self.store else {
+        let StoreSlots::File(file) = &self.store else {
             return Ok(());
         };
         positioned::read_exact_at(file, bytes, self.offset(layer, at, kind))
@@ -394,7 +394,7 @@ impl ParameterStore {
     }
 
     fn write(&self, layer: usize, at: usize, kind: DataKind, bytes: &[u8]) -> Result<()> {
-        let ShelfStore::File(file) = &self.store else {
+        let StoreSlots::File(file) = &self.store else {
             return Ok(());
         };
         positioned::write_all_at(file, bytes, self.offset(layer, at, kind)).map_err(|error| {

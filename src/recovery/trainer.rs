@@ -91,7 +91,7 @@ impl<'a> Trainer<'a> {
             let base = self.base(index, (index + 1 < layers).then_some(index + 1))?;
             let parts = &mut self.parts;
             let initial = parts.part.initial(&parts.config, &base, seed)?;
-            parts.shelf.put(index, given(index, initial))?;
+            parts.store.put(index, given(index, initial))?;
             drop(base);
             memory::release_freed();
         }
@@ -104,18 +104,18 @@ impl<'a> Trainer<'a> {
     }
 
     /// The parameters.
-    pub fn shelf(&self) -> &ParameterStore {
-        &self.parts.shelf
+    pub fn store(&self) -> &ParameterStore {
+        &self.parts.store
     }
 
     /// The parameters, for a change.
-    pub fn shelf_mut(&mut self) -> &mut ParameterStore {
-        &mut self.parts.shelf
+    pub fn parameters_mut(&mut self) -> &mut ParameterStore {
+        &mut self.parts.store
     }
 
     /// Ends the training. Returns the parameters, and what the devices report.
     pub fn finish(self) -> (ParameterStore, SweepReport) {
-        (self.parts.shelf, self.parts.compute.finish())
+        (self.parts.store, self.parts.compute.finish())
     }
 
     /// Performs a step.
@@ -254,7 +254,7 @@ impl<'a> Trainer<'a> {
         let base = self.base(index, next)?;
         let (parts, spare) = (&self.parts, &mut self.spare);
         parts.clock.measure(Phase::Update, || {
-            let (values, rounding) = (parts.shelf.values(index)?, Bf16Rounding::Nearest);
+            let (values, rounding) = (parts.store.values(index)?, Bf16Rounding::Nearest);
             let layer = parts.part.applied(&parts.config, base, &values, rounding, spare)?;
             // The frozen weights are gone, unless they stay for the next step.
             memory::release_freed();
@@ -355,7 +355,7 @@ impl<'a> Trainer<'a> {
             // Only gradients of factors depend on the values.
             let values = match parts.part.form {
                 TrainedForm::Weights => Vec::new(),
-                TrainedForm::Factors { .. } => parts.shelf.values(index)?,
+                TrainedForm::Factors { .. } => parts.store.values(index)?,
             };
             let mut of_layer = parts.part.gradients(&parts.config, &layer, &values)?;
             drop(values);
@@ -381,10 +381,10 @@ impl<'a> Trainer<'a> {
             }
             parts.compute.collect_gradients(&mut of_layer)?;
             self.spare.take(layer.layer, &parts.part);
-            let kept = parts.shelf.kept(index)?;
+            let kept = parts.store.kept(index)?;
             let collected = parts.part.collected(&parts.config, of_layer, &kept)?;
             squares += collected.iter().map(|one| sum_of_squares(one)).sum::<f64>();
-            parts.shelf.put_gradients(index, collected)?;
+            parts.store.put_gradients(index, collected)?;
             memory::release_freed();
         }
         Ok(squares)
@@ -392,13 +392,13 @@ impl<'a> Trainer<'a> {
 
     fn update(&mut self, norm: f64, at: TrainingStep) -> Result<()> {
         self.is_updating = true;
-        let TrainerParts { shelf, optimizer, max_grad_norm, clock, .. } = &mut self.parts;
+        let TrainerParts { store, optimizer, max_grad_norm, clock, .. } = &mut self.parts;
         let factor = max_grad_norm.and_then(|limit| clip_factor(norm, limit));
         // Bias corrections count the steps of the states.
         let at = TrainingStep { number: at.number - self.restarted_after, ..at };
         clock.measure(Phase::Update, || {
-            (0..shelf.layers()).try_for_each(|layer| {
-                shelf.update(layer, &mut |values, gradient, kept, state| {
+            (0..store.layers()).try_for_each(|layer| {
+                store.update(layer, &mut |values, gradient, kept, state| {
                     if let Some(factor) = factor {
                         scale(gradient, factor);
                     }

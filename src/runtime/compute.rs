@@ -1,7 +1,7 @@
 //! The devices that compute: the CPU, and GPUs, which share the samples of a layer.
 //!
 //! A plan names the devices of each layer. Without a GPU, the CPU computes the samples in their order, each with all threads. With GPUs,
-//! each GPU takes the next free sample, or samples in turn where it sums them up (`pass.rs`). If a GPU has too little memory for a sample,
+//! each GPU takes the next free sample. GPUs get samples in turn where they sum them up or have their hidden states (`pass.rs`). If a GPU has too little memory for a sample,
 //! the CPU computes this sample immediately ([`DeviceWorker`]). Results are combined in the order of the samples, so they depend on the
 //! device of a sample only by its rounding.
 
@@ -118,7 +118,7 @@ impl<'a> Compute<'a> {
     ) -> Result<()> {
         let workers = ready(&mut self.workers, &self.devices, layer)?;
         let (samples, context) = (hidden.samples(), &mut self.context);
-        let mut finished = 0;
+        let (mut finished, displaced) = (0, hidden.displaced());
         let hidden = Mutex::new(hidden);
         Pass {
             on_device: &|worker, sample| {
@@ -144,6 +144,12 @@ impl<'a> Compute<'a> {
             is_dealt: self.deals_samples,
         }
         .run(workers, samples, self.events)?;
+        let now = lock(&hidden).displaced();
+        if now > displaced {
+            self.events.warn(format!(
+                "{now} of {samples} hidden states have no room on their GPU and are in RAM: the run is slower"
+            ));
+        }
         // The time of a pass ends with it, and an error belongs to it.
         self.workers.iter_mut().try_for_each(DeviceWorker::wait)
     }

@@ -171,16 +171,7 @@ impl HiddenStates {
             state.dims(),
             self.shape
         );
-        let mut state = state.to_dtype(self.dtype)?;
-        if let Some(home) = self.home(sample) {
-            state = match state.to_device(home).map_err(anyhow::Error::from) {
-                Ok(state) => state,
-                Err(error) if OutOfMemory::of(&error).is_some() => state.to_device(&Device::Cpu)?,
-                Err(error) => return Err(error.context("moving a hidden state to its device")),
-            };
-        } else {
-            state = state.to_device(&Device::Cpu)?;
-        }
+        let state = self.at_home(sample, state)?;
         let (samples, at) = (self.samples(), self.offset(sample));
         let bytes = self.state_bytes();
         match &mut self.store {
@@ -199,6 +190,28 @@ impl HiddenStates {
             }
         }
         Ok(())
+    }
+
+    /// A state in the stored dtype, on the device of its sample, or on the host where that device has no memory.
+    fn at_home(&self, sample: usize, state: Tensor) -> Result<Tensor> {
+        let on_host = |state: &Tensor| -> Result<Tensor> {
+            Ok(state.to_device(&Device::Cpu)?.to_dtype(self.dtype)?)
+        };
+        let Some(home) = self.home(sample) else {
+            return on_host(&state);
+        };
+        let moved = || -> Result<Tensor> { Ok(state.to_device(home)?.to_dtype(self.dtype)?) };
+        match moved() {
+            Ok(moved) => {
+                if !state.device().is_cpu() && !state.device().same_device(home) {
+                    // The copy between two GPUs must be over before the memory of `state` is used again.
+                    home.synchronize()?;
+                }
+                Ok(moved)
+            }
+            Err(error) if OutOfMemory::of(&error).is_some() => on_host(&state),
+            Err(error) => Err(error.context("moving a hidden state to its device")),
+        }
     }
 
     /// Frees all states, and the spill file.

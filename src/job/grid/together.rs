@@ -14,8 +14,8 @@ use crate::job::outputs::Outputs;
 use crate::job::profile;
 use crate::job::prune::{conclude, finish};
 use crate::job::recorder::Recorder;
-use crate::job::session::{RunStart, Session};
 use crate::job::settle::settle;
+use crate::job::settled_run::{RunStart, SettledRun};
 use crate::job::streams::passes;
 use crate::pipeline::allocation::Allocation;
 use crate::pipeline::{Calibrator, Propagation, Pruner, SharedPruning, SharingCell};
@@ -46,7 +46,7 @@ pub(super) fn can_share(cell: &PlannedCell) -> Result<bool> {
 }
 
 /// A cell that is settled, and its position among all that were asked for.
-type SettledCell = (usize, Box<Session>);
+type SettledCell = (usize, Box<SettledRun>);
 
 /// The outcomes of cells, by their position among all that were asked for.
 type Outcomes = Vec<Option<Result<Manifest>>>;
@@ -76,7 +76,7 @@ pub(super) fn run(
         };
         let given = RunInputs { dense, sharing, ..RunInputs::default() };
         match settle(settings, given, recorder) {
-            Ok(RunStart::Session(job)) => jobs.push((at, job)),
+            Ok(RunStart::Run(job)) => jobs.push((at, job)),
             Ok(RunStart::Finished(manifest)) => outcomes[at] = Some(Ok(*manifest)),
             Err(error) if error.is::<Stopped>() => return Err(error),
             Err(error) if jobs.is_empty() => {
@@ -197,7 +197,7 @@ fn calibrator<'a>(
 
 /// A cell of the pass, with its clock.
 fn sharing_cell<'a>(
-    job: &'a Session,
+    job: &'a SettledRun,
     outputs: &'a mut Outputs<'_>,
     windows: &'a mut [Perplexity<'_>],
     events: &'a dyn Events,
@@ -220,7 +220,7 @@ fn sharing_cell<'a>(
 }
 
 /// Adds the shared phases, which the first cell's clock has measured, to the clock of `job`.
-fn add_shared_phases(job: &Session, first: &Session) {
+fn add_shared_phases(job: &SettledRun, first: &SettledRun) {
     if std::ptr::eq(job, first) {
         return;
     }

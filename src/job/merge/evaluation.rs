@@ -11,7 +11,6 @@ use super::job::MergeJob;
 use super::models::{open_adapter, put_on};
 use crate::job::device_records::DeviceRecords;
 use crate::job::folder::state_file::StateFile;
-use crate::job::inputs::RunInputs;
 use crate::job::opened::OpenedModel;
 use crate::job::outputs::Outputs;
 use crate::job::pass::settle_pass;
@@ -116,7 +115,7 @@ impl MergeJob {
             let adapter = open_adapter(adapter, model.config.tie_word_embeddings)?;
             put_on(&mut model, adapter)?;
         }
-        let job = settle_pass(settings, model, RunInputs::default(), events)?;
+        let job = settle_pass(settings, model, None, events)?;
         let mut streams = Streams::embed(&job, &Outputs::default(), events)?;
         let swept = streams.sweep(&job, None, None, events)?;
         devices.add(swept.fallbacks, swept.devices);

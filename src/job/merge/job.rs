@@ -51,7 +51,7 @@ pub(super) struct MergeJob {
 /// The outcome of settling.
 pub(super) enum SettledMerge {
     /// A merge that can begin.
-    Session(Box<MergeJob>),
+    Job(Box<MergeJob>),
     /// The record of a run that had finished already.
     Finished(Box<Manifest>),
 }

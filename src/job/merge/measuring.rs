@@ -8,7 +8,7 @@ use super::saliency::Saliency;
 use super::saliency_file::{MeasuredModel, SaliencyFile};
 use crate::job::device_records::DeviceRecords;
 use crate::job::outputs::Outputs;
-use crate::job::session::Session;
+use crate::job::settled_run::SettledRun;
 use crate::job::streams::Streams;
 use crate::pipeline::activations::{ActivationJournal, ActivationMeter, LayerSquares};
 use crate::run::Events;
@@ -48,7 +48,7 @@ impl Saliency {
 
 /// Passes the samples of a model through its layers; finished layers are not measured again.
 fn sweep(
-    job: &Session,
+    job: &SettledRun,
     journal: &mut FileJournal<'_>,
     name: &str,
     events: &dyn Events,

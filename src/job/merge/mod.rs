@@ -60,7 +60,7 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
         recorder.log_memory();
     }
     let job = match MergeJob::settle(settings, &recorder)? {
-        SettledMerge::Session(job) => job,
+        SettledMerge::Job(job) => job,
         SettledMerge::Finished(manifest) => return Ok(*manifest),
     };
     job.announce(&recorder);

@@ -13,11 +13,10 @@ use crate::bytes::ByteSize;
 use crate::data::DatasetSpec;
 use crate::failure::Failure;
 use crate::job::folder::RunFolder;
-use crate::job::inputs::RunInputs;
 use crate::job::model_report::arithmetic;
 use crate::job::opened::{OpenedModel, check_seqlen};
 use crate::job::pass::settle_pass;
-use crate::job::session::Session;
+use crate::job::settled_run::SettledRun;
 use crate::merging::recipe::Recipe;
 use crate::model::{DecoderLayer, ModelConfig, stored_dtypes};
 use crate::pipeline::Observed;
@@ -51,7 +50,7 @@ pub(super) struct Saliency {
 pub(super) struct Asked {
     pub(super) measurement: Measurement,
     /// The run that measures; `None` where the file has the statistics.
-    pub(super) job: Option<Box<Session>>,
+    pub(super) job: Option<Box<SettledRun>>,
 }
 
 /// A model to measure, before its files are looked at.
@@ -151,7 +150,7 @@ impl Saliency {
     }
 
     /// The measurements that begin.
-    pub(super) fn jobs(&self) -> impl Iterator<Item = &Session> {
+    pub(super) fn jobs(&self) -> impl Iterator<Item = &SettledRun> {
         self.asked.iter().filter_map(|asked| asked.job.as_deref())
     }
 
@@ -344,7 +343,7 @@ fn measuring_job(
     kept: ByteSize,
     folder: &RunFolder,
     events: &dyn Events,
-) -> Result<(Session, Measurement)> {
+) -> Result<(SettledRun, Measurement)> {
     let mut device = settings.device.clone();
     device.offload_folder = device.offload_folder.or_else(|| folder.run.clone());
     let run = Settings {
@@ -379,8 +378,7 @@ fn measuring_job(
         put_on(&mut model, (**adapter).clone())?;
     }
     let observes = Observed { kind: Some(&SquareSumsKind), kept };
-    let given = RunInputs { observes: Some(observes), ..RunInputs::default() };
-    let job = settle_pass(run, model, given, events)?;
+    let job = settle_pass(run, model, Some(observes), events)?;
     let samples = job.texts.calibration.as_ref();
     let samples = samples.context("a measurement has samples")?;
     let arithmetic = arithmetic(&job.model, &job.settings.device, &job.plan);

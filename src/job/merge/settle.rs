@@ -135,7 +135,7 @@ impl MergeJob {
             started_unix_seconds,
         };
         job.check_disk()?;
-        Ok(SettledMerge::Session(Box::new(job)))
+        Ok(SettledMerge::Job(Box::new(job)))
     }
 
     /// Bytes of all weight files of the output.

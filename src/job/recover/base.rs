@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
-use super::super::session::Session;
+use super::super::settled_run::SettledRun;
 use super::resolved::Recovery;
 use crate::checkpoint::{CONFIG_FILE, Checkpoint, MergedWriter, Published, WeightSource};
 use crate::input::{cannot_read, read_settings};
@@ -36,7 +36,7 @@ impl FrozenBase {
     ///
     /// # Errors
     /// Fails when a matrix cannot be read or the offload folder cannot be written.
-    pub(super) fn open(job: &Session, recovery: &Recovery, events: &dyn Events) -> Result<Self> {
+    pub(super) fn open(job: &SettledRun, recovery: &Recovery, events: &dyn Events) -> Result<Self> {
         let model = &job.model;
         let Some(format) = recovery.settings.base_quant else {
             return Ok(Self { source: Arc::clone(&model.source), masks: None, folder: None });
@@ -59,7 +59,12 @@ impl FrozenBase {
     }
 
     /// The layers of the base.
-    pub(super) fn layers(&self, job: &Session, recovery: &Recovery, resident: usize) -> BaseLayers {
+    pub(super) fn layers(
+        &self,
+        job: &SettledRun,
+        recovery: &Recovery,
+        resident: usize,
+    ) -> BaseLayers {
         BaseLayers::new(
             Arc::clone(&self.source),
             Arc::clone(&job.model.config),
@@ -72,7 +77,7 @@ impl FrozenBase {
 
 /// Writes the quantised copy of a model's layers, and opens it.
 fn quantised(
-    job: &Session,
+    job: &SettledRun,
     format: FourBitFormat,
     folder: &Path,
     events: &dyn Events,

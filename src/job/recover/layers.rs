@@ -5,7 +5,7 @@ use anyhow::{Context, Result};
 use super::super::outputs::Outputs;
 use super::super::prune::Pruned;
 use super::super::record::RunResults;
-use super::super::session::Session;
+use super::super::settled_run::SettledRun;
 use super::super::streams::Streams;
 use super::base::FrozenBase;
 use super::resolved::Recovery;
@@ -25,7 +25,7 @@ use crate::runtime::{Editor, HiddenStates, SweepReport};
 /// # Errors
 /// Fails when the run is asked to stop, for a loss or gradients that are not finite, and where files cannot be read or written.
 pub(super) fn sweep(
-    job: &Session,
+    job: &SettledRun,
     recovery: &Recovery,
     (outputs, streams): (&mut Outputs<'_>, &mut Streams<'_>),
     trained: Option<&Trained>,
@@ -47,7 +47,7 @@ pub(super) fn sweep(
             let mut merger = Merger {
                 part: &recovery.part,
                 config: &job.model.config,
-                shelf: &trained.shelf,
+                store: &trained.store,
                 base: trained.base.layers(job, recovery, 0),
                 rounding,
                 output,
@@ -83,7 +83,7 @@ pub(super) fn sweep(
 
 /// The editor that trains layer by layer.
 fn block_trainer<'t>(
-    job: &'t Session,
+    job: &'t SettledRun,
     recovery: &'t Recovery,
     (states, streams): (Option<HiddenStates>, &Streams<'_>),
     output: LayerOutput<'t>,
@@ -130,7 +130,7 @@ fn block_trainer<'t>(
 }
 
 /// The dtype of stored norms.
-fn norms_dtype(job: &Session, recovery: &Recovery) -> StoredDtype {
+fn norms_dtype(job: &SettledRun, recovery: &Recovery) -> StoredDtype {
     let names = recovery.norms_of(0, &job.model.config);
     let entry = names.first().and_then(|name| job.model.source.entry(name));
     let dtype = entry.and_then(|entry| crate::model::stored_dtype(entry).ok());
@@ -139,7 +139,7 @@ fn norms_dtype(job: &Session, recovery: &Recovery) -> StoredDtype {
 
 /// The outcome of the sweep. The state of the run records what was measured.
 fn conclude(
-    job: &Session,
+    job: &SettledRun,
     recovery: &Recovery,
     outputs: &mut Outputs<'_>,
     (layers, trained): (Vec<LayerReport>, Option<&Trained>),
@@ -163,7 +163,7 @@ fn conclude(
 }
 
 fn report(
-    job: &Session,
+    job: &SettledRun,
     recovery: &Recovery,
     layers: &[LayerReport],
     trained: Option<&Trained>,

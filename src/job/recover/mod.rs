@@ -30,7 +30,7 @@ use super::inputs::RunInputs;
 use super::outputs::Outputs;
 use super::prune::{finish, settled};
 use super::recorder::Recorder;
-use super::session::RunStart;
+use super::settled_run::RunStart;
 use super::streams::Streams;
 use super::{interruption, profile};
 use crate::run::{Events, Manifest};
@@ -65,7 +65,7 @@ pub fn recover_given(
     settings.device.use_cpu |= keeps > 0;
     let given = RunInputs { training: Some(Arc::new(training)), ..RunInputs::default() };
     let job = match settled(settings, given, &recorder)? {
-        RunStart::Session(job) => job,
+        RunStart::Run(job) => job,
         RunStart::Finished(manifest) => return Ok(*manifest),
     };
     job.announce(&recorder);

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::super::published::beginning;
 use super::super::record::RunResults;
-use super::super::session::Session;
+use super::super::settled_run::SettledRun;
 use crate::bytes::LARGEST_RECORD;
 use crate::checkpoint::{CARD_FILE, OwnFiles, card_of_source, cards_in};
 use crate::input::{self, Expected};
@@ -33,7 +33,7 @@ struct PublishedRecovery<'a> {
     perplexity: &'a Perplexities,
 }
 
-impl Session {
+impl SettledRun {
     /// Returns the files that are published with the recovered model.
     pub(in crate::job) fn published_recovery(&self, results: &RunResults) -> Result<OwnFiles> {
         if self.folder.model.is_none() {

@@ -63,25 +63,25 @@ pub(super) fn path(folder: &Path) -> PathBuf {
 ///
 /// # Errors
 /// Fails when the disk refuses; an older file then stays.
-pub(super) fn write(folder: &Path, head: &TrainingHead, shelf: &ParameterStore) -> Result<()> {
+pub(super) fn write(folder: &Path, head: &TrainingHead, store: &ParameterStore) -> Result<()> {
     let mut line = serde_json::to_vec(head).context("writing the state of the training")?;
     line.push(b'\n');
     write_sealed_with(&path(folder), &mut |out| {
         let mut out = BufWriter::with_capacity(PIECE, out);
         out.write_all(&line)?;
-        shelf.save(&mut out).map_err(std::io::Error::other)?;
+        store.save(&mut out).map_err(std::io::Error::other)?;
         out.flush()
     })
 }
 
-/// Reads a training with these settings into a shelf whose layers are put. `None` where no training is saved, or its settings differ.
+/// Reads a training with these settings into a store whose layers are put. `None` where no training is saved, or its settings differ.
 ///
 /// # Errors
 /// Fails when the file cannot be read, and when it is not as it was written.
 pub(super) fn read(
     folder: &Path,
     settings: &BTreeMap<String, String>,
-    shelf: &mut ParameterStore,
+    store: &mut ParameterStore,
 ) -> Result<Option<TrainingHead>> {
     let path = path(folder);
     let damaged = |why: &dyn std::fmt::Display| {
@@ -103,7 +103,7 @@ pub(super) fn read(
     if !is_same && !may_go_on {
         return Ok(None);
     }
-    shelf.load(&mut file).map_err(|error| damaged(&error))?;
+    store.load(&mut file).map_err(|error| damaged(&error))?;
     if !is_same {
         (head.is_over, head.divergence) = (false, None);
         head.settings.clone_from(settings);

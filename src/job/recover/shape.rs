@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use super::super::opened::OpenedModel;
-use super::super::session::Session;
+use super::super::settled_run::SettledRun;
 use super::resolved::Recovery;
 use super::saved;
 use super::steps::states_dtype;
@@ -62,8 +62,8 @@ impl Recovery {
         let values: usize = specs.iter().map(|spec| 4 * spec.elements() + mask(spec)).sum();
         let states: usize = specs.iter().map(|spec| optimizer.state_bytes(spec.elements())).sum();
         let is_whole = self.is_whole();
-        let shelf = match (is_whole, self.is_paged()) {
-            (true, false) => self.shelf_bytes(config),
+        let store = match (is_whole, self.is_paged()) {
+            (true, false) => self.store_bytes(config),
             _ => 0,
         };
         let steps = match (is_whole, self.settings.epochs) {
@@ -80,7 +80,7 @@ impl Recovery {
             examples: self.settings.per_step() + self.settings.held_out,
             held_out: self.settings.held_out,
             state_element: states_dtype(model.products).bytes(),
-            shelf: ByteSize(shelf),
+            store: ByteSize(store),
             values: ByteSize(match (is_whole, self.is_paged()) {
                 (true, false) => 0,
                 (true, true) => values as u64,
@@ -141,7 +141,7 @@ impl Recovery {
         dtype: StoredDtype,
     ) -> [ByteSize; 2] {
         let paged = match self.is_whole() && self.is_paged() {
-            true => ByteSize(self.shelf_bytes(config)),
+            true => ByteSize(self.store_bytes(config)),
             false => ByteSize::ZERO,
         };
         let base = match self.settings.base_quant {
@@ -152,7 +152,7 @@ impl Recovery {
     }
 
     /// Bytes of the parameters of all layers.
-    fn shelf_bytes(&self, config: &ModelConfig) -> u64 {
+    fn store_bytes(&self, config: &ModelConfig) -> u64 {
         let specs = self.part.parameters(config);
         let has_best = self.settings.held_out > 0;
         ParameterStore::bytes(&specs, &*self.optimizer(), config.num_hidden_layers, has_best)
@@ -213,7 +213,7 @@ impl Recovery {
     }
 
     /// Tells the settings of the training.
-    pub(in crate::job) fn announce(&self, job: &Session, events: &dyn Events) {
+    pub(in crate::job) fn announce(&self, job: &SettledRun, events: &dyn Events) {
         let config = &*job.model.config;
         let settings = &self.settings;
         let of = match self.part.form {
@@ -264,7 +264,7 @@ impl Recovery {
     }
 }
 
-impl Session {
+impl SettledRun {
     /// The seed of samples, examples and factors.
     pub(super) fn seed(&self) -> u64 {
         let calibration = self.settings.calibration.as_ref();
@@ -290,12 +290,12 @@ impl Session {
         let Some(recovery) = of_whole else {
             return Vec::new();
         };
-        let shelf = ByteSize(recovery.shelf_bytes(&self.model.config));
+        let store = ByteSize(recovery.store_bytes(&self.model.config));
         let mut needs = Vec::new();
         if let Some(folder) = self.folder.state() {
             let saved = match saved::path(folder).exists() {
-                true => shelf,
-                false => shelf + shelf,
+                true => store,
+                false => store + store,
             };
             needs.push((folder.to_path_buf(), saved, "the state of the training"));
         }

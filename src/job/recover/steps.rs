@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-use super::super::session::Session;
+use super::super::settled_run::SettledRun;
 use super::base::FrozenBase;
 use super::resolved::Recovery;
 use super::saved::{self, TrainingHead};
@@ -36,7 +36,7 @@ const EXPLOSION: f64 = 3.0;
 /// A training that is over.
 pub(super) struct Trained {
     pub(super) base: FrozenBase,
-    pub(super) shelf: ParameterStore,
+    pub(super) store: ParameterStore,
     pub(super) head: TrainingHead,
     /// The report of the devices that computed the steps.
     pub(super) devices: SweepReport,
@@ -54,7 +54,7 @@ impl Trained {
     /// Fails when the disk refuses.
     pub(super) fn write_adapter(
         &self,
-        job: &Session,
+        job: &SettledRun,
         recovery: &Recovery,
         folder: &Path,
     ) -> Result<()> {
@@ -75,7 +75,7 @@ impl Trained {
             layers: (0..config.num_hidden_layers).map(of_layer).collect(),
         };
         adapter.write(folder, &|layer| {
-            let values = self.shelf.best_values(layer)?;
+            let values = self.store.best_values(layer)?;
             Ok(values.into_iter().map(Cow::into_owned).collect())
         })
     }
@@ -86,7 +86,7 @@ impl Trained {
 /// # Errors
 /// Fails when the run is asked to stop, for a loss or gradients that are not finite, and where files cannot be read or written. The
 /// steps before are saved where a run folder exists.
-pub(super) fn train(job: &Session, recovery: &Recovery, events: &dyn Events) -> Result<Trained> {
+pub(super) fn train(job: &SettledRun, recovery: &Recovery, events: &dyn Events) -> Result<Trained> {
     let base = FrozenBase::open(job, recovery, events)?;
     let (examples, held) = job.texts.examples.as_ref().context("examples to train on")?;
     let given = job.given_training.as_ref().context("data of a training")?;
@@ -106,7 +106,7 @@ pub(super) fn train(job: &Session, recovery: &Recovery, events: &dyn Events) -> 
     job.model.clock.mark(Moment::BeforePruning, events);
     trainer.initialise(seed, &|layer, initial| given.initial(layer, initial))?;
     if let Some(folder) = job.folder.state() {
-        let found = saved::read(folder, &job.deciding, trainer.shelf_mut())?;
+        let found = saved::read(folder, &job.deciding, trainer.parameters_mut())?;
         if let Some(head) = found {
             let done = head.steps.len();
             events.note(format!("continuing the training behind step {done}"));
@@ -127,12 +127,12 @@ pub(super) fn train(job: &Session, recovery: &Recovery, events: &dyn Events) -> 
     }
     job.model.clock.mark(Moment::AfterPruning, events);
     let head = std::mem::take(&mut training.head);
-    let (shelf, devices) = trainer.finish();
-    Ok(Trained { base, shelf, head, devices })
+    let (store, devices) = trainer.finish();
+    Ok(Trained { base, store, head, devices })
 }
 
 /// The failure of a training that diverged and leaves no model.
-pub(super) fn without_model(job: &Session, diverged: &Diverged, detail: &str) -> Failure {
+pub(super) fn without_model(job: &SettledRun, diverged: &Diverged, detail: &str) -> Failure {
     // The state that is saved belongs to this rate.
     let again = match job.folder.state() {
         Some(_) => " --force",
@@ -145,7 +145,7 @@ pub(super) fn without_model(job: &Session, diverged: &Diverged, detail: &str) ->
 }
 
 struct Training<'a> {
-    job: &'a Session,
+    job: &'a SettledRun,
     recovery: &'a Recovery,
     examples: &'a Examples,
     held: Option<&'a Examples>,
@@ -167,7 +167,7 @@ impl<'a> Training<'a> {
         };
         let config = &model.config;
         let specs = recovery.part.parameters(config);
-        let shelf = ParameterStore::new(specs, &*optimizer, config.num_hidden_layers, &place)?;
+        let store = ParameterStore::new(specs, &*optimizer, config.num_hidden_layers, &place)?;
         let mut settings = job.plan.memory_settings.clone();
         // A weight that is packed for a single product costs memory and saves nothing.
         settings.keep_packed &= recovery.settings.per_step() > 1;
@@ -188,7 +188,7 @@ impl<'a> Training<'a> {
             config: config.clone(),
             base: base.layers(job, recovery, job.resident_layers),
             part: recovery.part.clone(),
-            shelf,
+            store,
             optimizer,
             max_grad_norm: recovery.settings.max_grad_norm,
             compute,
@@ -279,7 +279,7 @@ impl<'a> Training<'a> {
             best_loss: best.loss,
         };
         self.events.warn(divergence.lines().join("; "));
-        trainer.shelf_mut().return_to_best()?;
+        trainer.parameters_mut().return_to_best()?;
         self.head.return_to_best(divergence);
         self.save(trainer)
     }
@@ -320,7 +320,7 @@ impl<'a> Training<'a> {
         let is_best = best.fold(f64::INFINITY, f64::min) > loss;
         // A measurement is recorded only when the values are kept: a state that is saved in between measures again.
         if is_best {
-            trainer.shelf_mut().keep_best()?;
+            trainer.parameters_mut().keep_best()?;
             self.head.best_step = Some(step);
         }
         self.head.held_out.push(HeldOutReport { step, loss, perplexity: loss.exp() });
@@ -359,7 +359,7 @@ impl<'a> Training<'a> {
     fn save(&mut self, trainer: &Trainer<'_>) -> Result<()> {
         self.saved = Instant::now();
         match self.job.folder.state() {
-            Some(folder) => saved::write(folder, &self.head, trainer.shelf()),
+            Some(folder) => saved::write(folder, &self.head, trainer.store()),
             None => Ok(()),
         }
     }

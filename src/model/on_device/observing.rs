@@ -133,6 +133,9 @@ impl SampleSums {
         if let Some(values) = &self.values {
             self.arriving = send(values)?;
         }
+        if self.arriving.is_some() {
+            self.values = None;
+        }
         Ok(self)
     }
 
@@ -141,9 +144,6 @@ impl SampleSums {
     /// # Errors
     /// Fails when the device has failed.
     pub fn show(self, observer: &mut dyn Observer) -> Result<()> {
-        let Some(values) = self.values else {
-            return Ok(());
-        };
         let mut show = |mut values: &[f64]| {
             for &(point, tokens, width, chosen) in &self.parts {
                 let (squares, rest) = values.split_at(width);
@@ -155,13 +155,13 @@ impl SampleSums {
                 values = rest;
             }
         };
-        match self.arriving {
-            Some(arriving) => arriving(&mut show),
-            None => {
-                show(&values.to_device(&Device::Cpu)?.to_vec1::<f64>()?);
-                Ok(())
-            }
+        if let Some(arriving) = self.arriving {
+            return arriving(&mut show);
         }
+        if let Some(values) = self.values {
+            show(&values.to_device(&Device::Cpu)?.to_vec1::<f64>()?);
+        }
+        Ok(())
     }
 }
 

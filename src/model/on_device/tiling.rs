@@ -34,7 +34,7 @@ pub const CONTEXT: ByteSize = ByteSize(512 << 20);
 /// Queries whose scores exist at once, if memory suffices.
 const QUERIES: usize = 512;
 
-/// Output features of [`DeviceLayer::product`] at once.
+/// Output features of [`super::DeviceLayer::product`] at once.
 pub(super) const PRODUCT_FEATURES: usize = 1024;
 
 /// The largest index of candle's CUDA kernels.
@@ -96,7 +96,7 @@ impl Tiling {
         }
     }
 
-    /// The largest cut whose tensors candle's kernels can index: their indices have 32 bits, so the scores of a block,
+    /// The largest tiling whose tensors candle's kernels can index: their indices have 32 bits, so the scores of a block,
     /// heads · queries · `seqlen`, stay below 2³¹ elements.
     #[must_use]
     pub fn with_indices_of_32_bits(self, config: &ModelConfig, seqlen: usize) -> Self {
@@ -115,7 +115,7 @@ impl Tiling {
         cut
     }
 
-    /// Returns whether candle's kernels can index a sample of `seqlen` tokens; `false` where no cut helps.
+    /// Returns whether candle's kernels can index a sample of `seqlen` tokens; `false` where no tiling helps.
     pub fn can_index(config: &ModelConfig, seqlen: usize) -> bool {
         let queries = config.num_attention_heads * config.head_dim;
         seqlen.saturating_mul(config.hidden_size.max(queries)) <= LARGEST_INDEX
@@ -162,7 +162,7 @@ impl Tiling {
         let attention = element * s * (h + all) + block.max(group);
         let t = self.mlp_tokens.min(s);
         let mlp = element * t * (h + 2 * i);
-        let sums = 48 * (2 * h + all + i * s.div_ceil(t.max(1)));
+        let sums = 48 * (h + all + (h + i) * s.div_ceil(t.max(1)));
         let pass = ByteSize((attention.max(mlp) + sums) as u64);
         // Rows enter a Gram matrix in f32, after their squares and before the next product.
         let down = element * t * (2 * h + i) + 4 * t * i;

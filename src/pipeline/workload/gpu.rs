@@ -8,7 +8,7 @@
 //! head                             context + tables + the head's rows + a window's logits + all hidden states
 //! ```
 //!
-//! Weights are scored on the host, where they are stored.
+//! Methods other than Wanda score weights on the host, where they are stored.
 
 use super::{RunShape, evaluation_phases, output_error, part};
 use crate::bytes::ByteSize;
@@ -28,6 +28,13 @@ fn states(run: &RunShape<'_>, option: &ExecutionOption) -> Vec<MemoryPart> {
     let states = run.samples.div_ceil(gpus) + streams * run.windows.div_ceil(gpus);
     let state = run.state(run.gpu_dtype.bytes());
     vec![part(PartKind::HiddenStates, ByteSize(state.0.saturating_mul(states as u64)))]
+}
+
+/// Rows of a sample that are kept for output errors: as they are, in f64, joined, and those of the sample before.
+fn chosen_rows(run: &RunShape<'_>) -> ByteSize {
+    let rows = output_error::tokens(run.samples, run.seqlen).div_ceil(run.samples.max(1));
+    let columns: usize = output_error::widths(run.config).iter().sum();
+    ByteSize::of(rows * columns, run.gpu_dtype.bytes() + 3 * size_of::<f64>())
 }
 
 /// Memory of every phase but the head's.
@@ -64,16 +71,24 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Vec<PhaseM
     // Outputs of a matrix before and after it is pruned.
     let tokens = output_error::tokens(run.samples, run.seqlen);
     let outputs = config.projections().map(|of| Tiling::product_bytes(config, of, tokens)).max();
-    let errors = calibration.clone().next().filter(|_| run.technique.is_some()).map(|_| {
-        let mut parts = parts(&[]);
-        parts.retain(|part| part.kind != PartKind::Sample);
-        parts.push(part(PartKind::CalibrationRows, outputs.unwrap_or_default()));
-        with_context(run, Phase::OutputError, parts)
-    });
+    let errors = calibration
+        .clone()
+        .next()
+        .filter(|_| has_statistics && (run.technique.is_some() || run.observes.is_some()))
+        .map(|_| {
+            let mut parts = parts(&[]);
+            parts.retain(|part| part.kind != PartKind::Sample);
+            parts.push(part(PartKind::CalibrationRows, outputs.unwrap_or_default()));
+            with_context(run, Phase::OutputError, parts)
+        });
     calibration
         .chain(evaluation_phases(run))
         .map(|phase| match phase {
-            Phase::Calibrate => with_context(run, phase, parts(&grams)),
+            Phase::Calibrate => {
+                let mut parts = parts(&grams);
+                parts.push(part(PartKind::CalibrationRows, chosen_rows(run)));
+                with_context(run, phase, parts)
+            }
             _ => with_context(run, phase, parts(&[])),
         })
         .chain(errors)

@@ -158,7 +158,7 @@ impl<'r> Host<'r> {
         }
         all.push(self.context(false));
         if let Some(trains) = &run.trains {
-            all.push(part(PartKind::Parameters, trains.shelf));
+            all.push(part(PartKind::Parameters, trains.store));
         }
         all.extend(parts);
         self.phase(phase, all)

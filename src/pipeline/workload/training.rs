@@ -41,8 +41,8 @@ pub struct TrainingShape {
     /// Bytes of an element of a stored input.
     pub state_element: usize,
     /// Parameters with their gradients, states and masks that are in memory until the end.
-    pub shelf: ByteSize,
-    /// Values and masks of a layer that are not on the shelf in memory. In a training by layers they exist always, in a training of the
+    pub store: ByteSize,
+    /// Values and masks of a layer that are not on the store in memory. In a training by layers they exist always, in a training of the
     /// whole model only while they become the weights of the layer.
     pub values: ByteSize,
     /// Gradients of a layer in use.
@@ -53,7 +53,7 @@ pub struct TrainingShape {
     pub teacher: Option<Dtypes>,
     /// Weights and activations that stay from the forward sweep to the reverse sweep.
     pub kept: ByteSize,
-    /// The part of an update that is not on the shelf in memory.
+    /// The part of an update that is not on the store in memory.
     pub update: ByteSize,
     /// Frozen weights of a layer, as they are read.
     pub base: ByteSize,
@@ -189,7 +189,7 @@ impl Host<'_> {
         all.extend([
             part(PartKind::Layer, layer),
             part(PartKind::FrozenLayers, self.frozen(trains)),
-            part(PartKind::Parameters, trains.shelf),
+            part(PartKind::Parameters, trains.store),
             part(PartKind::KeptActivations, trains.kept),
             part(PartKind::Workspace, buffers.activations()),
             part(PartKind::Context, context),
@@ -292,7 +292,7 @@ impl Host<'_> {
             let packed = footprint::layer_packed(run.config, run.kernel());
             all.push(part(PartKind::PackedLayer, packed));
         }
-        all.push(part(PartKind::Parameters, trains.shelf + trains.values));
+        all.push(part(PartKind::Parameters, trains.store + trains.values));
         all.push(self.context(false));
         all.append(&mut parts);
         self.phase(phase, all)

@@ -13,9 +13,9 @@
 //! | `clip` | clipping of gradients by their global norm |
 //! | `kept` | the mask of kept weights: one bit per element of a flattened parameter, 1 = kept, least significant bit first |
 //! | `optimizer` | `Optimizer`: a step on a flattened parameter |
-//! | `table` | the table of optimizers by name |
 //! | `schedule` | learning rates of steps: constant, linear or cosine, after a linear warm-up |
 //! | `sgd` | gradient descent with optional momentum |
+//! | `table` | the table of optimizers by name |
 //! | `trainer_names` | names of optimizers in transformers' Trainer |
 
 pub mod adamw;

@@ -13,8 +13,7 @@
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
-use super::kept::{F32, TASK};
-use super::kept::{KeptMask, is_kept, parts};
+use super::kept::{F32, KeptMask, TASK, is_kept, parts};
 use super::optimizer::{Hyperparameters, Optimizer, TrainingStep, check};
 
 /// Gradient descent; see the module's first lines.

@@ -44,7 +44,7 @@ fn trained(model: &TestModel, training: &Training) -> Outcome {
     let between = trainer.loss(&held_out).unwrap();
     steps.extend((3..5).map(|number| step(&mut trainer, &texts(3, 7), number)));
     let after = trainer.loss(&held_out).unwrap();
-    (steps, [before, between, after], bits(trainer.shelf()))
+    (steps, [before, between, after], bits(trainer.store()))
 }
 
 #[test]
@@ -156,26 +156,26 @@ fn a_loss_or_gradient_that_is_not_finite_stops_before_the_update() {
         let texts = texts(2, 7);
         step(&mut trainer, &texts, 1);
         let mut good = Vec::new();
-        trainer.shelf().save(&mut good).unwrap();
+        trainer.store().save(&mut good).unwrap();
         let poison = &mut |values: &mut [f32], _: &mut [f32], _: Option<&_>, _: &mut [u8]| {
             values[0] = f32::NAN;
         };
-        trainer.shelf_mut().update(1, poison).unwrap();
-        let poisoned = bits(trainer.shelf());
+        trainer.parameters_mut().update(1, poison).unwrap();
+        let poisoned = bits(trainer.store());
         let examples: Vec<_> = texts.iter().map(Text::example).collect();
         let at = TrainingStep { number: 2, rate: 1e-2 };
         let error = trainer.step(&examples, at).unwrap_err();
         let text = format!("{error:?}");
         assert!(text.contains("the loss is NaN in step 2, with a learning rate of 1e-2"), "{text}");
-        assert!(bits(trainer.shelf()) == poisoned);
+        assert!(bits(trainer.store()) == poisoned);
         // The trainer continues with good values as if nothing had been.
-        trainer.shelf_mut().load(&mut good.as_slice()).unwrap();
+        trainer.parameters_mut().load(&mut good.as_slice()).unwrap();
         let resumed = step(&mut trainer, &texts, 2);
         let mut other = training.trainer(&model, &clock, &events);
         other.initialise(1, &unchanged).unwrap();
-        other.shelf_mut().load(&mut good.as_slice()).unwrap();
+        other.parameters_mut().load(&mut good.as_slice()).unwrap();
         assert_eq!(step(&mut other, &texts, 2), resumed);
-        assert!(bits(other.shelf()) == bits(trainer.shelf()));
+        assert!(bits(other.store()) == bits(trainer.store()));
     }
 }
 

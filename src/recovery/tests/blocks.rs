@@ -142,10 +142,10 @@ fn the_merger_writes_the_layer_that_was_trained() {
             kept: values.kept(layer).unwrap(),
         };
         // The best values are merged, not the current values.
-        trainer.shelf_mut().keep_best().unwrap();
-        let best = bits(trainer.shelf());
+        trainer.parameters_mut().keep_best().unwrap();
+        let best = bits(trainer.store());
         for layer in 0..3 {
-            let mut moved = moved(layer, trainer.shelf()).values.into_iter();
+            let mut moved = moved(layer, trainer.store()).values.into_iter();
             let change =
                 &mut |values: &mut [f32], _: &mut [f32], kept: Option<&_>, _: &mut [u8]| {
                     values.copy_from_slice(&moved.next().unwrap());
@@ -153,14 +153,14 @@ fn the_merger_writes_the_layer_that_was_trained() {
                         crate::recovery::optimizers::KeptMask::apply(kept, values);
                     }
                 };
-            trainer.shelf_mut().update(layer, change).unwrap();
+            trainer.parameters_mut().update(layer, change).unwrap();
         }
-        assert_ne!(bits(trainer.shelf()), best);
-        let shelf = trainer.finish().0;
+        assert_ne!(bits(trainer.store()), best);
+        let store = trainer.finish().0;
         let mut merger = Merger {
             part: &training.part,
             config: &model.config,
-            shelf: &shelf,
+            store: &store,
             base: training.base(&model),
             rounding: Bf16Rounding::Nearest,
             output: output(),

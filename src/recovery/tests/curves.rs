@@ -118,13 +118,13 @@ fn low_rank_factors_follow_the_reference() {
         values: factors(INPUTS, &training, &model, layer),
         ..parameters
     };
-    let (apart, shelf) = follow((&record, 200), &training, &model, &given);
+    let (apart, store) = follow((&record, 200), &training, &model, &given);
     assert!(apart.loss <= 1e-4 && apart.norm <= 1e-3, "{:e}", apart.loss);
     let mut worst = BTreeMap::new();
-    for layer in 0..shelf.layers() {
+    for layer in 0..store.layers() {
         let after = factors("curve.lora.adapter-after.safetensors", &training, &model, layer);
         for ((spec, got), exact) in
-            shelf.specs().iter().zip(shelf.values(layer).unwrap()).zip(&after)
+            store.specs().iter().zip(store.values(layer).unwrap()).zip(&after)
         {
             worst.insert((layer, format!("{:?}", spec.name)), distance(&got, exact));
         }
@@ -140,12 +140,12 @@ fn kept_weights_follow_the_reference_and_pruned_ones_stay_zero() {
     };
     let model = TestModel::stories().unwrap();
     let training = Training::new(model.part(TrainedForm::Weights), SEQLEN);
-    let (apart, shelf) = follow((&record, 20), &training, &model, &unchanged);
+    let (apart, store) = follow((&record, 20), &training, &model, &unchanged);
     assert!(apart.loss <= 1e-4 && apart.norm <= 1e-3, "{:e}", apart.loss);
     let mut pruned = 0;
-    for layer in 0..shelf.layers() {
-        let kept = shelf.kept(layer).unwrap();
-        for (values, kept) in shelf.values(layer).unwrap().iter().zip(kept) {
+    for layer in 0..store.layers() {
+        let kept = store.kept(layer).unwrap();
+        for (values, kept) in store.values(layer).unwrap().iter().zip(kept) {
             let kept = kept.unwrap();
             for at in (0..values.len()).filter(|&at| !kept.is_kept(at)) {
                 assert_eq!(values[at].to_bits(), 0, "a pruned weight is +0");

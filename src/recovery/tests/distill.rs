@@ -30,7 +30,7 @@ fn trained(model: &TestModel, training: &Training) -> Trained {
         let outcome = trainer.step(&examples, at).unwrap();
         (outcome.loss, outcome.norm)
     });
-    (steps.collect(), bits(trainer.shelf()))
+    (steps.collect(), bits(trainer.store()))
 }
 
 #[test]

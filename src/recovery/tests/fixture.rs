@@ -226,7 +226,7 @@ impl Training {
             config: Arc::clone(&model.config),
             base: self.base(model),
             part: self.part.clone(),
-            shelf: ParameterStore::new(specs, &*optimizer, layers, &self.place).unwrap(),
+            store: ParameterStore::new(specs, &*optimizer, layers, &self.place).unwrap(),
             optimizer,
             max_grad_norm: Some(1.0),
             compute: Compute::on_cpu(context.with_products(self.products), events),
@@ -280,13 +280,13 @@ impl Text {
 }
 
 /// The values of all layers, as bits.
-pub(super) fn bits(shelf: &ParameterStore) -> Vec<Vec<Vec<u32>>> {
+pub(super) fn bits(store: &ParameterStore) -> Vec<Vec<Vec<u32>>> {
     let of_layer = |layer| {
-        let values = shelf.values(layer).unwrap();
+        let values = store.values(layer).unwrap();
         let bits = values.iter().map(|values| values.iter().map(|value| value.to_bits()).collect());
         bits.collect()
     };
-    (0..shelf.layers()).map(of_layer).collect()
+    (0..store.layers()).map(of_layer).collect()
 }
 
 /// The full name of a matrix in the reference files: `model.layers.3.self_attn.q_proj`.

@@ -1,4 +1,4 @@
-//! The shelf: memory and file hold the same, and a training continues from a stream.
+//! The store: memory and file hold the same, and a training continues from a stream.
 
 use candle_core::DType;
 
@@ -54,38 +54,38 @@ fn memory_and_file_hold_the_same_and_a_stream_continues_either() {
         let places = [StorePlace::Memory, StorePlace::File(folder.path().to_owned())];
         let saved = places.each_ref().map(|place| {
             let mut trainer = begun(place);
-            let first = bits(trainer.shelf());
+            let first = bits(trainer.store());
             train(&mut trainer, 0..3);
-            assert_ne!(bits(trainer.shelf()), first);
-            trainer.shelf_mut().keep_best().unwrap();
-            let best = bits(trainer.shelf());
+            assert_ne!(bits(trainer.store()), first);
+            trainer.parameters_mut().keep_best().unwrap();
+            let best = bits(trainer.store());
             train(&mut trainer, 3..5);
             let mut stream = Vec::new();
-            trainer.shelf().save(&mut stream).unwrap();
+            trainer.store().save(&mut stream).unwrap();
             train(&mut trainer, 5..8);
             for (layer, best) in best.iter().enumerate() {
-                let kept = trainer.shelf().best_values(layer).unwrap();
+                let kept = trainer.store().best_values(layer).unwrap();
                 let kept: Vec<Vec<u32>> = (kept.iter())
                     .map(|values| values.iter().map(|value| value.to_bits()).collect())
                     .collect();
                 assert_eq!(&kept, best);
             }
-            (stream, bits(trainer.shelf()), best)
+            (stream, bits(trainer.store()), best)
         });
         assert!(saved[0] == saved[1], "{:?}", training.part);
         let [(stream, last, best), _] = saved;
         for place in &places {
             let mut trainer = begun(place);
-            trainer.shelf_mut().load(&mut stream.as_slice()).unwrap();
-            assert_ne!(bits(trainer.shelf()), best);
+            trainer.parameters_mut().load(&mut stream.as_slice()).unwrap();
+            assert_ne!(bits(trainer.store()), best);
             train(&mut trainer, 5..8);
-            assert!(bits(trainer.shelf()) == last, "{place:?} {:?}", training.part);
-            let best_of_first = trainer.shelf().best_values(0).unwrap();
+            assert!(bits(trainer.store()) == last, "{place:?} {:?}", training.part);
+            let best_of_first = trainer.store().best_values(0).unwrap();
             for (got, best) in best_of_first.iter().zip(&best[0]) {
                 assert!(got.iter().map(|value| value.to_bits()).eq(best.iter().copied()));
             }
             let cut = &stream[..stream.len() - 1];
-            assert!(trainer.shelf_mut().load(&mut &*cut).is_err());
+            assert!(trainer.parameters_mut().load(&mut &*cut).is_err());
         }
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
@@ -99,21 +99,21 @@ fn without_best_values_the_current_ones_are_the_best_and_the_formula_counts_all_
         let mut trainer = training.trainer(&model, &clock, &events);
         trainer.initialise(3, &unchanged).unwrap();
         train(&mut trainer, 0..1);
-        let shelf = trainer.shelf();
-        assert_eq!(shelf.values(2).unwrap(), shelf.best_values(2).unwrap());
+        let store = trainer.store();
+        assert_eq!(store.values(2).unwrap(), store.best_values(2).unwrap());
         let optimizer = (training.build)(Default::default());
         let bytes = |has_best| {
-            crate::recovery::ParameterStore::bytes(shelf.specs(), &*optimizer, 3, has_best)
+            crate::recovery::ParameterStore::bytes(store.specs(), &*optimizer, 3, has_best)
         };
         let mut stream = Vec::new();
-        shelf.save(&mut stream).unwrap();
+        store.save(&mut stream).unwrap();
         let masks: usize = (0..3)
-            .flat_map(|layer| shelf.kept(layer).unwrap())
+            .flat_map(|layer| store.kept(layer).unwrap())
             .flatten()
             .map(|kept| kept.bits().len())
             .sum();
         // A stream has no gradients and no masks.
-        let gradients = 4 * shelf.elements();
+        let gradients = 4 * store.elements();
         assert_eq!(bytes(false), stream.len() as u64 - 1 + gradients + masks as u64);
         assert_eq!(bytes(true) - bytes(false), gradients);
     }

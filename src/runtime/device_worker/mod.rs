@@ -1,6 +1,6 @@
 //! A device at work: the fallback ladder of a unit of work on a device with less memory than planned.
 //!
-//! A unit is a matrix that is copied, a sample that passes a layer, or a window at the head. Its results count only once it is whole.
+//! A unit is a matrix that is copied, multiplied or scored, a sample that passes a layer, or a window at the head. Its results count only once it is whole.
 //!
 //! ```text
 //! reserve the unit's memory, do it

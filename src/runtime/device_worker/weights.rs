@@ -86,7 +86,7 @@ impl DeviceWorker<'_> {
         projection: Projection,
         rows: &[f32],
     ) -> Result<Option<Tensor>> {
-        if self.is_paused || !self.has_begun(layer) || !self.load_matrix(layer, projection)? {
+        if !self.load_layer(layer)? {
             return Ok(None);
         }
         let (_, columns) = projection.shape(&self.config);
@@ -173,7 +173,7 @@ impl DeviceWorker<'_> {
         norms: &[f32],
         quota: Quota,
     ) -> Result<Option<Vec<u8>>> {
-        if self.is_paused || !self.has_begun(layer) || !self.load_matrix(layer, projection)? {
+        if !self.load_layer(layer)? {
             return Ok(None);
         }
         let (rows, columns) = projection.shape(&self.config);

@@ -65,10 +65,11 @@ pub fn copy_on_separate_stream(matrix: &StoredMatrix, device: &Device) -> Result
 pub struct PinnedBuffers(Arc<Mutex<Vec<PinnedHostSlice<f64>>>>);
 
 impl PinnedBuffers {
-    /// Begins a copy of values to the host, after the work that the GPU has been given so far; `None` for values that are not on a GPU.
+    /// Begins a copy of values to the host, after the work that the GPU has been given so far; `None` for values that are not on a GPU,
+    /// and where there is no page-locked memory.
     ///
     /// # Errors
-    /// Fails when the driver has no page-locked memory, or the GPU has failed.
+    /// Fails when the GPU has failed.
     pub fn send(&self, values: &Tensor) -> Result<Option<ArrivingValues>> {
         let (storage, layout) = values.storage_and_layout();
         let Storage::Cuda(storage) = &*storage else {
@@ -84,8 +85,11 @@ impl PinnedBuffers {
             None => {
                 #[expect(unsafe_code, reason = "memory without a value")]
                 // SAFETY: the elements up to `count` are written by the copy before anything reads them, and nothing reads beyond them.
-                unsafe {
-                    stream.context().alloc_pinned_with_flags::<f64>(count, 0)?
+                let buffer = unsafe { stream.context().alloc_pinned_with_flags::<f64>(count, 0) };
+                match buffer {
+                    Ok(buffer) => buffer,
+                    // Without page-locked memory the values stay on the GPU until they are shown.
+                    Err(_) => return Ok(None),
                 }
             }
         };

@@ -173,13 +173,12 @@ impl Engine for OnCandle {
         let layer = self.layer.as_ref().context("a layer was begun")?;
         self.grams.begin_sample();
         let captured = layer.capture(&state, &self.tables, cut, observer, &mut self.grams);
+        #[cfg(feature = "cuda")]
+        let captured = captured.and_then(|sums| sums.sent_by(|values| self.pinned.send(values)));
         match captured.is_ok() {
             true => self.grams.end_sample(),
             false => self.grams.drop_sample(),
         }
-        #[cfg(feature = "cuda")]
-        return captured?.sent_by(|values| self.pinned.send(values));
-        #[cfg(not(feature = "cuda"))]
         captured
     }
 

@@ -1,7 +1,6 @@
 //! Launches of the kernels of `kernels.cu`, which the build script compiles to PTX; only with the feature `cuda`.
 //!
-//! The callers have checked that operands have no gaps, and indices of 32 bits reach every element
-//! (`Tiling::can_index`).
+//! The callers have checked that operands have no gaps, and that indices of 32 bits reach every element (`elements` in `mod.rs`).
 
 use std::ops::Range;
 

@@ -73,10 +73,13 @@ macro_rules! of_type {
     };
 }
 
-/// The elements of an operand in its storage.
+/// The elements of an operand in its storage, which indices of 32 bits must reach.
 fn elements(layout: &Layout) -> CandleResult<Range<usize>> {
     match layout.contiguous_offsets() {
-        Some((start, end)) => Ok(start..end),
+        Some((start, end)) if end - start <= i32::MAX as usize => Ok(start..end),
+        Some(_) => {
+            bail!("an operand of {:?} has more elements than a kernel can index", layout.dims())
+        }
         None => bail!("an operand of {:?} has gaps", layout.dims()),
     }
 }

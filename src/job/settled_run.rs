@@ -23,7 +23,7 @@ use crate::runtime::Side;
 use crate::settings::{EvalSides, Settings};
 
 /// A run that can begin.
-pub(super) struct Session {
+pub(super) struct SettledRun {
     /// The settings, with everything resolved that the checkpoint decides.
     pub(super) settings: Settings,
     pub(super) model: OpenedModel,
@@ -55,12 +55,12 @@ pub(super) struct Session {
 /// The outcome of settling.
 pub(super) enum RunStart {
     /// A run that can begin.
-    Session(Box<Session>),
+    Run(Box<SettledRun>),
     /// The record of a run that had finished already.
     Finished(Box<Manifest>),
 }
 
-impl Session {
+impl SettledRun {
     /// The models that perplexity is measured of.
     pub(super) fn sides(&self) -> &'static [Side] {
         sides_left(self.settings.evaluation.eval, &self.model, false)
