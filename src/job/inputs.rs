@@ -4,15 +4,12 @@ use std::sync::Arc;
 
 use super::recover::GivenTraining;
 use super::settled_run::SettledRun;
-use crate::pipeline::Observed;
 use crate::pruning::Technique;
 use crate::run::Manifest;
 
 /// Requests and results of other runs that a run is settled with.
 #[derive(Default)]
 pub(super) struct RunInputs<'a> {
-    /// Statistics that the run measures for a later use.
-    pub(super) observes: Option<Observed>,
     /// The record of a run that has measured the dense perplexity. It is used where this run would measure the same.
     pub(super) dense: Option<&'a Manifest>,
     /// Data of a training, in place of the data that texts and seeds give.

@@ -1,4 +1,4 @@
-//! What records say about a model, and about the arithmetic that computes with it.
+//! Facts of a model and of its arithmetic, for records and comparisons of runs.
 
 use anyhow::Result;
 

@@ -37,11 +37,11 @@ pub(super) fn settle_pass(
     if observes.is_some() {
         model.refuse_quantized()?;
     }
-    let inputs = RunInputs { observes, ..RunInputs::default() };
+    let inputs = RunInputs::default();
     let source: &Path = &model.folder;
     let folder = RunFolder::at(&[source], &settings.output, false)?;
     let planning = Planning::new(&settings.device, model.threads)?;
-    let shape = early_shape(&settings, &model, None, &inputs, &folder);
+    let shape = RunShape { observes, ..early_shape(&settings, &model, None, &inputs, &folder) };
     let (texts, plan, resident_layers) =
         texts_and_plan(&settings, &model, &planning, shape, &inputs, events)?;
     let spill_folder = planning.spill_folder(&plan, None, events)?;
@@ -87,7 +87,6 @@ pub(super) fn early_shape<'m>(
         technique: pruning.map(|pruning| pruning.technique.clone()),
         shared_with: given.shared_with(),
         flow: pruning.map_or_else(Flow::default, |pruning| pruning.flow),
-        observes: given.observes,
         saves: folder.model.is_some(),
         ..model.run_shape(&settings.device)
     }

@@ -50,7 +50,7 @@ fn settle_opened(
     settings.seqlen = Some(model.seqlen);
     let prunes = settings.sparsity.is_some();
     let recovery = Recovery::resolve(&settings, &mut model, events)?;
-    if prunes || settings.layer_drop.is_some() || given.observes.is_some() {
+    if prunes || settings.layer_drop.is_some() {
         model.refuse_quantized()?;
     }
     let mut folder = run_folder(&settings, &model, recovery.as_ref())?;
@@ -122,7 +122,7 @@ fn settle_opened(
         recovery,
         given_training: given.training.clone(),
         texts,
-        observes: given.observes,
+        observes: None,
         plan,
         resident_layers,
         spill_folder,

@@ -1,4 +1,4 @@
-//! What every run has once it is settled: model, folder, texts, plan. Nothing is written yet.
+//! A settled run: model, folder, texts, plan. Nothing is written yet.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

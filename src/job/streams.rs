@@ -245,12 +245,7 @@ impl SettledRun {
             .clock
             .measure(Phase::Embed, || embed(&mut hidden, &embedding, tokens, model.seqlen))
             .context("embedding the samples")?;
-        if hidden.displaced() > 0 {
-            events.warn(format!(
-                "{} of {samples} hidden states had no room on their GPU and are in RAM: the run is slower",
-                hidden.displaced()
-            ));
-        }
+        hidden.warn_of_displaced(0, events);
         Ok(hidden)
     }
 }

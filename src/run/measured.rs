@@ -1,4 +1,4 @@
-//! What several records contain: a text, a perplexity, a phase, a process.
+//! Parts of several records: a text, a perplexity, a phase, a process.
 
 use serde::{Deserialize, Deserializer, Serialize};
 

@@ -13,7 +13,7 @@
 //! | `inspection` | the findings of `prune inspect` |
 //! | `layer_drop` | the record of dropped layers: scores, choice, and sizes before and after |
 //! | `manifest` | `run.json`: everything needed to trust, repeat or compare a run |
-//! | `measured` | what several records contain: a text, a perplexity, a phase, a process |
+//! | `measured` | parts of several records: a text, a perplexity, a phase, a process |
 //! | `memory_settings` | settings that trade memory for time |
 //! | `merging` | records of a merge: what was counted in each tensor |
 //! | `meter` | progress of copies, downloads and scans: bytes go in, events with whole MiB come out |

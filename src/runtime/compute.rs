@@ -144,12 +144,7 @@ impl<'a> Compute<'a> {
             is_dealt: self.deals_samples,
         }
         .run(workers, samples, self.events)?;
-        let now = lock(&hidden).displaced();
-        if now > displaced {
-            self.events.warn(format!(
-                "{now} of {samples} hidden states have no room on their GPU and are in RAM: the run is slower"
-            ));
-        }
+        lock(&hidden).warn_of_displaced(displaced, self.events);
         // The time of a pass ends with it, and an error belongs to it.
         self.workers.iter_mut().try_for_each(DeviceWorker::wait)
     }

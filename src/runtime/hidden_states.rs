@@ -19,6 +19,7 @@ use crate::disk::positioned;
 use crate::failure::Failure;
 use crate::linalg::{StoredMatrix, tensor};
 use crate::model::on_device::copy;
+use crate::run::Events;
 
 /// `samples` hidden states of `[seqlen, hidden_size]`.
 #[derive(Debug)]
@@ -83,6 +84,16 @@ impl HiddenStates {
             home && state.as_ref().is_some_and(|state| state.device().is_cpu())
         };
         states.iter().enumerate().filter(is_displaced).count()
+    }
+
+    /// Warns where more states than `before` have no room on their device.
+    pub fn warn_of_displaced(&self, before: usize, events: &dyn Events) {
+        let (now, samples) = (self.displaced(), self.samples());
+        if now > before {
+            events.warn(format!(
+                "{now} of {samples} hidden states have no room on their GPU and are in RAM: the run is slower"
+            ));
+        }
     }
 
     fn home(&self, sample: usize) -> Option<&Device> {

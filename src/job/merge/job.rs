@@ -1,4 +1,4 @@
-//! What a merge has once it is settled. Nothing is written yet.
+//! A settled merge: recipe, models, tensors, plan. Nothing is written yet.
 
 use std::collections::BTreeMap;
 

@@ -30,7 +30,8 @@ fn states(run: &RunShape<'_>, option: &ExecutionOption) -> Vec<MemoryPart> {
     vec![part(PartKind::HiddenStates, ByteSize(state.0.saturating_mul(states as u64)))]
 }
 
-/// Rows of a sample that are kept for output errors: as they are, in f64, joined, and those of the sample before.
+/// Rows of a sample that are kept for output errors: in the dtype of the arithmetic, in f64, in the joined tensor, and in the tensor of
+/// the sample before.
 fn chosen_rows(run: &RunShape<'_>) -> ByteSize {
     let rows = output_error::tokens(run.samples, run.seqlen).div_ceil(run.samples.max(1));
     let columns: usize = output_error::widths(run.config).iter().sum();

@@ -1,6 +1,6 @@
 //! The mask of kept weights: one bit per element of a flattened parameter, 1 = kept, least significant bit first.
 //!
-//! The sizes of a task and of an f32 are those of every optimizer.
+//! Every optimizer takes the sizes of a task and of an f32 from here.
 //!
 //! A pruned weight has bit 0. Its parameter and its states stay exactly +0, whatever its gradient is.
 

@@ -60,7 +60,7 @@ pub fn copy_on_separate_stream(matrix: &StoredMatrix, device: &Device) -> Result
     Ok(Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false))
 }
 
-/// Page-locked host memory into which a GPU copies values while it goes on computing. Buffers are used again.
+/// Page-locked host memory. A GPU copies values into it and computes at the same time. Buffers are reused.
 #[derive(Debug, Clone, Default)]
 pub struct PinnedBuffers(Arc<Mutex<Vec<PinnedHostSlice<f64>>>>);
 
