@@ -13,7 +13,7 @@ use crate::linalg::select::Quota;
 use crate::model::on_device::CandleResult;
 
 /// Columns of a word of a mask.
-pub(super) const WORD: usize = 32;
+const WORD: usize = 32;
 
 /// The most columns of a row whose lowest scores a GPU finds.
 const MOST_COLUMNS: usize = 1 << 16;

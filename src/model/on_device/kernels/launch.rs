@@ -11,7 +11,6 @@ use candle_core::cuda_backend::{CudaDType, WrapErr};
 use candle_core::{CudaDevice, CudaStorage};
 use half::{bf16, f16};
 
-use super::choice::WORD;
 use crate::linalg::select::Quota;
 use crate::model::on_device::CandleResult;
 
@@ -21,6 +20,9 @@ const PTX: &str = include_str!(concat!(env!("OUT_DIR"), "/on_device.ptx"));
 const OF_ROW: usize = 256;
 const OF_ELEMENTS: usize = 256;
 const OF_COLUMNS: usize = 1024;
+
+/// Columns of a word of a mask.
+const WORD: usize = 32;
 
 /// Scores of a row that a thread of `soften_*` keeps in registers.
 const OF_THREAD: usize = 8;
