@@ -5,13 +5,13 @@ use std::path::PathBuf;
 use anyhow::Result;
 use clap::Args;
 
-use super::args::{DeviceArgs, EvaluationArgs, MessageArgs};
+use super::args::MessageArgs;
 use super::console::Console;
 use super::model::ModelWordArgs;
 use super::outcome::Outcome;
 use crate::job;
 use crate::report;
-use crate::settings::{EvalSides, OutputSettings, Settings};
+use crate::settings::{DeviceSettings, EvalSides, EvaluationSettings, OutputSettings, Settings};
 
 /// Shown below the flags.
 pub(super) const EXAMPLES: &str = "\
@@ -25,12 +25,12 @@ pub struct EvalArgs {
     #[command(flatten)]
     model: ModelWordArgs,
     #[command(flatten)]
-    evaluation: EvaluationArgs,
+    evaluation: EvaluationSettings,
     /// Tokens per window [default: 2048, or the model's limit]
     #[arg(long, value_name = "TOKENS", help_heading = "Evaluation")]
     seqlen: Option<usize>,
     #[command(flatten)]
-    device: DeviceArgs,
+    device: DeviceSettings,
     /// Folder for run.json; without it only the table is printed
     #[arg(long, value_name = "DIR", help_heading = "Output")]
     save: Option<PathBuf>,
@@ -46,23 +46,19 @@ pub struct EvalArgs {
 
 impl EvalArgs {
     fn settings(&self, arguments: Vec<String>) -> Result<Settings> {
+        let evaluation = EvaluationSettings { eval: EvalSides::Dense, ..self.evaluation.clone() };
         Ok(Settings {
             arguments,
-            model: self.model.settings("prune eval out/7b/model")?,
-            sparsity: None,
-            layer_drop: None,
-            width_drop: None,
-            recovery: None,
-            calibration: None,
             seqlen: self.seqlen,
-            evaluation: self.evaluation.settings(EvalSides::Dense),
-            device: self.device.settings(),
+            evaluation,
+            device: self.device.clone(),
             output: OutputSettings {
                 save: self.save.clone(),
                 profile: self.profile,
                 force: self.force,
                 ..OutputSettings::default()
             },
+            ..Settings::measuring(self.model.settings("prune eval out/7b/model")?)
         })
     }
 }

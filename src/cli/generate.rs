@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use anyhow::Result;
 use clap::Args;
 
-use super::args::{DeviceArgs, MessageArgs};
+use super::args::MessageArgs;
 use super::console::Console;
 use super::model::ModelWordArgs;
 use crate::bytes::{LARGEST_SETTINGS, read_up_to};
@@ -15,7 +15,7 @@ use crate::generation::Sampling;
 use crate::hub::HubRepo;
 use crate::input::{self, Expected};
 use crate::job;
-use crate::settings::{GenerateSettings, ModelSettings};
+use crate::settings::{DeviceSettings, GenerateSettings, ModelSettings};
 
 /// Shown below the flags.
 pub(super) const EXAMPLES: &str = "\
@@ -55,7 +55,7 @@ pub struct GenerateArgs {
     sampling: SamplingArgs,
 
     #[command(flatten)]
-    device: DeviceArgs,
+    device: DeviceSettings,
 
     #[command(flatten)]
     pub(super) messages: MessageArgs,
@@ -95,21 +95,8 @@ struct SamplingArgs {
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: u32,
 
-    /// 0 takes the likeliest token each time; 1 draws by the model's probabilities, less makes it surer
-    #[arg(long, value_name = "T", default_value_t = 0.0, allow_negative_numbers = true)]
-    temperature: f64,
-
-    /// Draw from the smallest set of tokens whose probabilities reach P [default: from all]
-    #[arg(long, value_name = "P", allow_negative_numbers = true)]
-    top_p: Option<f64>,
-
-    /// Draw from the K likeliest tokens [default: from all]
-    #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(1..))]
-    top_k: Option<u32>,
-
-    /// Seed of the draws; the same seed writes the same text
-    #[arg(long, value_name = "SEED", default_value_t = 0)]
-    seed: u64,
+    #[command(flatten)]
+    choice: Sampling,
 
     /// Write on where the model would end
     #[arg(long)]
@@ -130,16 +117,15 @@ pub fn command(args: &GenerateArgs, console: &Console) -> Result<()> {
 impl GenerateArgs {
     fn settings(&self) -> Result<GenerateSettings> {
         let mut models = vec![self.model.settings(EXAMPLE)?];
-        let sampling = self.sampling.check()?;
         let prompt = self.prompt.text()?;
         models.extend(self.other_model()?);
         Ok(GenerateSettings {
             models,
-            device: self.device.settings(),
+            device: self.device.clone(),
             prompt,
             chat: self.prompt.chat,
             system: self.prompt.system.clone(),
-            sampling,
+            sampling: self.sampling.choice,
             max_tokens: self.sampling.max_tokens as usize,
             ignore_eos: self.sampling.ignore_eos,
         })
@@ -159,7 +145,11 @@ impl GenerateArgs {
             .hint("--compare wants a checkpoint like --model: config.json, *.safetensors, tokenizer.json")
             .into());
         }
-        Ok(Some(ModelSettings { revision: None, ..self.model.flags.of(folder.clone()) }))
+        Ok(Some(ModelSettings {
+            model: folder.clone(),
+            revision: None,
+            ..self.model.flags.clone()
+        }))
     }
 }
 
@@ -204,31 +194,5 @@ impl PromptArgs {
                 Ok(text)
             }
         }
-    }
-}
-
-impl SamplingArgs {
-    fn check(&self) -> Result<Sampling> {
-        let (temperature, top_p) = (self.temperature, self.top_p);
-        if !(temperature >= 0.0 && temperature.is_finite()) {
-            return Err(Failure::usage(format!(
-                "--temperature is {temperature}; it is 0, for the likeliest token, or more"
-            ))
-            .hint("0.7 is a usual choice")
-            .into());
-        }
-        if let Some(top_p) = top_p.filter(|&top_p| !(top_p > 0.0 && top_p <= 1.0)) {
-            return Err(Failure::usage(format!(
-                "--top-p is {top_p}; it is a probability above 0 and up to 1"
-            ))
-            .hint("0.9 is a usual choice; leave it out to draw from all tokens")
-            .into());
-        }
-        Ok(Sampling {
-            temperature,
-            top_p,
-            top_k: self.top_k.map(|top_k| top_k as usize),
-            seed: self.seed,
-        })
     }
 }

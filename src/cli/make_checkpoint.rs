@@ -3,12 +3,10 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
-use clap::{Args, ValueEnum};
+use clap::Args;
 use serde_json::Value;
 
-use super::args::from_json;
 use super::console::Console;
-use super::values;
 use crate::bytes::ByteSize;
 use crate::linalg::StoredDtype;
 use crate::run::Events;
@@ -51,7 +49,7 @@ pub struct MakeCheckpointArgs {
     #[arg(long, default_value_t = 10_000.0)]
     rope_theta: f64,
     /// Rotary scaling as JSON, as config.json holds it
-    #[arg(long, value_name = "JSON", value_parser = from_json::<Value>)]
+    #[arg(long, value_name = "JSON", value_parser = <Value as std::str::FromStr>::from_str)]
     rope_scaling: Option<Value>,
     /// No head of its own
     #[arg(long)]
@@ -64,7 +62,7 @@ pub struct MakeCheckpointArgs {
     mlp_bias: bool,
     /// Dtype of every tensor
     #[arg(long, default_value = "bf16")]
-    dtype: Dtype,
+    dtype: StoredDtype,
     /// Largest file
     #[arg(long, default_value = "4GiB")]
     max_shard: ByteSize,
@@ -74,16 +72,6 @@ pub struct MakeCheckpointArgs {
     /// Folder or tokenizer.json to copy the tokenizer from [default: one token per byte]
     #[arg(long, value_name = "PATH")]
     tokenizer: Option<PathBuf>,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Dtype {
-    #[value(aliases = values::F32)]
-    F32,
-    #[value(aliases = values::F16)]
-    F16,
-    #[value(aliases = values::BF16)]
-    Bf16,
 }
 
 /// Writes the checkpoint.
@@ -103,11 +91,7 @@ pub fn command(args: &MakeCheckpointArgs) -> Result<()> {
         tie_word_embeddings: args.tie_word_embeddings,
         attention_bias: args.attention_bias,
         mlp_bias: args.mlp_bias,
-        dtype: match args.dtype {
-            Dtype::F32 => StoredDtype::F32,
-            Dtype::F16 => StoredDtype::F16,
-            Dtype::Bf16 => StoredDtype::Bf16,
-        },
+        dtype: args.dtype,
         max_shard: args.max_shard,
         seed: args.seed,
         tokenizer: args.tokenizer.clone(),

@@ -42,6 +42,16 @@ const FLAGS_FOR_METHODS: [(&str, &str); 3] = [
     ("owl", "--allocate owl gives each layer its ratio, for any method"),
 ];
 
+/// Flags of a single run, each with the flag of `prune sweep` for it.
+const FLAGS_OF_ONE_RUN: [(&str, &str); 6] = [
+    ("--sparsity-ratio", "use --ratios, like --ratios 0.4,0.5"),
+    ("--sparsity-type", "use --types, like --types unstructured,2:4"),
+    ("--use-variant", "name the method: --methods wanda-variant"),
+    ("--seed", "use --seeds, like --seeds 0,1,2"),
+    ("--save-model", "use --keep-models: each cell has its model in its own folder"),
+    ("--resume", "leave it out: the same command continues a sweep"),
+];
+
 /// The error with its advice checked and completed.
 pub(super) fn explain(error: clap::Error, arguments: &[OsString]) -> clap::Error {
     let is_mistake = error.use_stderr();
@@ -70,6 +80,7 @@ fn explain_kind(mut error: clap::Error, arguments: &[OsString]) -> clap::Error {
             if let Some(word) = text(&error, ContextKind::InvalidSubcommand) {
                 return explain_word(error, &word, arguments);
             }
+            explain_conflict(&mut error);
         }
         _ => {}
     }
@@ -101,6 +112,20 @@ fn explain_value(error: &mut clap::Error) {
         if !meant.is_empty() {
             error.insert(ContextKind::SuggestedValue, ContextValue::Strings(meant));
         }
+    }
+}
+
+/// A flag of a single run beside the lists of a sweep.
+fn explain_conflict(error: &mut clap::Error) {
+    let flag = |kind| text(error, kind)?.split(' ').next().map(ToString::to_string);
+    let pair = [flag(ContextKind::InvalidArg), flag(ContextKind::PriorArg)];
+    if !pair.contains(&Some("--methods".to_string())) {
+        return;
+    }
+    let known =
+        FLAGS_OF_ONE_RUN.iter().find(|(name, _)| pair.iter().flatten().any(|flag| flag == name));
+    if let Some((_, advice)) = known {
+        advise(error, format!("a sweep has many runs: {advice}"));
     }
 }
 

@@ -12,11 +12,10 @@
 //! | `generate` | `prune generate`: flags, and the text as it comes |
 //! | `inspect` | `prune inspect`: what a checkpoint holds, and whether it is a pruned copy of a dense checkpoint |
 //! | `interrupt` | signals and panics |
-//! | `layer_drop` | flags of smaller models: layers that are dropped |
 //! | `make_checkpoint` | `prune make-checkpoint` (hidden): a random model of any shape, for tests, benches and scale runs |
 //! | `merge` | `prune merge`: flags and table |
 //! | `mistake` | advice under a command line that is refused |
-//! | `model` | flags that name a model, and the model as a word of the command line |
+//! | `model` | the model of a command: `--model`, or a word of the command line |
 //! | `outcome` | exit codes of commands that did their work |
 //! | `plain_text` | text without control characters, as a terminal may show it |
 //! | `plan` | `prune plan`: flags, plan and table |
@@ -27,11 +26,8 @@
 //! | `report` | `prune report`: pictures and a page from the run folders of finished runs |
 //! | `selftest` | `prune selftest` (hidden): flags |
 //! | `shell` | `prune completions` and `prune man` |
-//! | `sparsity` | flags of the sparsity: method, refinement, ratios and patterns |
 //! | `sweep` | `prune sweep`: flags, checks of the lists, and the table |
 //! | `terminal` | the terminal as the bars see it |
-//! | `values` | values of flags with their help, for enums defined outside this room |
-//! | `width_drop` | flags of smaller models: width that is dropped |
 
 pub mod args;
 pub mod console;
@@ -42,7 +38,6 @@ mod foreign;
 pub mod generate;
 pub mod inspect;
 mod interrupt;
-mod layer_drop;
 #[cfg(feature = "synthetic")]
 pub mod make_checkpoint;
 pub mod merge;
@@ -59,11 +54,8 @@ pub mod report;
 #[cfg(feature = "selftest")]
 pub mod selftest;
 pub mod shell;
-mod sparsity;
 pub mod sweep;
 mod terminal;
-mod values;
-mod width_drop;
 
 use std::borrow::Cow;
 use std::ffi::{OsStr, OsString};

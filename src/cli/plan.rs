@@ -6,7 +6,7 @@ use anyhow::Result;
 use clap::Args;
 use clap::builder::PossibleValuesParser;
 
-use super::args::{DeviceArgs, MessageArgs};
+use super::args::MessageArgs;
 use super::console::Console;
 use super::model::ModelWordArgs;
 use crate::job::plan::{plan, shape_names, table};
@@ -14,7 +14,8 @@ use crate::job::plan_recover::training_table;
 use crate::pruning::METHODS;
 use crate::report;
 use crate::settings::{
-    CalibrationSettings, EvalSides, NSAMPLES, PRUNE_METHOD, PlanSettings, PlanSubject, Settings,
+    CalibrationSettings, DeviceSettings, EvalSides, NSAMPLES, PRUNE_METHOD, PlanSettings,
+    PlanSubject, Settings,
 };
 
 /// Shown below the flags.
@@ -97,7 +98,7 @@ pub struct PlanArgs {
     inventory: Option<PathBuf>,
 
     #[command(flatten)]
-    device: DeviceArgs,
+    device: DeviceSettings,
 
     #[command(flatten)]
     pub(super) messages: MessageArgs,
@@ -114,7 +115,7 @@ impl PlanArgs {
         };
         run.model = match subject {
             PlanSubject::Model => self.model.settings(EXAMPLE)?,
-            _ => self.model.flags.of(PathBuf::new()),
+            _ => self.model.flags.clone(),
         };
         if let Some(sparsity) = &mut run.sparsity {
             sparsity.prune_method = self.prune_method.clone();
@@ -125,7 +126,7 @@ impl PlanArgs {
         run.evaluation.eval = self.eval;
         run.evaluation.eval_windows = self.eval_windows.map(u64::from);
         run.output.no_save_model = self.no_save_model;
-        run.device = self.device.settings();
+        run.device = self.device.clone();
         Ok(PlanSettings {
             subject,
             run,

@@ -5,68 +5,94 @@ use std::path::Path;
 use anyhow::Result;
 use clap::Args;
 
-use super::args::{CalibrationArgs, DeviceArgs, EvaluationArgs, MessageArgs, OutputArgs};
+use super::args::MessageArgs;
 use super::console::Console;
-use super::layer_drop::LayerDropArgs;
-use super::model::ModelArgs;
+use super::model::check_named;
 use super::outcome::Outcome;
-use super::sparsity::SparsityArgs;
-use super::width_drop::WidthDropArgs;
+use crate::failure::Failure;
 use crate::job;
+use crate::pipeline::LayerRatios;
 use crate::report;
 use crate::run::command_line::quoted;
 use crate::run::{Events, Manifest};
-use crate::settings::{EvalSides, Settings};
+use crate::settings::{
+    CalibrationSettings, DeviceSettings, EvalSides, EvaluationSettings, LayerDropSettings,
+    ModelSettings, OutputSettings, Settings, SparsitySettings, WidthDropSettings,
+};
 
 /// Flags of `prune` itself.
 #[derive(Debug, Clone, Args)]
 pub struct PruneArgs {
     #[command(flatten)]
-    model: ModelArgs,
+    model: ModelSettings,
     #[command(flatten)]
-    pub(super) sparsity: SparsityArgs,
+    sparsity: SparsitySettings,
+    /// `--prune-method wanda` means `wanda-variant`
+    #[arg(long, hide = true)]
+    use_variant: bool,
     #[command(flatten)]
-    layer_drop: LayerDropArgs,
+    layer_drop: Option<LayerDropSettings>,
     #[command(flatten)]
-    width_drop: WidthDropArgs,
+    width_drop: Option<WidthDropSettings>,
     #[command(flatten)]
-    pub(super) calibration: CalibrationArgs,
+    calibration: CalibrationSettings,
+    /// Tokens per sample, and per evaluation window [default: 2048, or the model's limit]
+    #[arg(long, value_name = "TOKENS", help_heading = "Calibration")]
+    seqlen: Option<usize>,
     #[command(flatten)]
-    device: DeviceArgs,
+    device: DeviceSettings,
     /// Models that perplexity is measured of
     #[arg(long, value_name = "SIDE", default_value = "pruned", help_heading = "Evaluation")]
     eval: EvalSides,
     #[command(flatten)]
-    evaluation: EvaluationArgs,
+    evaluation: EvaluationSettings,
     #[command(flatten)]
-    pub(super) output: OutputArgs,
+    output: OutputSettings,
     #[command(flatten)]
     pub(super) messages: MessageArgs,
 }
 
 impl PruneArgs {
     /// The settings of this command line.
+    ///
+    /// # Errors
+    /// Fails without a model, for a file of `--layer-ratios` that cannot be read, and for `--use-variant` with a method other than Wanda.
     pub fn settings(&self, arguments: Vec<String>) -> Result<Settings> {
-        let layer_drop = self.layer_drop.settings();
-        let width_drop = self.width_drop.settings();
-        let mut sparsity = self.sparsity.settings()?;
-        if layer_drop.is_some() || width_drop.is_some() {
+        check_named(&self.model)?;
+        let mut sparsity = self.sparsity.clone();
+        if self.use_variant {
+            sparsity.prune_method = variant_of(&sparsity.prune_method)?;
+        }
+        let layer_ratios = sparsity.layer_ratios.as_deref().map(LayerRatios::load);
+        sparsity.selection.layer_ratios = layer_ratios.transpose()?;
+        if self.layer_drop.is_some() || self.width_drop.is_some() {
             sparsity.prune_nothing_unless_asked();
         }
+        let evaluation = EvaluationSettings { eval: self.eval, ..self.evaluation.clone() };
         Ok(Settings {
             arguments,
-            model: self.model.settings()?,
+            model: self.model.clone(),
             sparsity: Some(sparsity),
-            layer_drop,
-            width_drop,
+            layer_drop: self.layer_drop.clone().map(LayerDropSettings::in_order),
+            width_drop: self.width_drop.clone(),
             recovery: None,
-            calibration: Some(self.calibration.settings()),
-            seqlen: self.calibration.seqlen,
-            evaluation: self.evaluation.settings(self.eval),
-            device: self.device.settings(),
-            output: self.output.settings(),
+            calibration: Some(self.calibration.clone()),
+            seqlen: self.seqlen,
+            evaluation,
+            device: self.device.clone(),
+            output: self.output.clone(),
         })
     }
+}
+
+/// The method that `--use-variant` makes of a method.
+fn variant_of(method: &str) -> Result<String> {
+    const VARIANT: &str = "wanda-variant";
+    if ["wanda", VARIANT].contains(&method) {
+        return Ok(VARIANT.to_string());
+    }
+    let why = format!("--use-variant belongs to --prune-method wanda, and {method} was given");
+    Err(Failure::usage(why).hint("leave --use-variant out").into())
 }
 
 /// Runs the command and prints its table.

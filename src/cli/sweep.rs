@@ -35,13 +35,13 @@ Examples:
 #[derive(Debug, Clone, Args)]
 #[command(
     mut_arg("prune_method", |flag| flag.hide(true).conflicts_with("methods")),
-    mut_arg("sparsity_ratio", |flag| flag.hide(true)),
-    mut_arg("sparsity_type", |flag| flag.hide(true)),
-    mut_arg("use_variant", |flag| flag.hide(true)),
-    mut_arg("seed", |flag| flag.hide(true)),
-    mut_arg("save_model", |flag| flag.hide(true)),
+    mut_arg("sparsity_ratio", |flag| flag.hide(true).conflicts_with("methods")),
+    mut_arg("sparsity_type", |flag| flag.hide(true).conflicts_with("methods")),
+    mut_arg("use_variant", |flag| flag.hide(true).conflicts_with("methods")),
+    mut_arg("seed", |flag| flag.hide(true).conflicts_with("methods")),
+    mut_arg("save_model", |flag| flag.hide(true).conflicts_with("methods")),
     mut_arg("no_save_model", |flag| flag.hide(true)),
-    mut_arg("resume", |flag| flag.hide(true)),
+    mut_arg("resume", |flag| flag.hide(true).conflicts_with("methods")),
     mut_arg("eval", |flag| flag.default_value("both").help("Models that perplexity is measured of; the dense one is measured once")),
     mut_arg("save", |flag| flag.help("Folder of the sweep: a run folder per cell, sweep.json, sweep.md, report.html")),
     mut_arg("save_masks", |flag| flag.help("Also write the masks of each cell: CELL/masks.safetensors").long_help("Also write the masks of each cell: CELL/masks.safetensors")),
@@ -106,7 +106,6 @@ pub struct SweepArgs {
 
 impl SweepArgs {
     fn settings(&self, arguments: Vec<String>) -> Result<GridSettings> {
-        self.refuse_flags_of_one_run()?;
         let shard = self.shard.as_deref().map(str::parse).transpose()?;
         let mut run = self.run.settings(arguments)?;
         run.output.no_save_model = !self.keep_models;
@@ -174,39 +173,6 @@ impl SweepArgs {
             }
         }
         Ok(targets)
-    }
-
-    /// Refuses flags of `prune` that a list of the sweep replaces.
-    fn refuse_flags_of_one_run(&self) -> Result<()> {
-        let (sparsity, output) = (&self.run.sparsity, &self.run.output);
-        let refused = [
-            (
-                sparsity.sparsity_ratio.is_some(),
-                "--sparsity-ratio",
-                "use --ratios, like --ratios 0.4,0.5",
-            ),
-            (
-                sparsity.sparsity_type.is_some(),
-                "--sparsity-type",
-                "use --types, like --types unstructured,2:4",
-            ),
-            (sparsity.use_variant, "--use-variant", "name the method: --methods wanda-variant"),
-            (self.run.calibration.seed.is_some(), "--seed", "use --seeds, like --seeds 0,1,2"),
-            (
-                output.save_model.is_some(),
-                "--save-model",
-                "use --keep-models: each cell has its model in its own folder",
-            ),
-            (output.resume, "--resume", "leave it out: the same command continues a sweep"),
-        ];
-        match refused.into_iter().find(|(is_given, ..)| *is_given) {
-            None => Ok(()),
-            Some((_, flag, hint)) => {
-                Err(Failure::usage(format!("{flag} belongs to a single run, and a sweep has many"))
-                    .hint(hint)
-                    .into())
-            }
-        }
     }
 }
 

@@ -6,6 +6,8 @@
 //! the tokens in an order of its own. The crate is not a dependency because it would take a tenth of the time of a clean build.
 
 use anyhow::{Context, Result};
+use clap::Args;
+use clap::builder::RangedU64ValueParser;
 use rand::SeedableRng;
 use rand::distr::{Distribution, weighted::WeightedIndex};
 use rand::rngs::StdRng;
@@ -14,16 +16,41 @@ use serde::Serialize;
 use crate::failure::Failure;
 
 /// The settings of the choice.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Args, Serialize)]
+#[command(next_help_heading = "Writing")]
 pub struct Sampling {
-    /// 0 takes the most likely token, the lowest id among equals; 1 draws by the model's own probabilities.
+    /// 0 takes the likeliest token each time; 1 draws by the model's probabilities, less makes it surer
+    // Of equally likely tokens, the lowest id.
+    #[arg(long, value_name = "T", default_value_t = 0.0, allow_negative_numbers = true, value_parser = temperature)]
     pub temperature: f64,
-    /// Draw from the smallest set of tokens whose probabilities reach this.
+
+    /// Draw from the smallest set of tokens whose probabilities reach P [default: from all]
+    #[arg(long, value_name = "P", allow_negative_numbers = true, value_parser = top_p)]
     pub top_p: Option<f64>,
-    /// Draw from this number of the most likely tokens.
+
+    /// Draw from the K likeliest tokens [default: from all]
+    #[arg(long, value_name = "K", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     pub top_k: Option<usize>,
-    /// The same seed draws the same tokens.
+
+    /// Seed of the draws; the same seed writes the same text
+    #[arg(long, value_name = "SEED", default_value_t = 0)]
     pub seed: u64,
+}
+
+/// A temperature of the command line.
+fn temperature(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if value.is_finite() && value >= 0.0 => Ok(value),
+        _ => Err("it is 0, for the likeliest token, or more; 0.7 is a usual choice".to_string()),
+    }
+}
+
+/// A probability of the command line.
+fn top_p(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if value > 0.0 && value <= 1.0 => Ok(value),
+        _ => Err("it is a probability above 0 and up to 1; 0.9 is a usual choice".to_string()),
+    }
 }
 
 impl Sampling {

@@ -253,7 +253,7 @@ impl Writer {
 
 /// The memory that may be used, what the process holds included.
 fn budget(device: &DeviceSettings, held: ByteSize) -> Option<ByteSize> {
-    let given = device.max_memory.cpu();
+    let given = device.budget().cpu();
     given.or_else(|| {
         let available = inventory::available_memory()?;
         Some(ByteSize((available.0 as f64 * USABLE) as u64) + held)

@@ -58,7 +58,7 @@ pub(super) fn fewest_layers(settings: &Settings, config: &ModelConfig) -> Result
         .hint(format!("name layers from 0 to {}", layers - 1))
         .into());
     }
-    let failure = match drop.drop_layers {
+    let failure = match drop.count() {
         DropCount::Number(number) if number >= layers => {
             let failure = Failure::usage(format!(
                 "--drop-layers {number} would leave no layer: the model has {layers}"
@@ -133,15 +133,15 @@ pub(super) fn smaller(
     let scored = score(settings, drop, model, folder, events)?;
     let (scores, model) = (&scored.scores, scored.model);
     let is_named = !drop.layers_dropped.is_empty();
-    let dropped = match drop.drop_layers {
+    let dropped = match drop.count() {
         _ if is_named => drop.layers_dropped.clone(),
         DropCount::Number(number) => choose(scores, drop.drop_rule, number),
         DropCount::Auto => choose_automatically(scores, drop.drop_rule),
     };
     let kept = KeptLayers::without(model.config.num_hidden_layers, &dropped);
-    let is_auto = drop.drop_layers == DropCount::Auto;
+    let is_auto = drop.count() == DropCount::Auto;
     let report = LayerDropReport {
-        asked: drop.drop_layers.to_string(),
+        asked: drop.count().to_string(),
         rule: match is_named {
             true => NAMED.to_string(),
             false => drop.drop_rule.name().to_string(),
@@ -178,7 +178,7 @@ fn score(
     folder: &RunFolder,
     events: &dyn Events,
 ) -> Result<Scored> {
-    let longest = match asked.drop_layers {
+    let longest = match asked.count() {
         DropCount::Number(number) => number,
         DropCount::Auto => most_dropped(model.config.num_hidden_layers),
     };

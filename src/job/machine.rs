@@ -57,7 +57,7 @@ pub(super) fn start_workers(asked: Option<u16>) -> Result<usize> {
 /// Limits and choices that the flags give the planner.
 pub(super) fn policy(device: &DeviceSettings) -> Result<Policy> {
     Ok(Policy {
-        budget: device.max_memory.clone(),
+        budget: device.budget(),
         map: device.device_map.load()?,
         cpu_only: device.names_the_cpu(),
         only_gpu: match device.device {
@@ -65,7 +65,7 @@ pub(super) fn policy(device: &DeviceSettings) -> Result<Policy> {
             _ => None,
         },
         must_use_gpu: matches!(device.device, DeviceChoice::Cuda(_)),
-        storage: device.hidden_states,
+        storage: device.hidden_states.into(),
     })
 }
 

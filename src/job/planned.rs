@@ -14,7 +14,7 @@ use crate::pipeline::RunShape;
 use crate::placement::{self, Inventory, PlanFailure, Policy, Shortage};
 use crate::run::{Events, HiddenStatesStorage, Plan};
 use crate::runtime::check_spill_folder;
-use crate::settings::DeviceSettings;
+use crate::settings::{DeviceSettings, HiddenStatesChoice};
 
 /// The planner of a run on this machine.
 pub(super) struct Planning<'a> {
@@ -51,7 +51,7 @@ impl<'a> Planning<'a> {
         let folder = self.device.offload_folder.clone();
         let folder =
             folder.unwrap_or_else(|| run_folder.map_or_else(std::env::temp_dir, Path::to_path_buf));
-        if self.device.hidden_states.is_none() {
+        if self.device.hidden_states == HiddenStatesChoice::Auto {
             let budget = plan.cpu().and_then(|cpu| cpu.budget).unwrap_or_default();
             events.warn(format!(
                 "hidden states ({}) do not fit next to the rest into {budget}: they spill to `{}`",

@@ -254,7 +254,7 @@ fn planned(
     threads: usize,
 ) -> Result<(usize, Plan)> {
     let inventory = Inventory::here(threads);
-    let budget = cpu_budget(&inventory, &settings.max_memory);
+    let budget = cpu_budget(&inventory, &settings.budget());
     let entries = || matrices.iter().filter_map(|name| checkpoint.entry(name));
     let sizes = entries().map(|entry| (entry.elements(), entry.bytes as usize));
     let (largest, bytes) = sizes.max().unwrap_or_default();
@@ -266,7 +266,7 @@ fn planned(
     }
     let peak = of_pass(piece).max(read_back);
     if let Some(budget) = budget.filter(|budget| peak > *budget) {
-        let least = settings.max_memory.with_cpu(of_pass(LEAST_PIECE).max(read_back));
+        let least = settings.budget().with_cpu(of_pass(LEAST_PIECE).max(read_back));
         return Err(Failure::new(format!("this quantisation does not fit into {budget}"))
             .detail(format!("at least {peak} are needed"))
             .hint(format!("use --max-memory {least}"))

@@ -234,7 +234,7 @@ impl TextSources {
 
 /// The bound of a text's lines under `--max-memory`. A tokenizer that cannot be read is an error later.
 fn lines(settings: &Settings, model: &OpenedModel) -> LineMemory {
-    match (settings.device.max_memory.cpu(), TokenizerSize::of(&model.folder)) {
+    match (settings.device.budget().cpu(), TokenizerSize::of(&model.folder)) {
         (Some(budget), Ok(size)) => LineMemory::within(budget, size, model.threads),
         _ => LineMemory::UNBOUNDED,
     }

@@ -11,17 +11,22 @@ use half::{bf16, f16};
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
+use clap::ValueEnum;
+
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 
 /// Element types of stored weights.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, ValueEnum)]
 pub enum StoredDtype {
-    /// IEEE 754 single precision.
+    /// IEEE 754 single precision
+    #[value(aliases = ["float32", "float", "fp32", "torch.float32", "torch.float"])]
     F32,
-    /// IEEE 754 half precision.
+    /// IEEE 754 half precision
+    #[value(aliases = ["float16", "half", "fp16", "torch.float16", "torch.half"])]
     F16,
-    /// bfloat16.
+    /// The first half of a number in single precision
+    #[value(aliases = ["bfloat16", "torch.bfloat16"])]
     Bf16,
 }
 
@@ -43,6 +48,15 @@ impl StoredDtype {
             Self::Bf16 => 8,
         };
         if bits(other) > bits(self) { other } else { self }
+    }
+
+    /// PyTorch's name.
+    pub fn torch_name(self) -> &'static str {
+        match self {
+            Self::F32 => "float32",
+            Self::F16 => "float16",
+            Self::Bf16 => "bfloat16",
+        }
     }
 
     /// The name used in reports: `f32`, `f16` or `bf16`.

@@ -32,6 +32,7 @@
 //! The sum ranks ratios by the error of one layer at a time. A trial shows whether they also serve a model that is pruned everywhere
 //! (`trial.rs`): it tries these ratios, the ratios of `owl` and equal ratios. The ratios with the least loss are taken.
 
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 /// M, as in the reference's scripts.
@@ -49,15 +50,15 @@ const STEPS: usize = 200;
 const POINTS: usize = 7;
 
 /// `--allocate`.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Allocation {
-    /// The same ratio for all layers.
+    /// The same ratio for all layers
     #[default]
     Uniform,
-    /// By outliers.
+    /// OWL: layers with many outliers keep more
     Owl,
-    /// By curves of output error.
+    /// Curves of output error against the ratio
     Error,
 }
 

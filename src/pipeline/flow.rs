@@ -1,18 +1,19 @@
 //! The way of the calibration samples through a layer.
 
+use clap::ValueEnum;
 use serde::Serialize;
 
 use crate::failure::Failure;
 use crate::pruning::Technique;
 
 /// The layers that samples have passed when they reach the next layer.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Propagation {
-    /// Pruned layers, as in the reference implementations.
+    /// Pruned layers
     #[default]
     Pruned,
-    /// Dense layers.
+    /// Dense layers
     Dense,
 }
 

@@ -18,6 +18,7 @@
 //! score is BI_i, or d_n of the span against the median of d_1. The two numbers are ours, chosen on two small models.
 //! A relative bound leaves a model alone whose layers all do about the same work.
 
+use clap::ValueEnum;
 use serde::Serialize;
 
 /// The largest score of a dropped layer, relative to the median.
@@ -30,13 +31,13 @@ const ONE_OF: usize = 4;
 const LANES: usize = 8;
 
 /// The rule by which layers are chosen.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum DropRule {
-    /// Block influence: each layer by itself.
+    /// The layers whose outputs are closest to their inputs, by the mean cosine of all tokens
     #[default]
     Influence,
-    /// Angular distance: consecutive layers.
+    /// The span of consecutive layers that turns the last token of a sample least
     Angle,
 }
 

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::Result;
+use clap::Args;
 use glob::Pattern as Glob;
 use serde::Serialize;
 
@@ -14,17 +15,31 @@ use crate::pruning::{Pattern, PruningMethod, SparsityRule, Target, Technique};
 use crate::run::manifest::LayerReport;
 
 /// The user's choice of matrices, ratio and pattern.
-#[derive(Debug, Clone, Default, Serialize)]
+#[derive(Debug, Clone, Default, Args, Serialize)]
+#[command(next_help_heading = "Sparsity")]
 pub struct Selection {
-    /// `--sparsity-ratio`.
+    /// Fraction removed, from 0 up to but not including 1
+    ///
+    /// May be left out with an N:M pattern, where it must equal N/M. 0 prunes nothing: a dense evaluation.
+    #[arg(long, value_name = "RATIO", allow_negative_numbers = true)]
     pub sparsity_ratio: Option<f64>,
-    /// `--sparsity-type`.
+
+    /// `unstructured`, or N:M with N pruned of each M neighbours
+    #[arg(long, value_name = "TYPE", default_value = "unstructured")]
     pub sparsity_type: Pattern,
-    /// `--include`: only matrices that match any of these globs; all matrices without a glob.
+
+    /// Prune only matrices that match a glob; may be repeated
+    ///
+    /// Matched against model.layers.0.self_attn.q_proj, self_attn.q_proj and q_proj. What is chosen is printed.
+    #[arg(long, value_name = "GLOB")]
     pub include: Vec<String>,
-    /// `--exclude`: no matrix that matches any of these globs.
+
+    /// Leave matrices alone that match a glob; may be repeated
+    #[arg(long, value_name = "GLOB")]
     pub exclude: Vec<String>,
+
     /// Ratios per layer, from a file.
+    #[arg(skip)]
     pub layer_ratios: Option<LayerRatios>,
 }
 

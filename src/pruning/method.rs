@@ -128,8 +128,7 @@ pub struct Request<'a> {
 impl<'a> Request<'a> {
     /// A matrix to prune with default options, whose warnings nobody hears.
     pub fn new(name: &'a str, statistics: Option<&'a Statistics>, target: Target) -> Self {
-        static DEFAULT: MethodOptions =
-            MethodOptions { percdamp: None, blocksize: None, dsnot_cycles: None, dsnot_mlp: false };
+        static DEFAULT: MethodOptions = MethodOptions::DEFAULT;
         Self { name, statistics, target, options: &DEFAULT, warn: &|_| () }
     }
 

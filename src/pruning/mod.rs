@@ -30,7 +30,7 @@ pub mod width;
 pub use mask::Mask;
 pub use method::{PruningMethod, Request, SparsityRule, prune};
 pub use methods::{METHODS, method};
-pub use options::{MethodOption, MethodOptions};
+pub use options::{MethodOption, MethodOptions, OptionValue};
 pub use permutation::ChannelOrder;
 pub use refinement::Refinement;
 pub use refinements::{REFINEMENTS, refinement};

@@ -1,94 +1,115 @@
-//! Options of pruning methods: the numbers a user may set, and which method reads which.
+//! Options of pruning methods and refinements.
+//!
+//! A method declares its options as constants in its own file ([`MethodOption`]) and lists them. The command line makes a flag of each,
+//! and [`MethodOptions`] holds the values that a user has set.
+
+use std::collections::BTreeMap;
 
 use serde::Serialize;
 
 use crate::failure::Failure;
 
-/// Damping of SparseGPT, as in the reference.
-const PERCDAMP: f64 = 0.01;
-/// Columns of a block of SparseGPT, as in the reference.
-const BLOCKSIZE: usize = 128;
-/// Swaps per row of DSnoT, as in the reference.
-const DSNOT_CYCLES: usize = 50;
-
-/// The options that are set; `None` is the method's default.
-#[derive(Debug, Clone, Default, PartialEq, Serialize)]
-pub struct MethodOptions {
-    /// `--percdamp`: the damping of the Gram matrix, as a fraction of the mean of its diagonal.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub percdamp: Option<f64>,
-    /// `--blocksize`: columns that are pruned together.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub blocksize: Option<usize>,
-    /// `--dsnot-cycles`: swaps per row, at most.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub dsnot_cycles: Option<usize>,
-    /// `--dsnot-mlp`: the matrices of the MLP are refined, too.
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
-    pub dsnot_mlp: bool,
+/// An option of a method or a refinement.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct MethodOption {
+    /// The name in records. The flag has dashes in place of underscores.
+    pub name: &'static str,
+    /// A word for the value in the help text.
+    pub value_name: &'static str,
+    /// The help text, without the default.
+    pub help: &'static str,
+    /// The value of a run that does not set the option. It also decides the type.
+    pub default: OptionValue,
+    /// The smallest number.
+    pub least: u8,
 }
 
-/// An option that a method may read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum MethodOption {
-    /// `--percdamp`.
-    Percdamp,
-    /// `--blocksize`.
-    Blocksize,
-    /// `--dsnot-cycles`.
-    DsnotCycles,
-    /// `--dsnot-mlp`.
-    DsnotMlp,
+/// The value of an option.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[serde(untagged)]
+pub enum OptionValue {
+    /// A finite number.
+    Number(f64),
+    /// A whole number.
+    Count(usize),
+    /// A flag without a value.
+    Switch(bool),
 }
 
 impl MethodOption {
     /// The flag.
-    pub fn flag(self) -> &'static str {
-        match self {
-            Self::Percdamp => "--percdamp",
-            Self::Blocksize => "--blocksize",
-            Self::DsnotCycles => "--dsnot-cycles",
-            Self::DsnotMlp => "--dsnot-mlp",
+    pub fn flag(&self) -> String {
+        format!("--{}", self.name.replace('_', "-"))
+    }
+
+    /// Checks that a value is a number from [`least`](Self::least) on.
+    ///
+    /// # Errors
+    /// Fails with the flag.
+    fn check(&self, value: OptionValue) -> Result<(), Failure> {
+        let (value, default) = match (value, self.default) {
+            (OptionValue::Number(value), OptionValue::Number(default)) => (value, default),
+            (OptionValue::Count(value), OptionValue::Count(default)) => {
+                (value as f64, default as f64)
+            }
+            _ => return Ok(()),
+        };
+        let least = f64::from(self.least);
+        if value.is_finite() && value >= least {
+            return Ok(());
         }
+        Err(Failure::usage(format!("{} is {value}", self.flag()))
+            .hint(format!("use a number from {least} on, like {default}")))
     }
 }
 
+/// The options that are set, by name. All others have their defaults.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+#[serde(transparent)]
+pub struct MethodOptions(BTreeMap<&'static str, OptionValue>);
+
 impl MethodOptions {
-    /// The damping.
-    pub fn percdamp(&self) -> f64 {
-        self.percdamp.unwrap_or(PERCDAMP)
+    /// No option is set.
+    pub const DEFAULT: Self = Self(BTreeMap::new());
+
+    /// Sets an option to a value of its type.
+    #[must_use]
+    pub fn with(mut self, option: &MethodOption, value: OptionValue) -> Self {
+        self.0.insert(option.name, value);
+        self
     }
 
-    /// Columns of a block.
-    pub fn blocksize(&self) -> usize {
-        self.blocksize.unwrap_or(BLOCKSIZE)
+    /// The value of an option, its default if it is not set.
+    fn value(&self, option: &MethodOption) -> OptionValue {
+        self.0.get(option.name).copied().unwrap_or(option.default)
     }
 
-    /// Swaps per row, at most.
-    pub fn dsnot_cycles(&self) -> usize {
-        self.dsnot_cycles.unwrap_or(DSNOT_CYCLES)
+    /// The value of a number; 0 for an option of a different type.
+    pub fn number(&self, option: &MethodOption) -> f64 {
+        match self.value(option) {
+            OptionValue::Number(value) => value,
+            _ => 0.0,
+        }
     }
 
-    /// The options that are set.
-    fn given(&self) -> Vec<MethodOption> {
-        let percdamp = self.percdamp.map(|_| MethodOption::Percdamp);
-        let blocksize = self.blocksize.map(|_| MethodOption::Blocksize);
-        let cycles = self.dsnot_cycles.map(|_| MethodOption::DsnotCycles);
-        let mlp = self.dsnot_mlp.then_some(MethodOption::DsnotMlp);
-        let all = [percdamp, blocksize, cycles, mlp];
-        all.into_iter().flatten().collect()
+    /// The value of a whole number; 0 for an option of a different type.
+    pub fn count(&self, option: &MethodOption) -> usize {
+        match self.value(option) {
+            OptionValue::Count(value) => value,
+            _ => 0,
+        }
+    }
+
+    /// Returns whether a switch is set.
+    pub fn is_set(&self, option: &MethodOption) -> bool {
+        self.value(option) == OptionValue::Switch(true)
     }
 
     /// The options among `read`.
     #[must_use]
-    pub fn only(&self, read: &[MethodOption]) -> Self {
-        let reads = |option| read.contains(&option);
-        Self {
-            percdamp: self.percdamp.filter(|_| reads(MethodOption::Percdamp)),
-            blocksize: self.blocksize.filter(|_| reads(MethodOption::Blocksize)),
-            dsnot_cycles: self.dsnot_cycles.filter(|_| reads(MethodOption::DsnotCycles)),
-            dsnot_mlp: self.dsnot_mlp && reads(MethodOption::DsnotMlp),
-        }
+    pub fn only(mut self, read: &[MethodOption]) -> Self {
+        self.0.retain(|name, _| read.iter().any(|option| option.name == *name));
+        self
     }
 
     /// Checks the values, and that `read` names every option that is set.
@@ -96,19 +117,47 @@ impl MethodOptions {
     /// # Errors
     /// Fails with the flag, for `method` in its message.
     pub fn check(&self, method: &str, read: &[MethodOption]) -> Result<(), Failure> {
-        if let Some(option) = self.given().into_iter().find(|option| !read.contains(option)) {
-            let flag = option.flag();
-            return Err(Failure::usage(format!("{method} does not read {flag}"))
-                .hint(format!("leave {flag} out, or choose another --prune-method or --refine")));
-        }
-        let percdamp = self.percdamp();
-        if !(percdamp.is_finite() && percdamp >= 0.0) {
-            return Err(Failure::usage(format!("--percdamp is {percdamp}"))
-                .hint("use a number from 0 on, like 0.01"));
-        }
-        if self.blocksize() == 0 {
-            return Err(Failure::usage("--blocksize is 0").hint("use a number from 1 on, like 128"));
+        for (name, value) in &self.0 {
+            let Some(option) = read.iter().find(|option| option.name == *name) else {
+                let flag = format!("--{}", name.replace('_', "-"));
+                return Err(Failure::usage(format!("{method} does not read {flag}")).hint(
+                    format!("leave {flag} out, or choose another --prune-method or --refine"),
+                ));
+            };
+            option.check(*value)?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::methods::sparsegpt::{BLOCKSIZE, PERCDAMP};
+    use super::super::refinements::dsnot::{DSNOT_CYCLES, DSNOT_MLP};
+    use super::*;
+
+    #[test]
+    fn options_have_their_defaults_until_they_are_set() {
+        let given = MethodOptions::DEFAULT
+            .with(&BLOCKSIZE, OptionValue::Count(64))
+            .with(&DSNOT_MLP, OptionValue::Switch(true));
+        assert_eq!((given.count(&BLOCKSIZE), given.number(&PERCDAMP)), (64, 0.01));
+        assert!(given.is_set(&DSNOT_MLP) && !MethodOptions::DEFAULT.is_set(&DSNOT_MLP));
+        let json = serde_json::to_string(&given).unwrap();
+        assert_eq!(json, r#"{"blocksize":64,"dsnot_mlp":true}"#);
+        assert_eq!(given.only(&[DSNOT_MLP, DSNOT_CYCLES]).0.len(), 1);
+    }
+
+    #[test]
+    fn options_that_are_out_of_range_or_not_read_are_refused() {
+        let refused = |option: &MethodOption, value| {
+            let given = MethodOptions::DEFAULT.with(option, value);
+            given.check("sparsegpt", &[PERCDAMP, BLOCKSIZE]).unwrap_err().message
+        };
+        assert_eq!(refused(&BLOCKSIZE, OptionValue::Count(0)), "--blocksize is 0");
+        assert_eq!(refused(&PERCDAMP, OptionValue::Number(-0.5)), "--percdamp is -0.5");
+        assert_eq!(refused(&PERCDAMP, OptionValue::Number(f64::NAN)), "--percdamp is NaN");
+        let unread = refused(&DSNOT_CYCLES, OptionValue::Count(1));
+        assert_eq!(unread, "sparsegpt does not read --dsnot-cycles");
     }
 }

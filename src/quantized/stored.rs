@@ -10,8 +10,9 @@
 //! | `P.weight.quant_state.bitsandbytes__nf4` | u8, JSON: dtype and shape of the dense matrix, sizes of blocks, the offset of the scales |
 
 use anyhow::Result;
+use clap::ValueEnum;
 use safetensors::Dtype;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::{PlannedTensor, TensorEntry};
 use crate::failure::Failure;
@@ -30,11 +31,12 @@ pub(super) const NESTED_QUANT_MAP: &str = ".nested_quant_map";
 pub(super) const LONGEST_STATE: u64 = 1 << 12;
 
 /// A 4-bit format to write.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
 pub enum FourBitFormat {
-    /// NF4 with f32 scales: 4.5 bits per weight.
+    /// NF4 with f32 scales: 4.5 bits per weight
     Nf4,
-    /// NF4 with 8-bit scales: 4.13 bits per weight.
+    /// NF4 with 8-bit scales: 4.13 bits per weight
     Nf4Double,
 }
 

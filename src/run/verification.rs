@@ -1,16 +1,17 @@
 //! The verification of a written model, as the record has it.
 
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 
 /// The extent of the checks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum VerifyLevel {
-    /// Headers, hashes, zeros and groups.
+    /// Hashes, zeros, N:M groups
     #[default]
     Quick,
-    /// In addition, every element of a rewritten tensor equals the source's, bit for bit, or is +0. Only for methods that do not
-    /// change the weights they keep. Reads the rewritten tensors of the source once more.
+    /// Also every kept weight against the source
+    // Only for methods that do not change the weights they keep. Reads the rewritten tensors of the source once more.
     Full,
 }
 

@@ -5,9 +5,11 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use anyhow::Result;
-use serde::Serialize;
+use clap::{Args, ValueEnum};
+use serde::{Serialize, Serializer};
 
-use super::as_text;
+use super::deciding::{not_deciding, text_not_deciding};
+use super::values::from_json;
 use crate::failure::Failure;
 use crate::placement::device_map::Prefixes;
 use crate::placement::{Budget, DeviceMap};
@@ -15,32 +17,85 @@ use crate::run::{HiddenStatesStorage, MemorySettings};
 use crate::runtime::Simulation;
 
 /// Device and memory flags.
-#[derive(Debug, Clone, Default, Serialize)]
+#[derive(Debug, Clone, Args, Serialize)]
+#[command(next_help_heading = "Devices")]
 pub struct DeviceSettings {
-    /// `--use-cpu`.
+    /// Compute on the CPU alone; no GPU is touched
+    #[arg(long)]
+    #[serde(serialize_with = "not_deciding")]
     pub use_cpu: bool,
-    /// `--device`.
-    #[serde(serialize_with = "as_text")]
+
+    /// Device that computes: `auto`, `cpu`, or in a build with CUDA `cuda` or `cuda:N`
+    ///
+    /// `auto` uses all GPUs there are where the build has CUDA, and the CPU else.
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    #[serde(serialize_with = "text_not_deciding")]
     pub device: DeviceChoice,
-    /// `--device-map`.
-    #[serde(serialize_with = "as_text")]
+
+    /// Placement of layers on GPUs: auto, balanced, sequential, or a JSON file of modules and devices
+    ///
+    /// `auto` lets all GPUs share the samples of every layer; `balanced` gives each an equal run of layers; `sequential` fills one
+    /// after the other. `prune plan --json` prints a map that can be edited.
+    #[arg(long, value_name = "MAP", default_value = "auto")]
+    #[serde(serialize_with = "text_not_deciding")]
     pub device_map: DeviceMapChoice,
-    /// `--threads`; `None` for the processors of the batch job, else of this process.
+
+    /// Worker threads [default: SLURM_CPUS_PER_TASK, else the processors this process may use]
+    ///
+    /// Results do not depend on it.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    #[serde(serialize_with = "not_deciding")]
     pub threads: Option<u16>,
-    /// `--max-memory`; empty for 80 % of the available memory.
-    #[serde(serialize_with = "as_text")]
-    pub max_memory: Budget,
-    /// `--hidden-states`; `None` leaves the choice to the plan.
-    pub hidden_states: Option<HiddenStatesStorage>,
-    /// `--offload-folder`: folder of the spill file; `None` for the run folder, else the system's temporary folder.
+
+    /// Memory limits, like cuda:0=10GiB,cpu=24GiB [default: 80 % of what is available; of a GPU, less a reserve]
+    ///
+    /// An amount without a device, like 8GB, is the CPU's. A GPU's context counts as part of its budget. GiB and MiB are powers of 1024, GB and MB of 1000. Available is the smaller of what the system has left and what the
+    /// control group (of a batch job, a container) allows. The run is planned to stay below; what cannot fit is refused before it
+    /// begins. Results do not depend on it.
+    #[arg(long, value_name = "DEVICE=SIZE")]
+    #[serde(serialize_with = "budget_not_deciding")]
+    pub max_memory: Option<Budget>,
+
+    /// Place of hidden states between layers
+    ///
+    /// `auto` leaves it to the plan: RAM where they fit beside the rest, else the disk, and says so. Results do not depend on it.
+    #[arg(long, value_name = "WHERE", default_value = "auto")]
+    #[serde(serialize_with = "not_deciding")]
+    pub hidden_states: HiddenStatesChoice,
+
+    /// Folder for hidden states on disk [default: the run folder, else the system's temporary folder]
+    #[arg(long, value_name = "DIR")]
+    #[serde(serialize_with = "not_deciding")]
     pub offload_folder: Option<PathBuf>,
-    /// `--memory-settings`, for tests.
+
+    /// Settings that trade memory for time, as JSON; for tests
+    #[arg(long, alias = "knobs", value_name = "JSON", hide = true, value_parser = from_json::<MemorySettings>)]
+    #[serde(serialize_with = "not_deciding")]
     pub memory_settings: Option<MemorySettings>,
-    /// `--simulate`, for tests.
+
+    /// Simulated GPUs, as JSON; for tests
+    #[arg(long, value_name = "JSON", hide = true, value_parser = from_json::<Simulation>)]
+    #[serde(serialize_with = "not_deciding")]
     pub simulate: Option<Simulation>,
 }
 
+/// The limits as text, empty without limits.
+fn budget_not_deciding<S: Serializer>(budget: &Option<Budget>, to: S) -> Result<S::Ok, S::Error> {
+    text_not_deciding(&budget.clone().unwrap_or_default(), to)
+}
+
+impl Default for DeviceSettings {
+    fn default() -> Self {
+        super::defaults()
+    }
+}
+
 impl DeviceSettings {
+    /// The limits of `--max-memory`; none without the flag.
+    pub fn budget(&self) -> Budget {
+        self.max_memory.clone().unwrap_or_default()
+    }
+
     /// Returns true if a flag names the CPU. Without such a flag the CPU may still be the only device.
     pub fn names_the_cpu(&self) -> bool {
         self.use_cpu || self.device == DeviceChoice::Cpu
@@ -49,6 +104,30 @@ impl DeviceSettings {
     /// Returns true if a flag names GPUs.
     pub fn names_a_gpu(&self) -> bool {
         matches!(self.device, DeviceChoice::Cuda(_))
+    }
+}
+
+/// `--hidden-states`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(into = "Option<HiddenStatesStorage>")]
+pub enum HiddenStatesChoice {
+    /// The GPUs that compute where they fit, else RAM, else disk
+    #[default]
+    Auto,
+    /// Memory
+    Ram,
+    /// A spill file in the offload folder
+    Disk,
+}
+
+impl From<HiddenStatesChoice> for Option<HiddenStatesStorage> {
+    /// Returns the place; `None` leaves the choice to the plan.
+    fn from(choice: HiddenStatesChoice) -> Self {
+        match choice {
+            HiddenStatesChoice::Auto => None,
+            HiddenStatesChoice::Ram => Some(HiddenStatesStorage::Ram),
+            HiddenStatesChoice::Disk => Some(HiddenStatesStorage::Disk),
+        }
     }
 }
 

@@ -3,21 +3,54 @@
 use std::fmt;
 use std::str::FromStr;
 
-use serde::Serialize;
+use clap::Args;
+use serde::{Serialize, Serializer};
 
-use super::as_text;
 use crate::pipeline::layer_drop::DropRule;
 
 /// Flags of dropped layers.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Args, Serialize)]
+#[command(next_help_heading = "Smaller models")]
 pub struct LayerDropSettings {
-    /// `--drop-layers`; the length of the list of `--layers-dropped`.
-    #[serde(serialize_with = "as_text")]
-    pub drop_layers: DropCount,
-    /// `--drop-rule`.
+    /// Drop N layers, or as many as `auto` finds, before weights are pruned
+    ///
+    /// The calibration samples score the layers of the dense model. The model without the dropped layers is smaller and faster
+    /// everywhere. Its layers are numbered anew: --include, --exclude and --layer-ratios mean the new numbers. Without
+    /// --sparsity-ratio and --sparsity-type, no weight is pruned. `auto` drops layers with a score below three quarters of the median,
+    /// at most a quarter of the layers. Example: --drop-layers 8
+    #[arg(long, value_name = "N|auto")]
+    #[serde(serialize_with = "count_as_text")]
+    pub drop_layers: Option<DropCount>,
+
+    /// Rule that chooses the layers to drop
+    #[arg(long, value_name = "RULE", default_value = "influence", requires = "drop_layers")]
     pub drop_rule: DropRule,
-    /// `--layers-dropped`: the layers to drop, in place of a rule; empty without the flag.
+
+    /// Drop these layers, counted from 0, in place of those that a rule chooses
+    ///
+    /// Layers are separated by commas. They are scored all the same. Example: --layers-dropped 21,22,25
+    #[arg(long, value_name = "LIST", value_delimiter = ',', conflicts_with = "drop_layers")]
     pub layers_dropped: Vec<usize>,
+}
+
+impl LayerDropSettings {
+    /// The same settings with the list in order, and its length as the number of layers.
+    #[must_use]
+    pub fn in_order(mut self) -> Self {
+        self.layers_dropped.sort_unstable();
+        self.layers_dropped.dedup();
+        self.drop_layers = Some(self.count());
+        self
+    }
+
+    /// The number of layers to drop.
+    pub fn count(&self) -> DropCount {
+        self.drop_layers.unwrap_or(DropCount::Number(self.layers_dropped.len()))
+    }
+}
+
+fn count_as_text<S: Serializer>(count: &Option<DropCount>, to: S) -> Result<S::Ok, S::Error> {
+    count.map(|count| count.to_string()).serialize(to)
 }
 
 /// The number of layers to drop.

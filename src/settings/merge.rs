@@ -2,89 +2,196 @@
 
 use std::path::PathBuf;
 
+use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-use super::{CalibrationSettings, DeviceSettings, EvaluationSettings, OutputSettings};
+use super::{
+    CalibrationSettings, DATASET, DeviceSettings, EvaluationSettings, ModelSettings,
+    OutputSettings, Settings,
+};
+use crate::bytes::ByteSize;
 use crate::data::DatasetSpec;
-use crate::merging::recipe::{FlagRecipe, TokenizerSource};
+use crate::merging::methods::{Scope, Semantics};
+use crate::merging::recipe::FlagRecipe;
 
 /// Elements of a piece per model: its widened rows stay in a cache of the CPU.
 pub const PIECE_ELEMENTS: usize = 1 << 16;
 
+/// Samples of the statistics, as in the tool that this command covers.
+const NSAMPLES: u32 = 64;
+
+/// Headings of flags.
+const RECIPE: &str = "Recipe";
+const DEFINITION: &str = "Definition";
+const SALIENCY: &str = "Saliency";
+const EVALUATION: &str = "Evaluation";
+const OUTPUT: &str = "Output";
+
 /// Settings of `prune merge`.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Args)]
 pub struct MergeSettings {
     /// The command line, for messages that repeat it.
+    #[arg(skip)]
     pub arguments: Vec<String>,
-    /// The recipe: a file of mergekit's form, or flags.
-    pub recipe: RecipeSettings,
-    /// `--cache-dir`: folder of the hub's files; `None` for the environment's folder.
+
+    /// Recipe in mergekit's YAML; without it the flags below are the recipe
+    #[arg(value_name = "CONFIG")]
+    pub config: Option<PathBuf>,
+
+    /// The recipe in flags; with a file, only `--vocab` is read.
+    #[command(flatten)]
+    pub recipe: FlagRecipe,
+
+    /// Cut all embeddings to the smallest vocabulary, as mergekit's flag does
+    ///
+    /// Rows are cut by number, so tokens may change their meaning. `--vocab` keeps tokens and rows together.
+    #[arg(long, conflicts_with = "tokenizer", help_heading = RECIPE)]
+    pub unsafe_truncate_embeddings: bool,
+
+    /// Folder of the hub's files [default: HF_HUB_CACHE, else HF_HOME/hub, else ~/.cache/huggingface/hub]
+    #[arg(long, value_name = "DIR", help_heading = RECIPE)]
     pub cache_dir: Option<PathBuf>,
-    /// `--semantics`.
-    pub semantics: MergeSemantics,
-    /// `--trim-scope`; `None` for what the semantics say.
-    pub trim_scope: Option<TrimScope>,
-    /// `--majority-sign`; `None` for the sum.
+
+    /// The definition of the method where mergekit, the paper and peft differ
+    #[arg(long, value_name = "WHOSE", default_value = "mergekit", help_heading = DEFINITION)]
+    pub semantics: Semantics,
+
+    /// Tensors that are trimmed together [default: tensor for mergekit, model for the paper]
+    #[arg(long, value_name = "SCOPE", help_heading = DEFINITION)]
+    pub trim_scope: Option<Scope>,
+
+    /// Elections of signs in ties and dare_ties of peft [default: total]
+    #[arg(long, value_name = "MEASURE", help_heading = DEFINITION)]
     pub majority_sign: Option<MajorityOf>,
-    /// `--seed` of random masks and of calibration samples.
+
+    /// Seed of random masks, and of calibration samples
+    #[arg(long, value_name = "SEED", default_value_t = 0, help_heading = DEFINITION)]
     pub seed: u64,
-    /// `--keep-zeros`.
+
+    /// Weights that are zero in every model stay zero
+    #[arg(long, help_heading = DEFINITION)]
     pub keep_zeros: bool,
-    /// `--unsafe-truncate-embeddings`.
-    pub truncates_embeddings: bool,
-    /// `--saliency`.
+
+    /// Weigh differences by the activations of these models
+    ///
+    /// Samples pass through each measured model, and the mean squares of every linear's inputs are kept.
+    #[arg(long, value_name = "MODELS", help_heading = SALIENCY)]
     pub saliency: Option<SaliencySource>,
-    /// `--saliency-file`; `None` for a file in the run folder.
-    pub saliency_file: Option<PathBuf>,
-    /// `--dataset`, once for all models or once per measured model.
-    pub datasets: Vec<DatasetSpec>,
-    /// Samples of the statistics.
-    pub calibration: CalibrationSettings,
-    /// Tokens per sample and window; `None` for the smaller of the default and the model's limit.
+
+    /// Text of the samples: NAME, NAME:PATH or a path; once for all measured models, or once for each
+    #[arg(long, value_name = "NAME[:PATH]", default_value = DATASET, help_heading = SALIENCY)]
+    pub dataset: Vec<DatasetSpec>,
+
+    /// Samples per measured model
+    #[arg(long, value_name = "N", default_value_t = NSAMPLES, value_parser = clap::value_parser!(u32).range(1..=1_000_000), help_heading = SALIENCY)]
+    pub nsamples: u32,
+
+    /// Tokens per sample, and per evaluation window [default: 2048, or the model's limit]
+    #[arg(long, value_name = "TOKENS", help_heading = SALIENCY)]
     pub seqlen: Option<usize>,
-    /// Models that perplexity is measured of.
+
+    /// File of the statistics; measured and written if it does not exist [default: SAVE/saliency.safetensors]
+    #[arg(long, value_name = "FILE", help_heading = SALIENCY)]
+    pub saliency_file: Option<PathBuf>,
+
+    /// Models that perplexity is measured of [default: all with --eval-dataset, else none]
+    #[arg(long, value_name = "MODELS", default_value = "none", default_value_if("eval_dataset", clap::builder::ArgPredicate::IsPresent, "all"), hide_default_value = true, help_heading = EVALUATION)]
     pub eval: MergeEval,
-    /// Text and windows of the evaluation.
-    pub evaluation: EvaluationSettings,
+
+    /// Evaluation text: NAME, NAME:PATH or a path, as in prune eval
+    #[arg(long, value_name = "NAME[:PATH]", help_heading = EVALUATION)]
+    pub eval_dataset: Option<DatasetSpec>,
+
+    /// Only the first N windows, for a quick look
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = EVALUATION)]
+    pub eval_windows: Option<u64>,
+
+    /// Folder of token ids and unpacked corpora [default: PRUNE_CACHE, else XDG_CACHE_HOME/prune, else ~/.cache/prune]
+    #[arg(long, value_name = "DIR", help_heading = EVALUATION)]
+    pub text_cache: Option<PathBuf>,
+
     /// Devices and memory.
+    #[command(flatten)]
     pub device: DeviceSettings,
-    /// `--out-shard-size`, in bytes.
-    pub shard_bytes: u64,
-    /// Elements of a piece per model, for tests; `None` for [`PIECE_ELEMENTS`] and what the memory allows.
+
+    /// Run folder: model/, run.json
+    #[arg(long, value_name = "DIR", help_heading = OUTPUT)]
+    pub save: Option<PathBuf>,
+
+    /// Folder for the merged model [default: SAVE/model]
+    #[arg(long, value_name = "DIR", help_heading = OUTPUT)]
+    pub save_model: Option<PathBuf>,
+
+    /// Largest file of the output, like 5GB or 2GiB
+    #[arg(long, value_name = "SIZE", default_value = "5GB", help_heading = OUTPUT)]
+    pub out_shard_size: ByteSize,
+
+    /// Write no README.md for the hub into the model's folder
+    #[arg(long, help_heading = OUTPUT)]
+    pub no_model_card: bool,
+
+    /// Replace a finished run and its model files, or an unfinished one of another recipe
+    #[arg(long, help_heading = OUTPUT)]
+    pub force: bool,
+
+    /// Only continue an unfinished merge; fail if there is none
+    #[arg(long, help_heading = OUTPUT)]
+    pub resume: bool,
+
+    /// Print memory at the steps of the run, and write SAVE/memory_log.csv
+    #[arg(long, help_heading = OUTPUT)]
+    pub log_memory: bool,
+
+    /// Elements of a piece per model, for tests
+    #[arg(long, value_name = "N", hide = true)]
     pub piece_elements: Option<usize>,
-    /// Files that are written.
-    pub output: OutputSettings,
 }
 
-/// The origin of a recipe.
-#[derive(Debug, Clone)]
-pub enum RecipeSettings {
-    /// A file, and `--vocab`.
-    File(PathBuf, Option<TokenizerSource>),
-    /// Flags.
-    Flags(Box<FlagRecipe>),
-}
+impl MergeSettings {
+    /// The settings of the files that are written.
+    pub fn output(&self) -> OutputSettings {
+        OutputSettings {
+            save: self.save.clone(),
+            save_model: self.save_model.clone(),
+            no_model_card: self.no_model_card,
+            force: self.force,
+            resume: self.resume,
+            log_memory: self.log_memory,
+            ..OutputSettings::default()
+        }
+    }
 
-/// The tool or paper whose definition of a method is followed.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum MergeSemantics {
-    /// mergekit's.
-    #[default]
-    Mergekit,
-    /// The paper's and its authors' code.
-    Paper,
-    /// peft's: adapters are combined factor by factor.
-    Peft,
+    /// A run that measures a model of the merge, without calibration and evaluation.
+    pub fn measuring(&self, model: ModelSettings) -> Settings {
+        let mut evaluation = EvaluationSettings {
+            eval_windows: self.eval_windows,
+            text_cache: self.text_cache.clone(),
+            ..EvaluationSettings::default()
+        };
+        if let Some(dataset) = &self.eval_dataset {
+            evaluation.eval_dataset = dataset.clone();
+        }
+        Settings {
+            seqlen: self.seqlen,
+            evaluation,
+            device: self.device.clone(),
+            ..Settings::measuring(model)
+        }
+    }
+
+    /// The calibration samples of a measured model.
+    pub fn calibration(&self, dataset: DatasetSpec) -> CalibrationSettings {
+        CalibrationSettings { dataset, nsamples: self.nsamples, seed: self.seed }
+    }
 }
 
 /// The measure by which a combination of adapters elects signs.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub enum MajorityOf {
-    /// The sum of the elements.
+    /// The sum of the elements
     #[default]
     Total,
-    /// The number of adapters with the sign.
+    /// The number of adapters with the sign
     Frequency,
 }
 
@@ -98,25 +205,13 @@ impl MajorityOf {
     }
 }
 
-/// Tensors that are trimmed together.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum TrimScope {
-    /// Each tensor alone.
-    Tensor,
-    /// The tensors of a layer together.
-    Layer,
-    /// All tensors of the model together.
-    Model,
-}
-
 /// Models whose activations weigh the merge.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum SaliencySource {
-    /// The base model.
+    /// The base model: they decide trimming
     Base,
-    /// Each expert.
+    /// Each expert: they also weigh signs and averages
     Experts,
 }
 
@@ -131,14 +226,12 @@ impl SaliencySource {
 }
 
 /// Models that perplexity is measured of.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum MergeEval {
-    /// None.
-    #[default]
+    /// Nothing; needs no evaluation text
     None,
-    /// The merged model.
+    /// The merged model
     Merged,
-    /// The base, the experts and the merged model.
+    /// The base, the experts and the merged model
     All,
 }

@@ -9,12 +9,17 @@
 //! The first two follow the scaling of Adam's rate with the width (Yang et al. 2022, arXiv:2203.03466). The third is near 1e-3 for a
 //! width of 256, as in docs/recovery.md, and near QLoRA's 2e-4 for 7B (Dettmers et al. 2023, arXiv:2305.14314).
 
+use std::convert::Infallible;
 use std::path::PathBuf;
 
-use serde::{Serialize, Serializer};
+use clap::builder::RangedU64ValueParser;
+use clap::{Args, ValueEnum};
+use serde::Serialize;
 
+use super::deciding::not_deciding;
+use super::values::{not_negative, positive, share};
 use crate::quantized::FourBitFormat;
-use crate::recovery::optimizers::ScheduleShape;
+use crate::recovery::optimizers::{ScheduleShape, find};
 
 /// The value of `--target-modules` for all linear layers of the decoder.
 pub const ALL_LINEAR: &str = "all-linear";
@@ -22,89 +27,191 @@ pub const ALL_LINEAR: &str = "all-linear";
 /// The share of the teacher in the loss of the whole model.
 pub const DISTILL_WEIGHT: f64 = 0.5;
 
-/// Settings of a recovery training.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+/// Flags of a recovery training.
+#[derive(Debug, Clone, PartialEq, Args, Serialize)]
+#[command(next_help_heading = "Training")]
 pub struct RecoverySettings {
-    /// `--how`.
+    /// Way of the training
+    #[arg(long, value_name = "WAY", default_value = "blocks")]
     pub how: RecoveryWay,
-    /// `--teacher`: the dense model; `None` without a teacher.
+
+    /// Dense model that is learned from; needed by `blocks`
+    ///
+    /// The checkpoint that was pruned: a folder, or an id on the hub. It has the shape of the model. `blocks` learns the outputs of its
+    /// layers, `lora` and `full` its logits together with the text.
+    // Runs compare the teacher by the fingerprint of its files.
+    #[arg(long, value_name = "DIR|ID")]
+    #[serde(serialize_with = "not_deciding")]
     pub teacher: Option<PathBuf>,
-    /// `--distill-weight`: the share of the divergence from the teacher in the loss of the whole model; `None` for
-    /// [`DISTILL_WEIGHT`].
+
+    /// Share of the teacher's logits in the loss of `lora` and `full` [default: 0.5 with --teacher]
+    ///
+    /// The loss of a token is (1 - W) times its own, and W times the divergence (KL) of the probabilities from the teacher's. A step also
+    /// passes its examples through the teacher.
+    #[arg(long, value_name = "W", value_parser = share)]
     pub distill_weight: Option<f64>,
-    /// `--train`.
+
+    /// Trained parameters of `blocks` [default: weights]
+    #[arg(
+        long = "train",
+        value_name = "KIND",
+        default_value = "weights",
+        hide_default_value = true,
+        default_value_if("how", "lora", "factors")
+    )]
     pub trains: TrainedKind,
-    /// `--rank` of the factors.
+
+    /// Rank of the factors
+    #[arg(long, value_name = "R", default_value = "16", value_parser = counts(1..=65536))]
     pub rank: usize,
-    /// `--alpha` of the factors: their product is scaled by alpha / rank.
+
+    /// Scale of the factors' product, times the rank
+    #[arg(long, value_name = "A", default_value = "32", value_parser = positive)]
     pub alpha: f64,
-    /// `--target-modules`: names of linear layers, or [`ALL_LINEAR`].
+
+    /// Linear layers that are trained, separated by commas
+    #[arg(long, value_name = "NAMES", default_value = ALL_LINEAR, value_delimiter = ',')]
     pub target_modules: Vec<String>,
-    /// `--train-norms`.
+
+    /// Also train the weights of the norms
+    #[arg(long)]
     pub train_norms: bool,
-    /// `--optim`: a name of [`OPTIMIZERS`](crate::recovery::optimizers::OPTIMIZERS).
-    pub optim: String,
-    /// `--lr`; `None` for the rate that fits the width.
-    pub lr: Option<f64>,
-    /// `--schedule`.
-    #[serde(serialize_with = "by_shape")]
-    pub schedule: ScheduleShape,
-    /// `--warmup` steps; `None` for a twentieth of the steps of a training of the whole model, and none for blocks.
-    pub warmup: Option<u64>,
-    /// `--weight-decay`.
-    pub weight_decay: f64,
-    /// `--momentum` of `sgd`.
-    pub momentum: f64,
-    /// `--steps`; `None` where epochs decide.
-    pub steps: Option<u64>,
-    /// `--epochs`; `None` where steps decide.
-    pub epochs: Option<u64>,
-    /// `--batch-size`: examples of a step before accumulation.
-    pub batch_size: usize,
-    /// `--accumulate`: a step has so many times more examples.
-    pub accumulate: usize,
-    /// `--keep-activations`: the last layers whose activations stay in memory until the backward pass.
-    pub keep_activations: usize,
-    /// `--max-grad-norm`; `None` for no limit.
-    pub max_grad_norm: Option<f64>,
-    /// `--base-quant`: the format of the frozen base; `None` for the stored format.
-    #[serde(serialize_with = "by_format")]
+
+    /// Format of the frozen base while factors are trained
+    ///
+    /// The matrices are quantised once, as bitsandbytes does it, into a file in the offload folder. Masks are taken before. The
+    /// result is merged into the quantised base.
+    #[arg(long, value_name = "FORMAT")]
     pub base_quant: Option<FourBitFormat>,
-    /// `--per-document`: examples do not run over the ends of documents.
-    pub per_document: bool,
-    /// `--held-out`: examples that are not trained on.
-    pub held_out: usize,
-    /// `--eval-every` steps the held-out loss is measured; `None` for ten times in a training.
-    pub eval_every: Option<u64>,
-    /// `--patience`: the training ends after so many measurements without an improvement.
-    pub patience: Option<u64>,
-    /// `--save-adapter`.
-    pub save_adapter: bool,
-    /// `--save-every` steps the training is saved; `None` for about every ten minutes.
-    pub save_every: Option<u64>,
-    /// `--stochastic-rounding` of bf16 weights.
+
+    /// Round bf16 weights up or down by chance, in proportion to the distances
+    #[arg(long)]
     pub stochastic_rounding: bool,
+
+    /// Optimizer: adamw, adamw8bit, paged-adamw8bit, paged-adamw32bit or sgd
+    ///
+    /// The 8-bit states are those of bitsandbytes. `paged` keeps parameters, gradients and states in a file in the offload folder,
+    /// so memory does not grow with the depth of the model. Names of transformers' Trainer for the same rules are accepted, like
+    /// `paged_adamw_8bit` and `adamw_torch`.
+    #[arg(long, value_name = "NAME", default_value = "adamw", value_parser = optimizer, help_heading = OPTIMIZER)]
+    pub optim: String,
+
+    /// Learning rate [default: 0.064 / hidden_size for weights, in blocks 0.256 / hidden_size; 0.016 / sqrt(hidden_size) for factors]
+    #[arg(long, value_name = "RATE", value_parser = positive, help_heading = OPTIMIZER)]
+    pub lr: Option<f64>,
+
+    /// Shape of the learning rate after the warm-up
+    #[arg(long, value_name = "SHAPE", default_value = "cosine", help_heading = OPTIMIZER)]
+    pub schedule: ScheduleShape,
+
+    /// Steps in which the rate rises from 0 [default: a twentieth of the steps; none for blocks]
+    #[arg(long, value_name = "STEPS", help_heading = OPTIMIZER)]
+    pub warmup: Option<u64>,
+
+    /// Steps; for blocks, of each layer [default: 200]
+    #[arg(long, value_name = "N", conflicts_with = "epochs", value_parser = clap::value_parser!(u64).range(1..=1_000_000_000), help_heading = OPTIMIZER)]
+    pub steps: Option<u64>,
+
+    /// Passes over the examples instead of a number of steps [default for blocks: 4]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=100_000), help_heading = OPTIMIZER)]
+    pub epochs: Option<u64>,
+
+    /// Decoupled weight decay
+    #[arg(long, value_name = "DECAY", default_value = "0", value_parser = not_negative, help_heading = OPTIMIZER)]
+    pub weight_decay: f64,
+
+    /// Momentum of sgd
+    #[arg(long, value_name = "M", default_value = "0", value_parser = not_negative, help_heading = OPTIMIZER)]
+    pub momentum: f64,
+
+    /// Examples of a step [default: 4; 8 for blocks]
+    ///
+    /// They pass each layer one after the other, so memory grows with their hidden states only.
+    #[arg(long, value_name = "N", default_value = "8", hide_default_value = true, default_value_ifs = whole("4"), value_parser = counts(1..=1_000_000), help_heading = OPTIMIZER)]
+    pub batch_size: usize,
+
+    /// Factor of the batch size, for scripts that accumulate gradients
+    #[arg(long, value_name = "N", default_value = "1", value_parser = counts(1..=1_000_000), help_heading = OPTIMIZER)]
+    pub accumulate: usize,
+
+    /// Keep the activations of the last N layers for the backward pass in place of computing them again
+    ///
+    /// Each layer takes 4 bytes per token for 2 queries, 2 keys, 1 hidden_size and 2 intermediate_size, for all examples of a step, and
+    /// its weights stay in memory, too. A step is faster, and its result has the same bits.
+    #[arg(long, value_name = "N", default_value = "0", help_heading = OPTIMIZER)]
+    #[serde(serialize_with = "not_deciding")]
+    pub keep_activations: usize,
+
+    /// Limit of the gradients' norm; 0 for none [default: 0.3; none for blocks]
+    #[arg(long, value_name = "NORM", default_value_ifs = whole("0.3"), hide_default_value = true, value_parser = not_negative, help_heading = OPTIMIZER)]
+    pub max_grad_norm: Option<f64>,
+
+    /// Also write an adapter of the factors for peft: SAVE/adapter
+    #[arg(long, help_heading = OPTIMIZER)]
+    #[serde(serialize_with = "not_deciding")]
+    pub save_adapter: bool,
+
+    /// Steps between two saved states of the training [default: those of ten minutes]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = OPTIMIZER)]
+    #[serde(serialize_with = "not_deciding")]
+    pub save_every: Option<u64>,
+
+    /// Make an example of each document instead of packing all into rows
+    #[arg(long, help_heading = TEXT)]
+    pub per_document: bool,
+
+    /// Examples that are not trained on, for a loss at intervals; the best state is kept [default: 8; none for blocks]
+    #[arg(long, value_name = "N", default_value = "0", hide_default_value = true, default_value_ifs = whole("8"), help_heading = TEXT)]
+    pub held_out: usize,
+
+    /// Steps between two measurements of the held-out loss [default: a tenth of the steps]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = TEXT)]
+    pub eval_every: Option<u64>,
+
+    /// Stop after N measurements without a better one
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = TEXT)]
+    pub patience: Option<u64>,
+}
+
+/// Heading of the optimizer's flags.
+const OPTIMIZER: &str = "Optimizer";
+/// Heading of the flags of the training's text.
+pub const TEXT: &str = "Text";
+
+/// Whole numbers of a range.
+fn counts(range: std::ops::RangeInclusive<u64>) -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(range)
+}
+
+/// A default of trainings of the whole model.
+fn whole(value: &'static str) -> [(&'static str, &'static str, &'static str); 2] {
+    [RecoveryWay::Lora, RecoveryWay::Full].map(|how| ("how", how.name(), value))
+}
+
+/// The name of an optimizer. An alias means the same run. An unknown name is refused later, when the model is at hand.
+fn optimizer(name: &str) -> Result<String, Infallible> {
+    Ok(find(name).map_or(name, |kind| kind.name).to_string())
 }
 
 /// Ways of recovery.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum RecoveryWay {
-    /// Each layer learns to reproduce the dense layer's output.
+    /// Each layer learns to reproduce the dense layer's output
     Blocks,
-    /// Low-rank factors under the mask learn from the next token.
+    /// Low-rank factors under the mask learn from the next token
     Lora,
-    /// All kept weights learn from the next token.
+    /// All kept weights learn from the next token
     Full,
 }
 
 /// Kinds of trained parameters.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum TrainedKind {
-    /// All kept weights.
+    /// All kept weights
     Weights,
-    /// Low-rank factors.
+    /// Low-rank factors under the mask
     Factors,
 }
 
@@ -132,40 +239,20 @@ impl TrainedKind {
 impl RecoverySettings {
     /// The defaults of a way.
     pub fn of(how: RecoveryWay) -> Self {
-        let is_whole = how != RecoveryWay::Blocks;
-        Self {
-            how,
-            teacher: None,
-            distill_weight: None,
-            trains: match how {
-                RecoveryWay::Lora => TrainedKind::Factors,
-                RecoveryWay::Blocks | RecoveryWay::Full => TrainedKind::Weights,
-            },
-            rank: 16,
-            alpha: 32.0,
-            target_modules: vec![ALL_LINEAR.to_string()],
-            train_norms: false,
-            optim: "adamw".to_string(),
-            lr: None,
-            schedule: ScheduleShape::Cosine,
-            warmup: None,
-            weight_decay: 0.0,
-            momentum: 0.0,
-            steps: is_whole.then_some(200),
-            epochs: (!is_whole).then_some(4),
-            batch_size: if is_whole { 4 } else { 8 },
-            accumulate: 1,
-            keep_activations: 0,
-            max_grad_norm: is_whole.then_some(0.3),
-            base_quant: None,
-            per_document: false,
-            held_out: if is_whole { 8 } else { 0 },
-            eval_every: None,
-            patience: None,
-            save_adapter: false,
-            save_every: None,
-            stochastic_rounding: false,
+        super::parsed::<Self>(&["--how", how.name()]).settled()
+    }
+
+    /// The same settings with the length of the way where no flag names one, and without a limit of 0 on the gradients' norm.
+    #[must_use]
+    pub fn settled(mut self) -> Self {
+        if self.steps.is_none() && self.epochs.is_none() {
+            match self.how {
+                RecoveryWay::Blocks => self.epochs = Some(4),
+                RecoveryWay::Lora | RecoveryWay::Full => self.steps = Some(200),
+            }
         }
+        self.max_grad_norm = self.max_grad_norm.filter(|limit| *limit > 0.0);
+        self
     }
 
     /// The learning rate for a model of this width.
@@ -198,14 +285,6 @@ impl RecoverySettings {
         };
         self.warmup.unwrap_or(own)
     }
-}
-
-fn by_shape<S: Serializer>(shape: &ScheduleShape, to: S) -> Result<S::Ok, S::Error> {
-    to.serialize_str(shape.name())
-}
-
-fn by_format<S: Serializer>(format: &Option<FourBitFormat>, to: S) -> Result<S::Ok, S::Error> {
-    format.map(FourBitFormat::name).serialize(to)
 }
 
 #[cfg(test)]

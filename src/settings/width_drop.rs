@@ -3,19 +3,30 @@
 use std::fmt;
 use std::str::FromStr;
 
+use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-use super::as_text;
+use super::deciding::as_text;
 
 /// Flags of dropped width.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Args, Serialize)]
+#[command(next_help_heading = "Smaller models")]
 pub struct WidthDropSettings {
-    /// `--drop-width`.
+    /// Drop this share of the width of every layer, and refit the weights that stay
+    ///
+    /// The calibration samples score the MLP channels (and heads, see --width-of) of every layer. Each layer loses the same number, so
+    /// the result is a plain model with a smaller intermediate_size. The weights behind the dropped channels are refitted by least
+    /// squares. Without --sparsity-ratio and --sparsity-type, no weight is pruned in addition. Needs --save. Example: --drop-width 0.2
+    #[arg(long, value_name = "SHARE", required = false)]
     #[serde(serialize_with = "as_text")]
     pub drop_width: WidthShare,
-    /// `--width-of`.
+
+    /// Parts of a layer that become narrower
+    #[arg(long, value_name = "PART", default_value = "mlp", requires = "drop_width")]
     pub width_of: WidthOf,
-    /// `--no-width-refit`: the weights that stay are not refitted.
+
+    /// Keep the weights behind the dropped width as they are
+    #[arg(long, requires = "drop_width")]
     pub no_width_refit: bool,
 }
 
@@ -42,15 +53,15 @@ impl FromStr for WidthShare {
 }
 
 /// The parts of a layer that become narrower.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum WidthOf {
-    /// Channels of the MLP.
+    /// Channels of the MLP: the result loads everywhere
     #[default]
     Mlp,
-    /// Key/value heads with their query heads.
+    /// Key/value heads with their query heads: the result needs a program that reads head_dim
     Heads,
-    /// Both.
+    /// Both, with the same share
     Both,
 }
 

@@ -43,14 +43,6 @@ fn stored(dtype: StoredDtype) -> Dtype {
     }
 }
 
-fn torch_name(dtype: StoredDtype) -> &'static str {
-    match dtype {
-        StoredDtype::F32 => "float32",
-        StoredDtype::F16 => "float16",
-        StoredDtype::Bf16 => "bfloat16",
-    }
-}
-
 /// The shape of a random model; fields are named as in config.json. The default is a Llama of a few hundred kilobytes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RandomCheckpoint {
@@ -304,7 +296,7 @@ impl RandomCheckpoint {
             "rope_scaling": self.rope_scaling,
             "rope_theta": self.rope_theta,
             "tie_word_embeddings": self.tie_word_embeddings,
-            "torch_dtype": torch_name(self.dtype),
+            "torch_dtype": self.dtype.torch_name(),
             "transformers_version": TRANSFORMERS_VERSION,
             "use_cache": true,
             "vocab_size": self.vocab_size

@@ -38,7 +38,7 @@ fn technique(settings: &GridSettings, name: &str) -> Result<SparsitySettings> {
     let read = [found.options(), of_step].concat();
     Ok(SparsitySettings {
         prune_method: method.to_string(),
-        options: common.options.only(&read),
+        options: common.options.clone().only(&read),
         refine,
         ..common
     })

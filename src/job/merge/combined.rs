@@ -18,14 +18,14 @@ use super::models::{InputModelFiles, InputModels, open_adapter};
 use crate::adapter::{Adapter, AdapterShare, Combination, CombinationKind, MajoritySign};
 use crate::checkpoint::refuse_source_folder;
 use crate::failure::Failure;
-use crate::merging::methods::{self, MergeMethod, Stream};
+use crate::merging::methods::{self, MergeMethod, Semantics, Stream};
 use crate::merging::pass::{AdaptedRows, MergeSources, MergeTensor, SourceRows};
 use crate::merging::recipe::{
     BaseModel, Declaration, Declared, MergeInputs, Parameter, Recipe, WhenMissing,
 };
 use crate::run::merging::CombinedAdapter;
 use crate::run::{Events, Phase};
-use crate::settings::{MajorityOf, MergeSemantics, MergeSettings};
+use crate::settings::{MajorityOf, MergeSettings};
 
 /// The folder of the combined adapter, in the run folder.
 const FOLDER: &str = "adapter";
@@ -88,9 +88,9 @@ fn permissive(name: &'static str) -> Declaration {
 }
 
 /// The methods that a recipe can name under these semantics, and the methods that [`method`] refuses.
-pub(super) fn declarations(semantics: MergeSemantics) -> Vec<Declaration> {
+pub(super) fn declarations(semantics: Semantics) -> Vec<Declaration> {
     let of_models = methods::METHODS.iter().map(|method| method.declaration());
-    if semantics == MergeSemantics::Peft {
+    if semantics == Semantics::Peft {
         let others = of_models.filter(|of| kind(of.name).is_none());
         let own = KINDS.iter().map(|(name, kind)| declaration(name, *kind));
         return own.chain(others.map(|of| permissive(of.name))).collect();
@@ -106,7 +106,7 @@ pub(super) fn method(
     settings: &MergeSettings,
     name: &str,
 ) -> Result<(Declaration, &'static dyn MergeMethod)> {
-    if settings.semantics != MergeSemantics::Peft {
+    if settings.semantics != Semantics::Peft {
         if settings.majority_sign.is_some() {
             return Err(
                 Failure::usage("--majority-sign has a meaning for --semantics peft only").into()
@@ -166,7 +166,7 @@ impl CombinedJob {
         inputs: &InputModels,
         tensors: &mut [MergeTensor],
     ) -> Result<Option<Self>> {
-        if settings.semantics != MergeSemantics::Peft {
+        if settings.semantics != Semantics::Peft {
             return Ok(None);
         }
         let kind = kind(&recipe.merge_method).context("the method is one of peft's")?;
@@ -287,7 +287,7 @@ fn real(folder: &Path) -> Result<PathBuf> {
 
 /// The folder of the combined adapter.
 fn result_folder(settings: &MergeSettings, inputs: &InputModels) -> Result<PathBuf> {
-    let output = &settings.output;
+    let output = settings.output();
     let Some(save) = &output.save else {
         return Err(Failure::usage("--semantics peft needs a run folder for the combined adapter")
             .hint(format!("add --save DIR; the adapter becomes DIR/{FOLDER}"))

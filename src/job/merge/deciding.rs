@@ -8,17 +8,18 @@ use super::models::InputModels;
 use crate::job::folder::RunFolder;
 use crate::job::same_run;
 use crate::merging::recipe::Recipe;
-use crate::settings::{MergeEval, MergeSettings};
+use crate::settings::{DATASET, MergeEval, MergeSettings};
 
 /// The measurements of perplexity; the state of a run keeps their results.
 fn evaluation_of(settings: &MergeSettings) -> String {
     if settings.eval == MergeEval::None {
         return "none".to_string();
     }
-    let of = &settings.evaluation;
-    let windows = of.eval_windows.map_or("all".to_string(), |windows| windows.to_string());
+    let windows = settings.eval_windows.map_or("all".to_string(), |windows| windows.to_string());
+    let dataset = settings.eval_dataset.as_ref();
+    let dataset = dataset.map_or(DATASET.to_string(), ToString::to_string);
     let seqlen = settings.seqlen.map_or("default".to_string(), |seqlen| seqlen.to_string());
-    format!("{:?}, {}, windows: {windows}, seqlen: {seqlen}", settings.eval, of.eval_dataset)
+    format!("{:?}, {}, windows: {windows}, seqlen: {seqlen}", settings.eval, dataset)
 }
 
 /// Everything that decides the outcome, by name.
@@ -44,7 +45,7 @@ pub(super) fn decide(
         ("seed", settings.seed.to_string()),
         ("keep_zeros", settings.keep_zeros.to_string()),
         ("evaluation", evaluation_of(settings)),
-        ("out_shard_size", settings.shard_bytes.to_string()),
+        ("out_shard_size", settings.out_shard_size.0.to_string()),
         ("model folder", same_run::model_folder(folder)?),
     ];
     Ok(named.map(|(name, value)| (name.to_string(), value)).into())

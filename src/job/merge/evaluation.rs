@@ -18,9 +18,7 @@ use crate::job::recorder::Recorder;
 use crate::job::streams::Streams;
 use crate::run::Events;
 use crate::run::merging::ModelPerplexity;
-use crate::settings::{
-    EvalSides, EvaluationSettings, MergeEval, ModelSettings, OutputSettings, Settings,
-};
+use crate::settings::{EvalSides, MergeEval, ModelSettings};
 
 /// The merged model's name in the table.
 const MERGED: &str = "merged";
@@ -93,22 +91,8 @@ impl MergeJob {
         devices: &mut DeviceRecords,
         events: &dyn Events,
     ) -> Result<ModelPerplexity> {
-        let settings = Settings {
-            arguments: Vec::new(),
-            model: ModelSettings::of(folder),
-            sparsity: None,
-            layer_drop: None,
-            width_drop: None,
-            recovery: None,
-            calibration: None,
-            seqlen: self.settings.seqlen,
-            evaluation: EvaluationSettings {
-                eval: EvalSides::Dense,
-                ..self.settings.evaluation.clone()
-            },
-            device: self.settings.device.clone(),
-            output: OutputSettings::default(),
-        };
+        let mut settings = self.settings.measuring(ModelSettings::of(folder));
+        settings.evaluation.eval = EvalSides::Dense;
         let mut model =
             OpenedModel::open(&settings.model, &settings.device, settings.seqlen, events)?;
         if let Some(adapter) = adapter {

@@ -56,7 +56,7 @@ use outputs::MergeOutputs;
 /// and weights that are not finite.
 pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
     let recorder = Recorder::new(events);
-    if settings.output.log_memory {
+    if settings.log_memory {
         recorder.log_memory();
     }
     let job = match MergeJob::settle(settings, &recorder)? {

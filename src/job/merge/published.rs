@@ -55,18 +55,12 @@ impl Donor {
         if let Some(rows) = embedding.and_then(|embedding| embedding.shape.first()) {
             object.insert("vocab_size".to_string(), (*rows).into());
         }
-        let dtype = widest(tensors);
-        let name = match dtype {
-            StoredDtype::F32 => "float32",
-            StoredDtype::F16 => "float16",
-            StoredDtype::Bf16 => "bfloat16",
-        };
         // transformers 5 writes `dtype`, 4 wrote `torch_dtype`; both read either.
         let key = match object.contains_key("dtype") {
             true => "dtype",
             false => "torch_dtype",
         };
-        object.insert(key.to_string(), name.into());
+        object.insert(key.to_string(), widest(tensors).torch_name().into());
         vocabulary.configure(&donor.folder, &mut config)?;
         Ok(Self { folder: donor.folder.clone(), config })
     }
@@ -91,7 +85,7 @@ impl MergeJob {
             (MERGE_CONFIG_FILE.to_string(), public.recipe.clone().into_bytes()),
             (MERGING_FILE.to_string(), record),
         ];
-        if !self.settings.output.no_model_card {
+        if !self.settings.no_model_card {
             written.push((CARD_FILE.to_string(), merge_card::text(&public).into_bytes()));
         }
         if let Some(index) = self.layout.index_json() {

@@ -10,10 +10,10 @@ use crate::failure::Failure;
 use crate::linalg::StoredDtype;
 use crate::merging::methods::MergeMethod;
 use crate::merging::pass::MergeTensor;
-use crate::merging::recipe::{MergeDtype, Recipe, TensorRecipe, TokenizerRecipe};
+use crate::merging::recipe::{Recipe, TensorRecipe, TokenizerRecipe};
 use crate::model::stored_dtype;
 use crate::run::Events;
-use crate::settings::{MergeSettings, RecipeSettings, SaliencySource};
+use crate::settings::{MergeSettings, SaliencySource};
 
 /// The models of a recipe, and what becomes of them.
 pub(super) struct ResolvedMerge {
@@ -43,7 +43,7 @@ impl ResolvedMerge {
         check_flags(settings, method)?;
         let mut inputs = InputModels::open(
             recipe.models(),
-            recipe.dtype.map(stored),
+            recipe.dtype,
             settings.cache_dir.as_deref(),
             events,
         )?;
@@ -78,10 +78,10 @@ impl ResolvedMerge {
 /// Reads the recipe of a file or of flags.
 fn read_recipe(settings: &MergeSettings) -> Result<Recipe> {
     let methods = combined::declarations(settings.semantics);
-    match &settings.recipe {
-        RecipeSettings::File(path, vocab) => {
+    match &settings.config {
+        Some(path) => {
             let mut recipe = Recipe::load(path, &methods)?;
-            if let Some(source) = vocab {
+            if let Some(source) = &settings.recipe.tokenizer {
                 if recipe.tokenizer.is_some() {
                     return Err(Failure::usage("the recipe has a tokenizer, and so has --vocab")
                         .hint("leave one of them out")
@@ -91,7 +91,7 @@ fn read_recipe(settings: &MergeSettings) -> Result<Recipe> {
             }
             Ok(recipe)
         }
-        RecipeSettings::Flags(flags) => Recipe::from_flags((**flags).clone(), &methods),
+        None => Recipe::from_flags(settings.recipe.clone(), &methods),
     }
 }
 
@@ -130,7 +130,7 @@ fn merge_tensor(
         }
     }
     let asked = recipe.out_dtype.or(recipe.dtype);
-    let dtype = asked.map(stored).or(dtype).unwrap_or(StoredDtype::F32);
+    let dtype = asked.or(dtype).unwrap_or(StoredDtype::F32);
     Ok(MergeTensor {
         squares: vec![None; tensor.sources.len()],
         observed: vec![None; tensor.sources.len()],
@@ -138,15 +138,6 @@ fn merge_tensor(
         shape,
         dtype,
     })
-}
-
-/// A dtype of a recipe.
-fn stored(dtype: MergeDtype) -> StoredDtype {
-    match dtype {
-        MergeDtype::F32 => StoredDtype::F32,
-        MergeDtype::F16 => StoredDtype::F16,
-        MergeDtype::Bf16 => StoredDtype::Bf16,
-    }
 }
 
 /// The dtype that holds both, as PyTorch promotes them.

@@ -23,10 +23,7 @@ use crate::pipeline::Observed;
 use crate::pipeline::activations::{SquareSumsKind, widths};
 use crate::run::Events;
 use crate::run::merging::{MeasuredActivations, SaliencyReport};
-use crate::settings::{
-    CalibrationSettings, ComputeDtype, EvalSides, EvaluationSettings, MergeSettings, ModelSettings,
-    OutputSettings, SaliencySource, Settings,
-};
+use crate::settings::{MergeSettings, ModelSettings, SaliencySource};
 
 /// The file of the statistics in a run folder.
 const FILE: &str = "saliency.safetensors";
@@ -101,9 +98,7 @@ impl Saliency {
         });
         let found = match found {
             // --force replaces the file only in the run folder.
-            Err(_) if settings.output.force && settings.saliency_file.is_none() => {
-                SaliencyFile::default()
-            }
+            Err(_) if settings.force && settings.saliency_file.is_none() => SaliencyFile::default(),
             found => found?,
         };
         let kept = kept_bytes(&found, &wishes, &configs);
@@ -225,7 +220,7 @@ fn wishes(settings: &MergeSettings, recipe: &Recipe, inputs: &InputModels) -> Re
         let experts = (0..inputs.models.len()).filter(|model| Some(*model) != base);
         models.extend(experts);
     }
-    let (given, count) = (settings.datasets.len(), models.len());
+    let (given, count) = (settings.dataset.len(), models.len());
     if count > 0 && given != 1 && given != count {
         let names = models.iter().map(|model| &inputs.models[*model].spec);
         let names: Vec<String> = names.map(ToString::to_string).collect();
@@ -236,7 +231,7 @@ fn wishes(settings: &MergeSettings, recipe: &Recipe, inputs: &InputModels) -> Re
         .hint("give it once for all models, or once for each in this order")
         .into());
     }
-    let datasets = settings.datasets.iter().cycle();
+    let datasets = settings.dataset.iter().cycle();
     Ok(models
         .into_iter()
         .zip(datasets)
@@ -272,9 +267,9 @@ fn measurement(
         model: input.spec.to_string(),
         fingerprint: input.fingerprint()?,
         dataset: wish.dataset.to_string(),
-        nsamples: settings.calibration.nsamples,
+        nsamples: settings.nsamples,
         seqlen: check_seqlen(settings.seqlen, config)? as u64,
-        seed: settings.calibration.seed,
+        seed: settings.seed,
         dtype: stored_dtypes(&*input.checkpoint, config).layers.name().to_string(),
         num_hidden_layers: config.num_hidden_layers,
         tokens_sha256: String::new(),
@@ -344,33 +339,13 @@ fn measuring_job(
     folder: &RunFolder,
     events: &dyn Events,
 ) -> Result<(SettledRun, Measurement)> {
-    let mut device = settings.device.clone();
-    device.offload_folder = device.offload_folder.or_else(|| folder.run.clone());
-    let run = Settings {
-        arguments: settings.arguments.clone(),
-        model: ModelSettings {
-            model: input.folder.clone(),
-            revision: None,
-            cache_dir: settings.cache_dir.clone(),
-            dtype: ComputeDtype::Auto,
-        },
-        sparsity: None,
-        layer_drop: None,
-        width_drop: None,
-        recovery: None,
-        calibration: Some(CalibrationSettings {
-            dataset: wish.dataset.clone(),
-            ..settings.calibration.clone()
-        }),
-        seqlen: settings.seqlen,
-        evaluation: EvaluationSettings {
-            eval: EvalSides::None,
-            text_cache: settings.evaluation.text_cache.clone(),
-            ..EvaluationSettings::default()
-        },
-        device,
-        output: OutputSettings::default(),
-    };
+    let mut run = settings.measuring(ModelSettings {
+        cache_dir: settings.cache_dir.clone(),
+        ..ModelSettings::of(&input.folder)
+    });
+    run.arguments.clone_from(&settings.arguments);
+    run.calibration = Some(settings.calibration(wish.dataset.clone()));
+    run.device.offload_folder = run.device.offload_folder.or_else(|| folder.run.clone());
     let mut model = OpenedModel::open(&run.model, &run.device, run.seqlen, events)?;
     let mut kept = kept;
     if let Some(adapter) = &input.adapter {

@@ -19,15 +19,13 @@ use crate::job::device_records::joined;
 use crate::job::folder::RunFolder;
 use crate::job::{machine, same_run};
 use crate::linalg::StoredDtype;
-use crate::merging::methods::{MergeMethod, MethodSettings, Scope, Semantics};
+use crate::merging::methods::{MergeMethod, MethodSettings, Scope};
 use crate::merging::pass::MergeTensor;
 use crate::merging::recipe::Parameter;
 use crate::placement::planner::cpu_budget;
 use crate::run::{Events, Moment};
 use crate::runtime::Clock;
-use crate::settings::{
-    MergeSemantics, MergeSettings, PIECE_ELEMENTS, SaliencySource, TrimScope, check_device,
-};
+use crate::settings::{MergeSettings, PIECE_ELEMENTS, SaliencySource, check_device};
 
 /// Workers per thread: while the first waits for the disk, the second computes.
 const WORKERS_PER_THREAD: usize = 2;
@@ -53,13 +51,13 @@ impl MergeJob {
             vocabulary,
             donor,
         } = ResolvedMerge::of(&settings, events)?;
-        let layout = layout_of(&tensors, settings.shard_bytes)?;
+        let layout = layout_of(&tensors, settings.out_shard_size.0)?;
         let method_settings = method_settings(&settings);
         check_groups(&tensors, method.scope(&method_settings))?;
         let work = check_values(&tensors, method, &method_settings, &inputs)?;
         let threads = machine::start_workers(settings.device.threads)?;
         let inventory = machine::inventory(&settings.device, threads)?;
-        let budget = cpu_budget(&inventory, &settings.device.max_memory);
+        let budget = cpu_budget(&inventory, &settings.device.budget());
         let wanted = wanted_size(&settings, threads);
         let mut shape = shape_of(&settings, &tensors, method, &inputs);
         shape.tokenizer_bytes = vocabulary.tokenizer_bytes();
@@ -71,10 +69,10 @@ impl MergeJob {
             early.clone()?;
         }
         let folders: Vec<&Path> = inputs.folders();
-        let mut folder = RunFolder::at(&folders, &settings.output, true)?;
+        let mut folder = RunFolder::at(&folders, &settings.output(), true)?;
         folder.lock(events)?;
         let mut unfinished = folder.look()?;
-        if unfinished.is_none() && settings.output.resume {
+        if unfinished.is_none() && settings.resume {
             return Err(folder.nothing_to_resume().into());
         }
         let measured_within = match early {
@@ -94,10 +92,10 @@ impl MergeJob {
         }
         if let Some(combined) = &combined {
             deciding.extend(combined.deciding());
-            combined.check_folder(unfinished.is_some() || settings.output.force)?;
+            combined.check_folder(unfinished.is_some() || settings.force)?;
         }
         if let Some(state) = unfinished.take() {
-            unfinished = same_run::check(state, &deciding, &folder, &settings.output)?;
+            unfinished = same_run::check(state, &deciding, &folder, &settings.output())?;
             if let Some(manifest) = folder.record_of_the_last_step(None)? {
                 events.note("this run is finished; only a file of its state was left".to_string());
                 return Ok(SettledMerge::Finished(Box::new(manifest)));
@@ -225,8 +223,7 @@ fn wanted_size(settings: &MergeSettings, threads: usize) -> PassSize {
 /// both.
 fn with_enough_for(shape: &MergeShape, settings: &MergeSettings) -> MergeSettings {
     let mut enough = settings.clone();
-    let allowed = &mut enough.device.max_memory;
-    *allowed = allowed.with_cpu(shape.least());
+    enough.device.max_memory = Some(enough.device.budget().with_cpu(shape.least()));
     enough
 }
 
@@ -270,15 +267,8 @@ fn layout_of(tensors: &[MergeTensor], shard_bytes: u64) -> Result<Layout> {
 /// The settings of the method.
 fn method_settings(settings: &MergeSettings) -> MethodSettings {
     MethodSettings {
-        semantics: match settings.semantics {
-            MergeSemantics::Paper => Semantics::Paper,
-            MergeSemantics::Mergekit | MergeSemantics::Peft => Semantics::Mergekit,
-        },
-        scope: settings.trim_scope.map(|scope| match scope {
-            TrimScope::Tensor => Scope::Tensor,
-            TrimScope::Layer => Scope::Layer,
-            TrimScope::Model => Scope::Model,
-        }),
+        semantics: settings.semantics,
+        scope: settings.trim_scope,
         squares_vote: settings.saliency == Some(SaliencySource::Experts),
         seed: settings.seed,
     }

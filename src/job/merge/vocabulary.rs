@@ -16,6 +16,7 @@ use crate::checkpoint::CONFIG_FILE;
 use crate::failure::Failure;
 use crate::input::{read_settings, with_remedy};
 use crate::job::located;
+use crate::merging::methods::Semantics;
 use crate::merging::pass::MergeTensor;
 use crate::merging::recipe::{ModelSpec, Recipe, TokenizerRecipe, TokenizerSource};
 use crate::merging::vocabulary::{
@@ -25,7 +26,7 @@ use crate::merging::vocabulary::{
 use crate::model::{EMBEDDING, HEAD};
 use crate::run::Events;
 use crate::run::merging::VocabularyReport;
-use crate::settings::{MergeSemantics, MergeSettings};
+use crate::settings::MergeSettings;
 
 /// Tokens that the console lists.
 const LISTED: usize = 10;
@@ -65,14 +66,14 @@ impl OutputVocabulary {
         events: &dyn Events,
     ) -> Result<Self> {
         let mut vocabulary = match &recipe.tokenizer {
-            Some(_) if settings.semantics == MergeSemantics::Peft => {
+            Some(_) if settings.semantics == Semantics::Peft => {
                 return Err(Failure::usage(
                     "--semantics peft combines adapters of one base, whose tokens stay",
                 )
                 .hint("leave --vocab and the recipe's tokenizer out")
                 .into());
             }
-            Some(_) if settings.truncates_embeddings => {
+            Some(_) if settings.unsafe_truncate_embeddings => {
                 return Err(Failure::usage(
                     "--unsafe-truncate-embeddings has no meaning for a recipe with a tokenizer",
                 )
@@ -111,7 +112,7 @@ impl OutputVocabulary {
                 ..Self::kept()
             });
         }
-        if !settings.truncates_embeddings {
+        if !settings.unsafe_truncate_embeddings {
             let failure = Failure::new("the models have different vocabularies");
             let counted = rows
                 .iter()

@@ -95,7 +95,7 @@ impl MergeMethod for DifferenceMethod {
         match (by_magnitude, settings.scope, settings.semantics) {
             (false, ..) => Scope::Tensor,
             (true, Some(scope), _) => scope,
-            (true, None, Semantics::Mergekit) => Scope::Tensor,
+            (true, None, Semantics::Mergekit | Semantics::Peft) => Scope::Tensor,
             (true, None, Semantics::Paper) => Scope::Model,
         }
     }

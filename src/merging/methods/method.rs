@@ -1,6 +1,8 @@
 //! The trait of merge methods, and what they are told of a tensor.
 
 use anyhow::Result;
+use clap::ValueEnum;
+use serde::Serialize;
 
 use super::group::Group;
 use super::mixer::Mixer;
@@ -133,21 +135,26 @@ pub struct MethodSettings {
 }
 
 /// Definitions of a method.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
 pub enum Semantics {
-    /// mergekit 0.1.5.
+    /// mergekit 0.1.5
     Mergekit,
-    /// The method's paper and its authors' code.
+    /// The method's paper: ties trims over the whole model, dare divides by the density
     Paper,
+    /// Adapters of one base are combined factor by factor, as add_weighted_adapter does
+    // Methods compute models by mergekit's definitions.
+    Peft,
 }
 
 /// Tensors that are trimmed together.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
 pub enum Scope {
-    /// Each tensor alone.
+    /// Each tensor alone
     Tensor,
-    /// The tensors of a layer.
+    /// The tensors of one layer
     Layer,
-    /// All tensors.
+    /// All tensors
     Model,
 }

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Result;
+use clap::ValueEnum;
 
 use super::fields::{Fields, unknown};
 use super::model_spec::ModelSpec;
@@ -16,6 +17,7 @@ use super::tokenizer::{TokenizerRecipe, TokenizerSource};
 use super::yaml::{self, Node};
 use crate::failure::Failure;
 use crate::input::{Expected, read_given, with_remedy};
+use crate::linalg::StoredDtype;
 
 /// Methods of mergekit and peft that this version does not have.
 pub const OTHER_METHODS: [&str; 13] = [
@@ -48,9 +50,9 @@ pub struct Recipe {
     /// The parameters of the whole recipe, the widest scope.
     pub parameters: Parameters,
     /// The dtype of the arithmetic, and of the output without `out_dtype`.
-    pub dtype: Option<MergeDtype>,
+    pub dtype: Option<StoredDtype>,
     /// The dtype of the output.
-    pub out_dtype: Option<MergeDtype>,
+    pub out_dtype: Option<StoredDtype>,
     /// The vocabulary of the output; `None` keeps the inputs' vocabulary, which must be the same for all inputs.
     pub tokenizer: Option<TokenizerRecipe>,
     /// The chat template of the output: `auto`, a name or Jinja.
@@ -103,41 +105,10 @@ pub struct SliceSource {
     pub parameters: Parameters,
 }
 
-/// A dtype that a recipe can ask for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum MergeDtype {
-    /// `float32`
-    F32,
-    /// `float16`
-    F16,
-    /// `bfloat16`
-    Bf16,
-}
-
-impl MergeDtype {
-    /// The name in a recipe.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "float32",
-            Self::F16 => "float16",
-            Self::Bf16 => "bfloat16",
-        }
-    }
-
-    /// The dtype of a name: PyTorch's name, with or without `torch.`, or a short name.
-    pub fn named(name: &str) -> Option<Self> {
-        match name.strip_prefix("torch.").unwrap_or(name) {
-            "float32" | "float" | "fp32" | "f32" => Some(Self::F32),
-            "float16" | "half" | "fp16" | "f16" => Some(Self::F16),
-            "bfloat16" | "bf16" => Some(Self::Bf16),
-            _ => None,
-        }
-    }
-
-    fn from_node(node: Node) -> Result<Self, Failure> {
-        let dtype = node.scalar().and_then(|scalar| Self::named(&scalar.text));
-        dtype.ok_or_else(|| node.wrong("a dtype", "`float32`, `float16` or `bfloat16`"))
-    }
+/// The dtype that a recipe asks for: PyTorch's name, or a short name.
+fn dtype(node: Node) -> Result<StoredDtype, Failure> {
+    let named = node.scalar().and_then(|scalar| StoredDtype::from_str(&scalar.text, false).ok());
+    named.ok_or_else(|| node.wrong("a dtype", "`float32`, `float16` or `bfloat16`"))
 }
 
 impl Recipe {
@@ -186,8 +157,8 @@ impl Recipe {
             inputs,
             module_parameters,
             parameters: Parameters::from_node(fields.take("parameters"))?,
-            dtype: fields.take("dtype").map(MergeDtype::from_node).transpose()?,
-            out_dtype: fields.take("out_dtype").map(MergeDtype::from_node).transpose()?,
+            dtype: fields.take("dtype").map(dtype).transpose()?,
+            out_dtype: fields.take("out_dtype").map(dtype).transpose()?,
             tokenizer: tokenizer(&mut fields)?,
             chat_template: fields
                 .take("chat_template")

@@ -7,6 +7,7 @@ use proptest::prelude::*;
 
 use super::testing::{method, methods, read};
 use super::*;
+use crate::linalg::StoredDtype;
 
 fn model(text: &str) -> ModelSpec {
     text.parse().unwrap()
@@ -96,8 +97,8 @@ chat_template: auto
     assert_eq!(weight.cases[1].filter, None);
     let normalize = recipe.parameters.get(Parameter::Normalize).unwrap();
     assert_eq!(normalize.at("x", 0.0, true), Some(0.0));
-    assert_eq!(recipe.dtype, Some(MergeDtype::Bf16));
-    assert_eq!(recipe.out_dtype, Some(MergeDtype::F32));
+    assert_eq!(recipe.dtype, Some(StoredDtype::Bf16));
+    assert_eq!(recipe.out_dtype, Some(StoredDtype::F32));
     let tokenizer = recipe.tokenizer.as_ref().unwrap();
     assert_eq!(tokenizer.source, TokenizerSource::Union);
     let row = |source, force| TokenRecipe { source, force };
@@ -335,7 +336,7 @@ proptest! {
             inputs: MergeInputs::Models(inputs.collect()),
             module_parameters: parameters.clone(),
             parameters: Parameters::default(),
-            dtype: Some(MergeDtype::F16),
+            dtype: Some(StoredDtype::F16),
             out_dtype: None,
             tokenizer: Some(TokenizerRecipe { tokens: vec![token], ..TokenizerRecipe::of(TokenizerSource::Base) }),
             chat_template: Some(template),

@@ -1,46 +1,82 @@
 //! A recipe from flags of the command line: `--base B --model E1 --model E2 --method ties --density 0.5 --weight 0.6,0.4`.
 
 use anyhow::Result;
+use clap::Args;
 
 use super::check::not_of;
-use super::contents::{MergeDtype, MergeInputs, ModelInput, Recipe, declaration};
+use super::contents::{MergeInputs, ModelInput, Recipe, declaration};
 use super::model_spec::ModelSpec;
 use super::parameter::{BaseModel, Declaration, Parameter, WhenMissing};
 use super::place::Place;
 use super::setting::{Parameters, Setting, check_range};
 use super::tokenizer::{TokenizerRecipe, TokenizerSource};
 use crate::failure::Failure;
+use crate::linalg::StoredDtype;
 
 /// The flags of a merge without a file. A list is empty, or holds a single value for all models, or a value per model.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, Args)]
+#[command(next_help_heading = "Recipe")]
 pub struct FlagRecipe {
-    /// `--base`
+    /// Base model: a folder or a hub id, MODEL@REVISION or MODEL+ADAPTER
+    #[arg(long, value_name = "MODEL", conflicts_with = "config")]
     pub base: Option<String>,
-    /// `--model`, once or more.
+
+    /// Model to merge; repeated for every model
+    ///
+    /// A folder or a hub id. MODEL+ADAPTER is a model with a LoRA adapter of peft, which is added tensor by tensor.
+    #[arg(long = "model", value_name = "MODEL", conflicts_with = "config")]
     pub models: Vec<String>,
+
     /// `--method`
-    pub method: String,
-    /// `--density`
-    pub density: Vec<f64>,
-    /// `--weight`; 1 for every model where the method needs weights.
+    #[arg(long, value_name = "METHOD", conflicts_with = "config")]
+    pub method: Option<String>,
+
+    /// Weights of the models: one for all, or one per model [default: 1]
+    #[arg(
+        long,
+        value_name = "W,...",
+        value_delimiter = ',',
+        allow_negative_numbers = true,
+        conflicts_with = "config"
+    )]
     pub weight: Vec<f64>,
-    /// `--gamma`
-    pub gamma: Vec<f64>,
-    /// `--epsilon`
-    pub epsilon: Vec<f64>,
-    /// `--lambda`
+
+    /// Shares of the differences that are kept: one for all, or one per model [default: 1]
+    #[arg(long, value_name = "D,...", value_delimiter = ',', conflicts_with = "config")]
+    pub density: Vec<f64>,
+
+    /// Factor of the merged difference from the base [default: 1]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, conflicts_with = "config")]
     pub lambda: Option<f64>,
-    /// `--t`
-    pub t: Option<f64>,
-    /// `--normalize`
+
+    /// Divide by the sum of the weights, or not [default: as mergekit does for the method]
+    #[arg(long, value_name = "BOOL", conflicts_with = "config")]
     pub normalize: Option<bool>,
-    /// `--rescale`
+
+    /// Give trimmed differences their norm back, or not [default: as mergekit does for the method]
+    #[arg(long, value_name = "BOOL", conflicts_with = "config")]
     pub rescale: Option<bool>,
-    /// `--dtype`
-    pub dtype: Option<MergeDtype>,
-    /// `--out-dtype`
-    pub out_dtype: Option<MergeDtype>,
-    /// The vocabulary of the output.
+
+    /// Position between the base (0) and the other model (1), for slerp
+    #[arg(long, value_name = "T", conflicts_with = "config")]
+    pub t: Option<f64>,
+
+    /// Shares of the largest differences that breadcrumbs removes [default: 0.01]
+    #[arg(long, value_name = "G,...", value_delimiter = ',', conflicts_with = "config")]
+    pub gamma: Vec<f64>,
+
+    /// Half the spread of della's probabilities [default: 0.15]
+    #[arg(long, value_name = "E,...", value_delimiter = ',', conflicts_with = "config")]
+    pub epsilon: Vec<f64>,
+
+    /// Dtype of the output [default: that of the inputs; f32 where they differ]
+    ///
+    /// The arithmetic is f32 in any case, and rounded once.
+    #[arg(long, value_name = "DTYPE", conflicts_with = "config")]
+    pub out_dtype: Option<StoredDtype>,
+
+    /// Vocabulary of the output where the models have different ones
+    #[arg(long = "vocab", value_name = "TOKENS")]
     pub tokenizer: Option<TokenizerSource>,
 }
 
@@ -55,15 +91,15 @@ impl Recipe {
     /// neither 1 nor the number of models, and models that the method cannot have.
     pub fn from_flags(flags: FlagRecipe, methods: &[Declaration]) -> Result<Self> {
         let place = Place::Flags;
-        let declaration = declaration(&flags.method, methods, &place)?;
+        let method = flags.method.as_ref().filter(|_| !flags.models.is_empty());
+        let method = method.ok_or_else(|| {
+            Failure::usage("there is nothing to merge")
+                .detail("a merge has a recipe: a file, or --model and --method")
+                .hint("prune merge ties.yml --save out, or see prune merge --help")
+        })?;
+        let declaration = declaration(method, methods, &place)?;
         let specs = flags.models.iter().map(|model| spec(model));
         let specs: Vec<ModelSpec> = specs.collect::<Result<_, _>>()?;
-        if specs.is_empty() {
-            return Err(place
-                .failure("a merge needs models")
-                .hint("add --model MODEL, once per model")
-                .into());
-        }
         let per_model = model_parameters(&flags, declaration, specs.len())?;
         let base = flags.base.as_deref().map(spec).transpose()?;
         let is_input = |base: &ModelSpec| {
@@ -85,8 +121,8 @@ impl Recipe {
             base_model,
             module_parameters: Parameters::default(),
             parameters: shared_parameters(&flags, declaration)?,
-            merge_method: flags.method,
-            dtype: flags.dtype,
+            merge_method: method.clone(),
+            dtype: None,
             out_dtype: flags.out_dtype,
             tokenizer: tokenizer.map(TokenizerRecipe::of),
             chat_template: None,
@@ -182,7 +218,7 @@ mod tests {
         FlagRecipe {
             base: Some("base".into()),
             models: models.iter().map(|model| model.to_string()).collect(),
-            method: method.into(),
+            method: Some(method.into()),
             ..FlagRecipe::default()
         }
     }
@@ -194,7 +230,7 @@ mod tests {
             weight: vec![0.6, 0.4],
             lambda: Some(1.0),
             normalize: Some(false),
-            dtype: Some(MergeDtype::F32),
+            out_dtype: Some(StoredDtype::F32),
             tokenizer: Some(TokenizerSource::Base),
             ..flags("ties", &["a", "b+c"])
         };
@@ -205,7 +241,7 @@ models:
   - {model: a, parameters: {weight: 0.6, density: 0.5}}
   - {model: b+c, parameters: {weight: 0.4, density: 0.5}}
 parameters: {lambda: 1, normalize: false}
-dtype: float32
+out_dtype: float32
 tokenizer_source: base
 ";
         assert_eq!(Ok(recipe), read(same));

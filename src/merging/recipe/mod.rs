@@ -35,9 +35,7 @@ mod testing;
 #[cfg(test)]
 mod yaml_tests;
 
-pub use contents::{
-    MergeDtype, MergeInputs, ModelInput, OTHER_METHODS, Recipe, SliceRecipe, SliceSource,
-};
+pub use contents::{MergeInputs, ModelInput, OTHER_METHODS, Recipe, SliceRecipe, SliceSource};
 pub use flags::FlagRecipe;
 pub use model_spec::ModelSpec;
 pub use parameter::{BaseModel, Declaration, Declared, Parameter, ParameterValues, WhenMissing};

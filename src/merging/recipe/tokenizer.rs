@@ -1,5 +1,7 @@
 //! The tokenizer of a merge as a recipe describes it: `tokenizer_source`, or `tokenizer` with rows for single tokens.
 
+use clap::ValueEnum;
+
 use super::fields::{Fields, entries};
 use super::model_spec::ModelSpec;
 use super::yaml::{Content, Node};
@@ -20,13 +22,15 @@ pub struct TokenizerRecipe {
 }
 
 /// The origin of the output's tokenizer.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, ValueEnum)]
 pub enum TokenizerSource {
-    /// The base model's tokenizer; without a base model, the first model's tokenizer.
+    /// The tokens of the base model
+    // Without a base model, the first model's tokenizer.
     Base,
-    /// The tokens of all models.
+    /// The tokens of all models
     Union,
-    /// The tokenizer of a model, merged or not.
+    /// The tokenizer of a model, merged or not
+    #[value(skip)]
     Model(ModelSpec),
 }
 

@@ -56,7 +56,7 @@ impl YamlWriter<'_> {
         self.parameters(0, &recipe.parameters);
         for (key, dtype) in [("dtype", recipe.dtype), ("out_dtype", recipe.out_dtype)] {
             if let Some(dtype) = dtype {
-                self.entry(0, key, dtype.name());
+                self.entry(0, key, dtype.torch_name());
             }
         }
         if let Some(tokenizer) = &recipe.tokenizer {

@@ -31,7 +31,7 @@ use crate::linalg::gram::GramMatrix;
 use crate::linalg::update::{Update, subtract_product};
 use crate::pruning::mask::Mask;
 use crate::pruning::method::{PruningMethod, Request, SparsityRule};
-use crate::pruning::options::{MethodOption, MethodOptions};
+use crate::pruning::options::{MethodOption, MethodOptions, OptionValue};
 use crate::pruning::solvers::dense::{mask_of, score_at, widened, zeros_of};
 use crate::pruning::statistics::StatisticsKind;
 use crate::pruning::statistics::input_gram::{InputGram, InputGramKind};
@@ -40,6 +40,24 @@ use crate::pruning::target::Pattern;
 /// Second-order pruning with updates of the weights that stay.
 #[derive(Debug, Clone, Copy)]
 pub struct SparseGpt;
+
+/// Damping of the Gram matrix; the default is the reference's.
+pub const PERCDAMP: MethodOption = MethodOption {
+    name: "percdamp",
+    value_name: "FRACTION",
+    help: "Damping of sparsegpt, as a fraction of the mean square of the inputs",
+    default: OptionValue::Number(0.01),
+    least: 0,
+};
+
+/// Columns of a block; the default is the reference's.
+pub const BLOCKSIZE: MethodOption = MethodOption {
+    name: "blocksize",
+    value_name: "COLUMNS",
+    help: "Columns that sparsegpt prunes together",
+    default: OptionValue::Count(128),
+    least: 1,
+};
 
 /// Growths of λ before a matrix is given up: from 0.01 to 10,000 times the mean of the diagonal.
 const GROWTHS: usize = 6;
@@ -60,7 +78,7 @@ impl PruningMethod for SparseGpt {
     }
 
     fn removes(&self, options: &MethodOptions) -> SparsityRule {
-        SparsityRule::FromBlocks { columns: options.blocksize() }
+        SparsityRule::FromBlocks { columns: options.count(&BLOCKSIZE) }
     }
 
     fn statistics(&self) -> Option<&'static dyn StatisticsKind> {
@@ -68,7 +86,7 @@ impl PruningMethod for SparseGpt {
     }
 
     fn options(&self) -> &'static [MethodOption] {
-        &[MethodOption::Percdamp, MethodOption::Blocksize]
+        &[PERCDAMP, BLOCKSIZE]
     }
 
     fn changes_weights(&self) -> bool {
@@ -91,7 +109,7 @@ impl PruningMethod for SparseGpt {
 
     fn prune(&self, weight: &mut StoredMatrix, request: &Request<'_>) -> Result<Mask> {
         request.mean_squares()?;
-        let block = request.options.blocksize();
+        let block = request.options.count(&BLOCKSIZE);
         if let Pattern::NOfM { m, .. } = request.target.pattern
             && !block.is_multiple_of(m)
         {
@@ -150,7 +168,7 @@ impl InverseFactor {
             }
         }
         let mean = diagonal.iter().map(|value| f64::from(*value)).sum::<f64>() / n.max(1) as f64;
-        let mut percdamp = request.options.percdamp();
+        let mut percdamp = request.options.number(&PERCDAMP);
         for _ in 0..=GROWTHS {
             let mut h = gram.square();
             h.par_iter_mut().for_each(|value| *value *= scale);

@@ -26,13 +26,31 @@ use crate::bytes::ByteSize;
 use crate::pruning::mask::Mask;
 use crate::pruning::method::Request;
 use crate::pruning::methods::wanda;
-use crate::pruning::options::MethodOption;
+use crate::pruning::options::{MethodOption, OptionValue};
 use crate::pruning::refinement::{AsPruned, Refinement};
 use crate::pruning::solvers::dense::{kept_of, mask_of};
 use crate::pruning::statistics::column_moments::{ColumnMoments, ColumnMomentsKind};
 use crate::pruning::statistics::input_gram::InputGram;
 use crate::pruning::statistics::{Statistics, StatisticsKind};
 use crate::pruning::target::Pattern;
+
+/// Swaps per row, at most; the default is the reference's.
+pub const DSNOT_CYCLES: MethodOption = MethodOption {
+    name: "dsnot_cycles",
+    value_name: "N",
+    help: "Swaps per row of `--refine dsnot` at most",
+    default: OptionValue::Count(50),
+    least: 0,
+};
+
+/// The matrices of the MLP are refined, too.
+pub const DSNOT_MLP: MethodOption = MethodOption {
+    name: "dsnot_mlp",
+    value_name: "",
+    help: "`--refine dsnot` refines the matrices of the MLP, too",
+    default: OptionValue::Switch(false),
+    least: 0,
+};
 
 /// |e| at which a row is done, as in the reference. It depends on the length of the samples.
 const DONE: f32 = 0.1;
@@ -59,7 +77,7 @@ impl Refinement for Dsnot {
     }
 
     fn options(&self) -> &'static [MethodOption] {
-        &[MethodOption::DsnotCycles, MethodOption::DsnotMlp]
+        &[DSNOT_CYCLES, DSNOT_MLP]
     }
 
     fn changes_weights(&self) -> bool {
@@ -75,7 +93,7 @@ impl Refinement for Dsnot {
     }
 
     fn refine(&self, pruned: AsPruned<'_>, request: &Request<'_>) -> Result<Mask> {
-        if request.name.contains(".mlp.") && !request.options.dsnot_mlp {
+        if request.name.contains(".mlp.") && !request.options.is_set(&DSNOT_MLP) {
             return Ok(pruned.mask);
         }
         let squares = wanda::input_norms(request)?;
@@ -90,7 +108,7 @@ impl Refinement for Dsnot {
             means: moments.mean(),
             variances: moments.variance(),
             pattern: request.target.pattern,
-            cycles: request.options.dsnot_cycles(),
+            cycles: request.options.count(&DSNOT_CYCLES),
         };
         let (rows, width) = (pruned.dense.rows(), pruned.dense.columns());
         let mut is_kept = kept_of(&pruned.mask);

@@ -11,14 +11,18 @@
 
 use std::f64::consts::PI;
 
+use clap::ValueEnum;
+use serde::Serialize;
+
 /// The shape of a schedule after the warm-up.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
 pub enum ScheduleShape {
-    /// The same rate.
+    /// The same rate
     Constant,
-    /// A line down to 0.
+    /// A line down to 0
     Linear,
-    /// Half a cosine down to 0.
+    /// Half a cosine down to 0
     Cosine,
 }
 

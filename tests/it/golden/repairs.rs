@@ -12,7 +12,9 @@ use prune::checkpoint::Checkpoint;
 use prune::job;
 use prune::model::{DecoderLayer, ModelConfig};
 use prune::pipeline::{MaskObserver, PrunedMatrix};
-use prune::pruning::{InputGram, MethodOptions, Statistics};
+use prune::pruning::methods::sparsegpt::{BLOCKSIZE, PERCDAMP};
+use prune::pruning::refinements::dsnot::DSNOT_CYCLES;
+use prune::pruning::{InputGram, MethodOptions, OptionValue, Statistics};
 use prune::run::Silent;
 use rayon::prelude::*;
 
@@ -51,14 +53,11 @@ const EXACT: Limits = Limits {
     weights: Some(1e-4),
 };
 
-const NO_OPTIONS: MethodOptions =
-    MethodOptions { percdamp: None, blocksize: None, dsnot_cycles: None, dsnot_mlp: false };
-
 const SPARSEGPT: Case = Case {
     golden: "",
     method: "sparsegpt",
     refine: None,
-    options: NO_OPTIONS,
+    options: MethodOptions::DEFAULT,
     true_sequential: false,
     limits: EXACT,
 };
@@ -71,11 +70,11 @@ fn sparsegpt() -> Vec<Case> {
         case("sparsegpt/stories-0.7"),
         case("sparsegpt/stories-2of4"),
         Case {
-            options: MethodOptions { blocksize: Some(32), ..NO_OPTIONS },
+            options: MethodOptions::DEFAULT.with(&BLOCKSIZE, OptionValue::Count(32)),
             ..case("sparsegpt/stories-0.5-block32")
         },
         Case {
-            options: MethodOptions { percdamp: Some(0.1), ..NO_OPTIONS },
+            options: MethodOptions::DEFAULT.with(&PERCDAMP, OptionValue::Number(0.1)),
             ..case("sparsegpt/stories-0.5-damp0.1")
         },
         Case { true_sequential: true, ..case("sparsegpt/stories-0.5-true-sequential") },
@@ -137,7 +136,7 @@ fn swapped() -> Vec<Case> {
         golden,
         method: "wanda",
         refine: Some("dsnot"),
-        options: MethodOptions { dsnot_cycles: Some(dsnot_cycles), ..NO_OPTIONS },
+        options: MethodOptions::DEFAULT.with(&DSNOT_CYCLES, OptionValue::Count(dsnot_cycles)),
         limits: Limits {
             masks: Some((1.0, 1.0)),
             perplexity: -1e-3..=1e-3,

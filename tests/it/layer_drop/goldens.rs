@@ -47,7 +47,7 @@ fn settings(
         sparsity.prune_nothing_unless_asked();
     }
     settings.layer_drop = Some(LayerDropSettings {
-        drop_layers: DropCount::Number(drop.0),
+        drop_layers: Some(DropCount::Number(drop.0)),
         drop_rule: drop.1,
         layers_dropped: Vec::new(),
     });

@@ -1,0 +1,36 @@
+//! Settings of the calibration samples, or of the text of a training.
+
+use clap::Args;
+use serde::Serialize;
+
+use super::deciding::text_not_deciding;
+use super::{DATASET, NSAMPLES};
+use crate::data::DatasetSpec;
+
+/// Calibration flags.
+#[derive(Debug, Clone, Args, Serialize)]
+#[command(next_help_heading = "Calibration")]
+pub struct CalibrationSettings {
+    /// Calibration text: NAME, NAME:PATH or a path
+    ///
+    /// `wikitext2:PATH` (raw text, parquet, or a folder holding the train split; rows joined with a space), `c4:SHARD.json.gz`
+    /// (documents longer than a sample), `ptb:PATH` (sentences joined with a space), or a path: plain text as it stands, .jsonl,
+    /// .gz or .parquet of documents. `wikitext2` and `c4` alone are downloaded from the hub; `demo` is a text inside the program.
+    #[arg(long, value_name = "NAME[:PATH]", default_value = DATASET)]
+    #[serde(serialize_with = "text_not_deciding")]
+    pub dataset: DatasetSpec,
+
+    /// Calibration samples
+    #[arg(long, value_name = "N", default_value_t = NSAMPLES, value_parser = clap::value_parser!(u32).range(1..))]
+    pub nsamples: u32,
+
+    /// Seed of the sampling; the same seed picks the reference's samples
+    #[arg(long, value_name = "SEED", default_value_t = 0)]
+    pub seed: u64,
+}
+
+impl Default for CalibrationSettings {
+    fn default() -> Self {
+        super::defaults()
+    }
+}

@@ -1,0 +1,80 @@
+//! Settings of the perplexity.
+
+use std::path::PathBuf;
+
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+
+use super::DATASET;
+use super::deciding::{not_deciding, text_not_deciding};
+use super::values::perplexity;
+use crate::data::DatasetSpec;
+use crate::runtime::Side;
+
+/// Evaluation flags.
+#[derive(Debug, Clone, Args, Serialize)]
+#[command(next_help_heading = "Evaluation")]
+pub struct EvaluationSettings {
+    /// The models that perplexity is measured of; commands have their own flag for them.
+    #[arg(skip = EvalSides::Pruned)]
+    pub eval: EvalSides,
+
+    /// Evaluation text: NAME, NAME:PATH or a path
+    ///
+    /// `wikitext2:PATH` (raw text, parquet, or a folder holding the test split; rows joined with two newlines), `c4:SHARD.json.gz`
+    /// (the first 1100 documents), `ptb:PATH` (sentences joined with a space), or a path: plain text as it stands, .jsonl, .gz or
+    /// .parquet of documents. `wikitext2` and `c4` alone are downloaded from the hub; `demo` is a text inside the program.
+    #[arg(long, value_name = "NAME[:PATH]", default_value = DATASET)]
+    #[serde(serialize_with = "text_not_deciding")]
+    pub eval_dataset: DatasetSpec,
+
+    /// Only the first N windows, for a quick look
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    #[serde(serialize_with = "not_deciding")]
+    pub eval_windows: Option<u64>,
+
+    /// Gate: exit with code 4 where the perplexity is above X, or not a number
+    ///
+    /// Of the pruned model where one is made. Everything is written and printed all the same.
+    #[arg(long, value_name = "X", value_parser = perplexity)]
+    #[serde(serialize_with = "not_deciding")]
+    pub max_perplexity: Option<f64>,
+
+    /// Folder of token ids and unpacked corpora [default: PRUNE_CACHE, else XDG_CACHE_HOME/prune, else ~/.cache/prune]
+    #[arg(long, value_name = "DIR")]
+    #[serde(serialize_with = "not_deciding")]
+    pub text_cache: Option<PathBuf>,
+}
+
+impl Default for EvaluationSettings {
+    fn default() -> Self {
+        super::defaults()
+    }
+}
+
+/// Models that perplexity is measured of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum EvalSides {
+    /// The pruned model
+    Pruned,
+    /// The dense and the pruned model, in one sweep
+    Both,
+    /// Nothing; needs no evaluation text
+    None,
+    /// The checkpoint as it is read: the choice of `prune eval`, which has no such flag
+    #[value(skip)]
+    Dense,
+}
+
+impl EvalSides {
+    /// The models in the order of the report.
+    pub fn sides(self) -> &'static [Side] {
+        match self {
+            Self::Pruned => &[Side::Pruned],
+            Self::Dense => &[Side::Dense],
+            Self::Both => &[Side::Dense, Side::Pruned],
+            Self::None => &[],
+        }
+    }
+}
