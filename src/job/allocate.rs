@@ -18,7 +18,7 @@ use crate::pruning::statistics::column_squares::ColumnSquaresKind;
 use crate::run::Events;
 use crate::run::allocation::{AllocationReport, TriedRatios};
 use crate::runtime::HiddenStates;
-use crate::settings::{EvalSides, OutputSettings, Settings};
+use crate::settings::{EvalSides, OutputSettings, Settings, SparsitySettings};
 
 /// Ratios per line of a message.
 const RATIOS_PER_LINE: usize = 8;
@@ -34,14 +34,16 @@ pub(super) fn resolved(
     known: Option<AllocationReport>,
     events: &dyn Events,
 ) -> Result<(OpenedModel, Option<Pruning>)> {
-    let pruning = pruning.context("this run prunes")?;
+    let (Some(sparsity), Some(of_run)) = (&settings.sparsity, &pruning) else {
+        return Ok((model, pruning));
+    };
     let (model, report) = match known {
         Some(report) => (model, report),
-        None => ratios(settings, model, pruning.targets.sparsity_ratio, events)?,
+        None => ratios((settings, sparsity), model, of_run.targets.sparsity_ratio, events)?,
     };
     announce(&report, events);
-    let pruning = pruning.with_ratios(report, settings, &model.config)?;
-    Ok((model, Some(pruning)))
+    let measured = of_run.with_ratios(report, &sparsity.selection, &model.config)?;
+    Ok((model, Some(measured)))
 }
 
 /// Measures the dense model, and returns it with the ratio of every layer.
@@ -49,12 +51,11 @@ pub(super) fn resolved(
 /// # Errors
 /// Fails where the pass does not fit, for layers that cannot be read, and for activations that are not finite.
 fn ratios(
-    settings: &Settings,
+    (settings, sparsity): (&Settings, &SparsitySettings),
     model: OpenedModel,
     ratio: f64,
     events: &dyn Events,
 ) -> Result<(OpenedModel, AllocationReport)> {
-    let sparsity = settings.sparsity.as_ref().context("this run prunes")?;
     let mut measuring = Settings { output: OutputSettings::default(), ..settings.clone() };
     measuring.evaluation.max_perplexity = None;
     measuring.evaluation.eval = EvalSides::None;

@@ -1,15 +1,15 @@
-//! `prune eval`: the story of the main job without outputs and without an editor.
+//! `prune eval`: a run without outputs and without an editor.
 
 use anyhow::{Context, Result};
 
 use super::inputs::RunInputs;
 use super::outputs::Outputs;
-use super::profile;
 use super::record::RunResults;
 use super::recorder::Recorder;
-use super::settle::settle;
-use super::settled_run::RunStart;
+use super::run;
+use super::settled_run::SettledRun;
 use super::streams::Streams;
+use crate::run::profile::PeakReport;
 use crate::run::{Events, Manifest};
 use crate::settings::Settings;
 
@@ -18,23 +18,26 @@ use crate::settings::Settings;
 /// # Errors
 /// Fails for everything that can be wrong with settings, checkpoint and text, and where a layer cannot be read.
 pub fn eval(settings: Settings, events: &dyn Events) -> Result<Manifest> {
-    let recorder = Recorder::new(events);
-    let RunStart::Run(job) = settle(settings, RunInputs::default(), &recorder)? else {
-        return Err(anyhow::anyhow!("only a run that prunes can have finished before"));
-    };
-    job.announce(&recorder);
-    let peak = profile::measure_peak(&job);
+    run::run(settings, RunInputs::default(), events, None)
+}
+
+/// Measures, and writes the record.
+pub(super) fn measure(
+    job: &SettledRun,
+    peak: Option<PeakReport>,
+    recorder: &Recorder<'_>,
+) -> Result<Manifest> {
     let outputs = Outputs::default();
-    let mut streams = Streams::embed(&job, &outputs, &recorder)?;
-    let swept = streams.sweep(&job, None, None, &recorder)?;
+    let mut streams = Streams::embed(job, &outputs, recorder)?;
+    let swept = streams.sweep(job, None, None, recorder)?;
     let results = RunResults {
         peak,
         swept,
-        perplexity: streams.perplexities(&job),
+        perplexity: streams.perplexities(job),
         layers: None,
         output: None,
         recovery: None,
     };
     job.folder.prepare().context("making room for the record")?;
-    job.record(&outputs, results, &recorder)
+    job.record(&outputs, results, recorder)
 }

@@ -13,7 +13,7 @@ pub(super) struct RunInputs<'a> {
     /// The record of a run that has measured the dense perplexity. It is used where this run would measure the same.
     pub(super) dense: Option<&'a Manifest>,
     /// Data of a training, in place of the data that texts and seeds give.
-    pub(super) training: Option<Arc<GivenTraining>>,
+    pub(super) training: Arc<GivenTraining>,
     /// The runs that share its sweep.
     pub(super) sharing: Sharing<'a>,
 }
@@ -44,7 +44,7 @@ impl RunInputs<'_> {
         match &self.sharing {
             Sharing::Alone => 1,
             Sharing::First(others) => 1 + others.len(),
-            Sharing::Next(first) => first.runs_at_once,
+            Sharing::Next(first) => first.pruning().map_or(1, |pruning| pruning.runs_at_once),
         }
     }
 }

@@ -8,8 +8,10 @@ use crate::settings::Settings;
 /// Nothing is written yet: a run that will write a model may as well begin again.
 pub(super) fn before_outputs(settings: &Settings, events: &dyn Events) {
     let output = &settings.output;
-    let writes_model =
-        !output.no_save_model && (output.save.is_some() || output.save_model.is_some());
+    let changes_weights = settings.sparsity.is_some() || settings.recovery.is_some();
+    let writes_model = changes_weights
+        && !output.no_save_model
+        && (output.save.is_some() || output.save_model.is_some());
     let unfinished = writes_model.then(|| Unfinished {
         text: format!(
             "nothing was changed; this command begins the run, or continues an earlier one:\n  {}",

@@ -102,7 +102,7 @@ fn measures_dense(settings: &Settings) -> bool {
     settings.evaluation.eval.sides().contains(&Side::Dense)
 }
 
-/// Opens the smaller model in place of `model`. `known` is the choice of an earlier process.
+/// Opens the smaller model in place of `model`, where the settings drop layers. `known` is the choice of an earlier process.
 ///
 /// # Errors
 /// Fails where the scoring pass does not fit or its texts are missing, for layers that cannot be read, for a choice that does not fit
@@ -114,8 +114,9 @@ pub(super) fn smaller(
     folder: &RunFolder,
     events: &dyn Events,
 ) -> Result<OpenedModel> {
-    let drop = settings.layer_drop.as_ref();
-    let drop = drop.context("this run drops layers")?;
+    let Some(drop) = &settings.layer_drop else {
+        return Ok(model);
+    };
     if let Some(report) = known {
         let layers = model.config.num_hidden_layers;
         let kept = KeptLayers::without(layers, &report.dropped);

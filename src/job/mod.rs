@@ -2,10 +2,11 @@
 //!
 //! | file | story |
 //! | --- | --- |
-//! | `prune` | the main job: settle → outputs → streams → sweep → finish → record |
-//! | `eval` | the same without outputs and editor |
-//! | `grid` | `prune sweep`: the main job for every cell of a grid, and the table |
-//! | `recover` | `prune recover`: settle → outputs → training → sweep → finish → record |
+//! | `run` | the story of a run: settle → outputs → streams → work → finish → record |
+//! | `prune` | `prune`: the sweep that prunes |
+//! | `eval` | `prune eval`: a run without outputs and editor |
+//! | `grid` | `prune sweep`: a run for every cell of a grid, and the table |
+//! | `recover` | `prune recover`: the training, and the sweep that writes what was trained |
 //! | `merge` | `prune merge`: settle → outputs → pass → finish → record |
 //! | `generate`, `inspect`, `plan`, `demo`, `quantize` | the other commands |
 //! | `settle` | everything that can be wrong is checked, and nothing is written |
@@ -59,6 +60,7 @@ mod record;
 mod recorder;
 pub mod recover;
 mod resolved;
+mod run;
 mod same_run;
 mod settle;
 mod settled_run;

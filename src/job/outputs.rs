@@ -7,7 +7,7 @@ use anyhow::Result;
 
 use super::folder::state_file::{self, StateFile};
 use super::recorder::Recorder;
-use super::settled_run::SettledRun;
+use super::settled_run::{RunTask, SettledRun};
 use crate::checkpoint::{CheckpointWriter, ExpectedMatrix, OwnFiles, Reopened};
 use crate::job::folder::memory_log;
 use crate::pipeline::{LayerJournal, MaskObserver, Output, SaveMasks, expected, permute};
@@ -36,15 +36,8 @@ impl<'a> Outputs<'a> {
             Some(files) => files,
             None => create(job, recorder)?,
         };
-        if let (Some(writer), Some(pruning)) = (&mut writer, &job.pruning) {
-            let mut names = pruning.targets.tensors();
-            let (technique, config) = (&pruning.technique, &job.model.config);
-            names.extend(permute::biases(technique, &pruning.targets, config));
-            writer.will_write(names.iter().map(String::as_str));
-        }
-        if let (Some(writer), Some(recovery)) = (&mut writer, &job.recovery) {
-            let names = recovery.tensors(&job.model.config);
-            writer.will_write(names.iter().map(String::as_str));
+        if let Some(writer) = &mut writer {
+            writer.will_write(written_tensors(job).iter().map(String::as_str));
         }
         if let Some(run) = &job.folder.run {
             recorder.write_memory_log(&run.join(memory_log::FILE))?;
@@ -116,6 +109,20 @@ impl<'a> Outputs<'a> {
     }
 }
 
+/// Names of the tensors that the run writes.
+fn written_tensors(job: &SettledRun) -> Vec<String> {
+    let config = &job.model.config;
+    match &job.task {
+        RunTask::Prune(pruning) => {
+            let mut names = pruning.targets.tensors();
+            names.extend(permute::biases(&pruning.technique, &pruning.targets, config));
+            names
+        }
+        RunTask::Recover(recovery) => recovery.tensors(config),
+        RunTask::Measure(_) => Vec::new(),
+    }
+}
+
 /// Creates the files of a new run, or of an unfinished run that begins again with its first layer.
 fn create(job: &SettledRun, events: &dyn Events) -> Result<OpenedFiles> {
     let model = &job.model;
@@ -136,7 +143,7 @@ fn create(job: &SettledRun, events: &dyn Events) -> Result<OpenedFiles> {
     };
     let state = RunState {
         settings: job.deciding.clone(),
-        allocation: job.pruning.as_ref().and_then(|pruning| pruning.allocation.clone()),
+        allocation: job.pruning().and_then(|pruning| pruning.allocation.clone()),
         layer_drop: model.part_of.as_ref().and_then(|whole| whole.layer_drop.clone()),
         width_drop: model.part_of.as_ref().and_then(|whole| whole.width_drop.clone()),
         ..begun
@@ -151,7 +158,7 @@ fn create(job: &SettledRun, events: &dyn Events) -> Result<OpenedFiles> {
         })
     });
     let writer = writer.transpose()?;
-    let masks = job.masks().zip(job.pruning.as_ref()).map(|(path, pruning)| {
+    let masks = job.masks().zip(job.pruning()).map(|(path, pruning)| {
         let settings = job.settings.deciding()?;
         model.clock.measure(Phase::Allocate, || {
             SaveMasks::create(path, settings, &pruning.targets, &model.config, events)
@@ -189,7 +196,7 @@ fn reopen(job: &SettledRun, events: &dyn Events) -> Result<Option<OpenedFiles>> 
     let mut damaged: BTreeSet<String> =
         damaged.iter().map(|tensor| expected::matrix_of(tensor).to_string()).collect();
     let mut saved = None;
-    if let Some((path, pruning)) = job.masks().zip(job.pruning.as_ref()) {
+    if let Some((path, pruning)) = job.masks().zip(job.pruning()) {
         let settings = job.settings.deciding()?;
         let reopened = SaveMasks::reopen(path, settings, &pruning.targets, &source.config, &masks)?;
         let Some((masks, not_written)) = reopened else {
@@ -208,7 +215,7 @@ fn reopen(job: &SettledRun, events: &dyn Events) -> Result<Option<OpenedFiles>> 
         ));
         let tensors = |name: &String| [expected::tensor_of(name), expected::bias_of(name)];
         let mut names: Vec<String> = again.iter().flat_map(tensors).collect();
-        if let Some(recovery) = &job.recovery {
+        if let RunTask::Recover(recovery) = &job.task {
             let config = &source.config;
             let layers = layers..config.num_hidden_layers;
             names.extend(layers.flat_map(|layer| recovery.norms_of(layer, config)));

@@ -11,7 +11,7 @@ use super::opened::OpenedModel;
 use super::planned::Planning;
 use super::planned_texts::texts_and_plan;
 use super::resolved::Pruning;
-use super::settled_run::{SettledRun, sides_left};
+use super::settled_run::{RunTask, SettledRun, offload_folder, sides_left};
 use crate::pipeline::{Flow, Observed, RunShape};
 use crate::run::Events;
 use crate::settings::Settings;
@@ -42,25 +42,17 @@ pub(super) fn settle_pass(
     let folder = RunFolder::at(&[source], &settings.output, false)?;
     let planning = Planning::new(&settings.device, model.threads)?;
     let shape = RunShape { observes, ..early_shape(&settings, &model, None, &inputs, &folder) };
-    let (texts, plan, resident_layers) =
-        texts_and_plan(&settings, &model, &planning, shape, &inputs, events)?;
-    let spill_folder = planning.spill_folder(&plan, None, events)?;
+    let (texts, plan, _) = texts_and_plan(&settings, &model, &planning, shape, &inputs, events)?;
+    planning.check_spill(&plan, &offload_folder(&settings), events)?;
     let run = SettledRun {
         settings,
         model,
         folder,
-        pruning: None,
-        recovery: None,
-        given_training: None,
+        task: RunTask::Measure(observes),
         texts,
-        observes,
         plan,
-        resident_layers,
-        spill_folder,
         deciding: BTreeMap::new(),
         unfinished: None,
-        dense: None,
-        runs_at_once: 1,
     };
     run.check_disk()?;
     Ok(Box::new(run))

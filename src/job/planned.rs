@@ -3,7 +3,7 @@
 //! A run is planned in three stages, so that it fails as early as possible: before its texts are found, with a single window; with the
 //! memory of tokenizing, before the tokenizer is loaded and, if texts cannot be cut, again after; and with the counted windows.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::Result;
 
@@ -38,19 +38,16 @@ impl<'a> Planning<'a> {
         Ok(plan(shape, &inventory, &self.policy)?)
     }
 
-    /// Returns the folder of the spill file where the plan keeps hidden states on disk. Warns unless a flag asks for the disk.
-    pub(super) fn spill_folder(
+    /// Checks the folder of the spill file where the plan keeps hidden states on disk. Warns unless a flag asks for the disk.
+    pub(super) fn check_spill(
         &self,
         plan: &Plan,
-        run_folder: Option<&Path>,
+        folder: &Path,
         events: &dyn Events,
-    ) -> Result<Option<PathBuf>> {
+    ) -> Result<()> {
         if plan.hidden_states.storage != HiddenStatesStorage::Disk {
-            return Ok(None);
+            return Ok(());
         }
-        let folder = self.device.offload_folder.clone();
-        let folder =
-            folder.unwrap_or_else(|| run_folder.map_or_else(std::env::temp_dir, Path::to_path_buf));
         if self.device.hidden_states == HiddenStatesChoice::Auto {
             let budget = plan.cpu().and_then(|cpu| cpu.budget).unwrap_or_default();
             events.warn(format!(
@@ -59,8 +56,7 @@ impl<'a> Planning<'a> {
                 folder.display()
             ));
         }
-        check_spill_folder(&folder)?;
-        Ok(Some(folder))
+        check_spill_folder(folder)
     }
 }
 

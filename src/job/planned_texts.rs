@@ -55,9 +55,7 @@ pub(super) fn texts_and_plan(
     let dense = given.dense;
     plan_early(planning, &mut shape, model)?;
     let mut texts = tokenize(settings, model, planning, &mut shape, events)?;
-    if let Some(training) = &given.training {
-        training.replace(&mut texts, settings, model)?;
-    }
+    given.training.replace(&mut texts, settings, model)?;
     memory::release_freed();
     model.clock.mark(Moment::ModelLoaded, events);
     if shape.samples > 0 {

@@ -154,7 +154,7 @@ impl SettledRun {
         if self.texts.windows.is_some() {
             flag("eval_dataset", settings.evaluation.eval_dataset.without_folders());
         }
-        let targets = self.pruning.as_ref().map(|pruning| &pruning.targets);
+        let targets = self.pruning().map(|pruning| &pruning.targets);
         let has_ratio = targets.is_some_and(|targets| targets.pattern == Pattern::Unstructured);
         let selection = settings.sparsity.as_ref().map(|sparsity| &sparsity.selection);
         if selection.is_some_and(|selection| selection.layer_ratios.is_some()) {

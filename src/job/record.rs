@@ -7,7 +7,7 @@ use super::model_report::arithmetic;
 use super::outputs::Outputs;
 use super::profile;
 use super::recorder::Recorder;
-use super::settled_run::SettledRun;
+use super::settled_run::{RunTask, SettledRun};
 use crate::run::manifest::{
     GateReport, LayerReport, Manifest, OutputReport, Perplexities, PruningReport, SCHEMA,
     SparsityReport,
@@ -70,11 +70,12 @@ impl SettledRun {
         let measured = results.perplexity.pruned.or(results.perplexity.dense);
         let evaluation = texts.windows.as_ref().map(|windows| &windows.protocol);
         let layers = results.layers.as_deref();
-        let command = match (&self.recovery, layers) {
-            (Some(_), _) => "recover",
-            (None, Some(_)) => "prune",
-            (None, None) => "eval",
+        let command = match self.task {
+            RunTask::Recover(_) => "recover",
+            RunTask::Prune(_) => "prune",
+            RunTask::Measure(_) => "eval",
         };
+        let runs_at_once = self.pruning().map_or(1, |pruning| pruning.runs_at_once);
         let mut manifest = Manifest {
             schema: SCHEMA,
             prune_version: env!("CARGO_PKG_VERSION").to_string(),
@@ -83,7 +84,7 @@ impl SettledRun {
             settings: settings.by_name()?,
             started_unix_seconds: model.started_unix_seconds,
             seconds: model.clock.seconds(),
-            cells_at_once: Some(self.runs_at_once).filter(|&runs| runs > 1),
+            cells_at_once: Some(runs_at_once).filter(|&runs| runs > 1),
             sessions: Vec::new(),
             model: model.report()?,
             arithmetic: arithmetic(model, &settings.device, &plan),
@@ -121,7 +122,7 @@ impl SettledRun {
 
     /// The targets as resolved.
     pub(super) fn pruning_report(&self) -> Option<PruningReport> {
-        let pruning = self.pruning.as_ref()?;
+        let pruning = self.pruning()?;
         let selection = &self.settings.sparsity.as_ref()?.selection;
         let targets = &pruning.targets;
         Some(PruningReport {

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 
 use super::folder::RunFolder;
 use crate::failure::Failure;
@@ -11,9 +11,11 @@ use crate::pipeline::allocation::Allocation;
 use crate::pipeline::{Flow, LayerRatios, Selection, TargetPlan, check_verification, permute};
 use crate::pruning::{Pattern, Technique};
 use crate::run::AllocationReport;
+use crate::run::manifest::PerplexityReport;
 use crate::settings::{Settings, SparsitySettings};
 
 /// The pruning part of a run.
+#[derive(Clone)]
 pub(super) struct Pruning {
     pub(super) technique: Technique,
     pub(super) flow: Flow,
@@ -24,6 +26,10 @@ pub(super) struct Pruning {
     pub(super) allocation: Option<AllocationReport>,
     /// The file of `--save-masks`.
     pub(super) masks: Option<PathBuf>,
+    /// The dense perplexity, where an earlier run has measured it.
+    pub(super) dense: Option<PerplexityReport>,
+    /// The runs that share its sweep, itself included.
+    pub(super) runs_at_once: usize,
 }
 
 impl Pruning {
@@ -63,6 +69,8 @@ impl Pruning {
             calibrates,
             allocation: None,
             masks,
+            dense: None,
+            runs_at_once: 1,
         }))
     }
 }
@@ -72,21 +80,17 @@ impl Pruning {
     pub(super) fn with_ratios(
         &self,
         report: AllocationReport,
-        settings: &Settings,
+        selection: &Selection,
         config: &ModelConfig,
     ) -> Result<Self> {
-        let sparsity = settings.sparsity.as_ref().context("this run prunes")?;
         let selection = Selection {
             layer_ratios: Some(LayerRatios::All(report.ratios.clone())),
-            ..sparsity.selection.clone()
+            ..selection.clone()
         };
         Ok(Self {
-            technique: self.technique.clone(),
-            flow: self.flow,
             targets: TargetPlan::resolve(&selection, self.technique.method, config)?,
-            calibrates: self.calibrates,
             allocation: Some(report),
-            masks: self.masks.clone(),
+            ..self.clone()
         })
     }
 }

@@ -15,7 +15,7 @@ use super::planned_texts::{plan_early, texts_and_plan};
 use super::recover::Recovery;
 use super::resolved::{Pruning, allocates};
 use super::same_run;
-use super::settled_run::{RunStart, SettledRun};
+use super::settled_run::{RunStart, RunTask, SettledRun, offload_folder};
 use super::{allocate, layer_drop, width_drop};
 use crate::checkpoint::check_sidecars;
 use crate::failure::Failure;
@@ -49,7 +49,7 @@ fn settle_opened(
 ) -> Result<RunStart> {
     settings.seqlen = Some(model.seqlen);
     let prunes = settings.sparsity.is_some();
-    let recovery = Recovery::resolve(&settings, &mut model, events)?;
+    let mut recovery = Recovery::resolve(&settings, &mut model, events)?;
     if prunes || settings.layer_drop.is_some() {
         model.refuse_quantized()?;
     }
@@ -102,12 +102,18 @@ fn settle_opened(
             texts_and_plan(&settings, &model, &planning, shape, &given, events)?
         }
     };
-    let dense = given.dense.and_then(|dense| {
+    planning.check_spill(&plan, &offload_folder(&settings), events)?;
+    if let Some(pruning) = &mut pruning {
         let device = &settings.device;
-        same_run::dense_of(dense, &texts, &model, device, &plan)
-    });
-    let save = settings.output.save.as_deref();
-    let spill_folder = planning.spill_folder(&plan, save, events)?;
+        let dense = given.dense;
+        pruning.dense =
+            dense.and_then(|dense| same_run::dense_of(dense, &texts, &model, device, &plan));
+        pruning.runs_at_once = given.runs_at_once();
+    }
+    if let Some(recovery) = &mut recovery {
+        recovery.given = Arc::clone(&given.training);
+        recovery.resident_layers = resident_layers;
+    }
     if folder.state().is_some() {
         deciding.extend(same_run::late(&texts, &model, &settings.device, &plan));
     }
@@ -118,18 +124,15 @@ fn settle_opened(
         settings,
         model,
         folder,
-        pruning,
-        recovery,
-        given_training: given.training.clone(),
+        task: match (pruning, recovery) {
+            (Some(pruning), _) => RunTask::Prune(Box::new(pruning)),
+            (None, Some(recovery)) => RunTask::Recover(Box::new(recovery)),
+            (None, None) => RunTask::Measure(None),
+        },
         texts,
-        observes: None,
         plan,
-        resident_layers,
-        spill_folder,
         deciding,
         unfinished,
-        dense,
-        runs_at_once: given.runs_at_once(),
     };
     job.check_disk()?;
     Ok(RunStart::Run(Box::new(job)))
@@ -201,21 +204,16 @@ fn run_folder(
 /// decided both.
 fn smaller(
     settings: &Settings,
-    mut model: OpenedModel,
+    model: OpenedModel,
     unfinished: Option<&RunState>,
     folder: &RunFolder,
     events: &dyn Events,
 ) -> Result<OpenedModel> {
     let known = unfinished.filter(|_| !settings.output.force);
-    if settings.layer_drop.is_some() {
-        let known = known.and_then(|state| state.layer_drop.clone());
-        model = layer_drop::smaller(settings, model, known, folder, events)?;
-    }
-    if settings.width_drop.is_some() {
-        let known = known.and_then(|state| state.width_drop.clone());
-        model = width_drop::narrower(settings, model, known, folder, events)?;
-    }
-    Ok(model)
+    let of_layers = known.and_then(|state| state.layer_drop.clone());
+    let of_width = known.and_then(|state| state.width_drop.clone());
+    let model = layer_drop::smaller(settings, model, of_layers, folder, events)?;
+    width_drop::narrower(settings, model, of_width, folder, events)
 }
 
 /// Refuses `--max-perplexity` without a measured perplexity.

@@ -9,7 +9,7 @@ use anyhow::Result;
 use super::disk_room;
 use super::folder::RunFolder;
 use super::opened::OpenedModel;
-use super::recover::{GivenTraining, Recovery};
+use super::recover::Recovery;
 use super::resolved::{Pruning, prunes_nothing};
 use super::texts::Texts;
 use crate::bytes::ByteSize;
@@ -18,7 +18,7 @@ use crate::data::Calibration;
 use crate::pipeline::{Observed, SaveMasks};
 use crate::report;
 use crate::run::manifest::PerplexityReport;
-use crate::run::{Events, Manifest, Plan, RunState};
+use crate::run::{Events, HiddenStatesStorage, Manifest, Plan, RunState};
 use crate::runtime::Side;
 use crate::settings::{EvalSides, Settings};
 
@@ -28,28 +28,23 @@ pub(super) struct SettledRun {
     pub(super) settings: Settings,
     pub(super) model: OpenedModel,
     pub(super) folder: RunFolder,
-    /// `None` for `prune eval` and `prune recover`.
-    pub(super) pruning: Option<Pruning>,
-    /// `None` where nothing is trained.
-    pub(super) recovery: Option<Recovery>,
-    /// Data of a training, in place of the data that texts and seeds give.
-    pub(super) given_training: Option<Arc<GivenTraining>>,
+    pub(super) task: RunTask,
     pub(super) texts: Arc<Texts>,
-    /// The measurements of a run that prunes nothing.
-    pub(super) observes: Option<Observed>,
     pub(super) plan: Plan,
-    /// Layers whose frozen weights stay in memory during a training.
-    pub(super) resident_layers: usize,
-    /// The folder of the spill file; `None` where hidden states stay in RAM.
-    pub(super) spill_folder: Option<PathBuf>,
     /// Everything that decides the outcome, by name.
     pub(super) deciding: BTreeMap<String, String>,
     /// The state that an earlier process left of this run.
     pub(super) unfinished: Option<RunState>,
-    /// The dense perplexity, where another run has measured it.
-    pub(super) dense: Option<PerplexityReport>,
-    /// The runs that share its sweep, itself included.
-    pub(super) runs_at_once: usize,
+}
+
+/// The work of a run.
+pub(super) enum RunTask {
+    /// It prunes layer by layer.
+    Prune(Box<Pruning>),
+    /// It trains.
+    Recover(Box<Recovery>),
+    /// It measures perplexities, and what samples are observed for.
+    Measure(Option<Observed>),
 }
 
 /// The outcome of settling.
@@ -61,6 +56,20 @@ pub(super) enum RunStart {
 }
 
 impl SettledRun {
+    /// The pruning part; `None` where the run does not prune.
+    pub(super) fn pruning(&self) -> Option<&Pruning> {
+        match &self.task {
+            RunTask::Prune(pruning) => Some(pruning),
+            RunTask::Recover(_) | RunTask::Measure(_) => None,
+        }
+    }
+
+    /// The folder of the spill file; `None` where hidden states stay in memory.
+    pub(super) fn spill_folder(&self) -> Option<PathBuf> {
+        let on_disk = self.plan.hidden_states.storage == HiddenStatesStorage::Disk;
+        on_disk.then(|| offload_folder(&self.settings))
+    }
+
     /// The models that perplexity is measured of.
     pub(super) fn sides(&self) -> &'static [Side] {
         sides_left(self.settings.evaluation.eval, &self.model, false)
@@ -68,14 +77,14 @@ impl SettledRun {
 
     /// The calibration samples; `None` where no statistics are made of them.
     pub(super) fn samples(&self) -> Option<&Calibration> {
-        let is_used = self.pruning.as_ref().is_none_or(|of| of.calibrates);
+        let is_used = self.pruning().is_none_or(|of| of.calibrates);
         self.texts.calibration.as_ref().filter(|_| is_used)
     }
 
     /// Passes of a calibration sample through layers, of which an earlier process finished some.
     pub(super) fn passes_of_a_sample(&self, finished: usize) -> usize {
         let layers = self.model.config.num_hidden_layers;
-        let only_passes = self.observes.is_some_and(|observes| observes.kind.is_none());
+        let only_passes = matches!(self.task, RunTask::Measure(Some(Observed { kind: None, .. })));
         match layers - finished.min(layers) {
             0 => 0,
             left if only_passes => finished + left,
@@ -86,12 +95,17 @@ impl SettledRun {
 
     /// The models whose perplexity this run measures itself.
     pub(super) fn measured_sides(&self) -> &'static [Side] {
-        sides_left(self.settings.evaluation.eval, &self.model, self.dense.is_some())
+        sides_left(self.settings.evaluation.eval, &self.model, self.dense().is_some())
+    }
+
+    /// The dense perplexity, where an earlier run has measured it.
+    pub(super) fn dense(&self) -> Option<PerplexityReport> {
+        self.pruning()?.dense
     }
 
     /// The file of `--save-masks`.
     pub(super) fn masks(&self) -> Option<&Path> {
-        self.pruning.as_ref()?.masks.as_deref()
+        self.pruning()?.masks.as_deref()
     }
 
     /// Checks that the disk has room for everything that will be written.
@@ -105,7 +119,7 @@ impl SettledRun {
                 let more = ByteSize(bytes.0.saturating_sub(replaced.0));
                 needs.push((model, more, "the model"));
             }
-            if let Some((masks, pruning)) = self.masks().zip(self.pruning.as_ref()) {
+            if let Some((masks, pruning)) = self.masks().zip(self.pruning()) {
                 let bytes = SaveMasks::bytes(&pruning.targets, &self.model.config);
                 needs.push((masks, bytes, "the masks"));
             }
@@ -114,7 +128,8 @@ impl SettledRun {
         for (folder, bytes, what) in &of_training {
             needs.push((folder, *bytes, what));
         }
-        if let Some(folder) = &self.spill_folder {
+        let spill = self.spill_folder();
+        if let Some(folder) = &spill {
             needs.push((folder, self.plan.hidden_states.bytes, "hidden states"));
         }
         disk_room::check(&needs)
@@ -135,7 +150,7 @@ impl SettledRun {
         let drops_only =
             |pruning: &&Pruning| self.model.part_of.is_some() && prunes_nothing(&pruning.targets);
         if let Some(Pruning { technique, targets, .. }) =
-            self.pruning.as_ref().filter(|of| !drops_only(of))
+            self.pruning().filter(|of| !drops_only(of))
         {
             let permuted = match technique.permutes {
                 Some(_) => ", channels permuted",
@@ -151,7 +166,7 @@ impl SettledRun {
                 events.note(format!("             {line}"));
             }
         }
-        if let Some(recovery) = &self.recovery {
+        if let RunTask::Recover(recovery) = &self.task {
             recovery.announce(self, events);
         }
         if let Some((samples, of)) = texts.calibration.as_ref().zip(settings.calibration.as_ref()) {
@@ -186,7 +201,7 @@ impl SettledRun {
             };
             events.note(format!("device       cpu; {why} (--use-cpu hides this line)"));
         }
-        if self.pruning.is_none() && self.recovery.is_none() {
+        if matches!(self.task, RunTask::Measure(_)) {
             return;
         }
         match &self.folder.model {
@@ -200,6 +215,12 @@ impl SettledRun {
             events.note(format!("masks        {}", masks.display()));
         }
     }
+}
+
+/// The folder of files that go with the process.
+pub(super) fn offload_folder(settings: &Settings) -> PathBuf {
+    let asked = settings.device.offload_folder.as_ref();
+    asked.or(settings.output.save.as_ref()).cloned().unwrap_or_else(std::env::temp_dir)
 }
 
 /// The models that a run has yet to measure. A pass that made the model smaller has measured the dense model. In a sweep

@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 
 use super::opened::WholeModel;
 use super::outputs::Outputs;
-use super::settled_run::SettledRun;
+use super::settled_run::{RunTask, SettledRun};
 use crate::checkpoint::WeightSource;
 use crate::eval::Perplexity;
 use crate::linalg::StoredDtype;
@@ -82,7 +82,7 @@ impl<'a> Streams<'a> {
 /// The passes of a sweep: a sample through a layer, or through the head. Each sample passes the `finished` layers once.
 /// 0 for a training, whose steps take different times: its layers are counted.
 pub(super) fn passes(job: &SettledRun, finished: usize, streams_of_windows: usize) -> u64 {
-    if job.recovery.is_some() {
+    if matches!(job.task, RunTask::Recover(_)) {
         return 0;
     }
     let layers = job.model.config.num_hidden_layers;
@@ -193,8 +193,10 @@ impl SettledRun {
     /// The perplexities, after the sweep that these streams have passed.
     pub(super) fn perplexities(&self, streams: &[Perplexity<'_>]) -> Perplexities {
         let whole = self.model.part_of.as_ref();
-        let mut measured =
-            Perplexities { dense: whole.and_then(WholeModel::dense).or(self.dense), pruned: None };
+        let mut measured = Perplexities {
+            dense: whole.and_then(WholeModel::dense).or(self.dense()),
+            pruned: None,
+        };
         for (side, passenger) in self.measured_sides().iter().zip(streams) {
             match side {
                 Side::Dense => measured.dense = passenger.report(),
@@ -233,7 +235,7 @@ impl SettledRun {
         let embedding = Embedding::open(source, &model.config)?;
         let dtype = if devices.is_empty() { StoredDtype::F32 } else { model.gpu_dtype };
         let mut hidden = HiddenStates::new(
-            self.spill_folder.as_deref(),
+            self.spill_folder().as_deref(),
             stream,
             samples,
             model.seqlen,

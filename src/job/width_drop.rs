@@ -113,7 +113,7 @@ pub(super) fn width(
     .into())
 }
 
-/// Opens the narrower model in place of `model`. `known` is the record of an earlier process, whose matrices are in the run folder.
+/// Opens the narrower model in place of `model`, where the settings drop width. `known` is the record of an earlier process, whose matrices are in the run folder.
 ///
 /// # Errors
 /// Fails where the pass does not fit or its texts are missing, for layers that cannot be read or written, and for matrices of an
@@ -125,8 +125,9 @@ pub(super) fn narrower(
     folder: &RunFolder,
     events: &dyn Events,
 ) -> Result<OpenedModel> {
-    let asked = settings.width_drop.as_ref();
-    let asked = asked.context("this run drops width")?;
+    let Some(asked) = &settings.width_drop else {
+        return Ok(model);
+    };
     let width = width(asked, &model.config, folder)?;
     let config = Arc::new(width.config(&model.config));
     let place = folder.narrower().context("a run folder was required")?;
@@ -246,7 +247,8 @@ fn check_disk(
         let more = ByteSize(all.0.saturating_sub(less.0));
         needs.push((model, more, "the model"));
     }
-    if let Some(spill) = &job.spill_folder {
+    let spill = job.spill_folder();
+    if let Some(spill) = &spill {
         needs.push((spill, job.plan.hidden_states.bytes, "hidden states"));
     }
     disk_room::check(&needs)

@@ -31,7 +31,7 @@ use super::folder::state_file::StateFile;
 use super::folder::{MANIFEST, RunFolder};
 use super::inputs::RunInputs;
 use super::opened::OpenedModel;
-use super::prune::prune_given;
+use super::run;
 use crate::failure::Failure;
 use crate::pipeline::{TargetPlan, check_verification};
 use crate::run::grid::{CellReport, CellState, GridRecord};
@@ -222,7 +222,7 @@ impl CellsOfSweep<'_> {
             events.begin(number..=number, self.cells, &cell.name());
             let settings = self.begin(cell)?;
             let given = RunInputs { dense: self.dense, ..RunInputs::default() };
-            let outcome = prune_given(settings, given, events, None);
+            let outcome = run::run(settings, given, events, None);
             self.end(cell, outcome, failed)?;
         }
         Ok(cells)

@@ -12,8 +12,10 @@ use crate::eval::Perplexity;
 use crate::job::inputs::{RunInputs, Sharing};
 use crate::job::outputs::Outputs;
 use crate::job::profile;
-use crate::job::prune::{conclude, finish};
+use crate::job::prune::conclude;
 use crate::job::recorder::Recorder;
+use crate::job::resolved::Pruning;
+use crate::job::run::finish;
 use crate::job::settle::settle;
 use crate::job::settled_run::{RunStart, SettledRun};
 use crate::job::streams::passes;
@@ -167,7 +169,7 @@ fn pass(jobs: &[SettledCell], recorders: &[Recorder<'_>], outcomes: &mut Outcome
         let before = outputs.measured().cloned();
         let perplexity = before.unwrap_or_else(|| job.perplexities(windows));
         let results = (perplexity, swept.clone());
-        measured.push(conclude(job, outputs, layers, results, &recorders[*at]));
+        measured.push(conclude(pruning_of(job)?, outputs, layers, results, &recorders[*at]));
     }
     for (((at, job), outputs), pruned) in jobs.iter().zip(&mut outputs).zip(measured) {
         let finish = |pruned| finish(job, outputs, pruned, peak, &recorders[*at]);
@@ -188,11 +190,16 @@ fn calibrator<'a>(
     samples: Option<crate::runtime::HiddenStates>,
     events: &'a dyn Events,
 ) -> Result<Calibrator<'a>> {
-    let pruning = jobs.iter().filter_map(|(_, job)| job.pruning.as_ref());
+    let pruning = jobs.iter().filter_map(|(_, job)| job.pruning());
     let kind = Technique::statistics_of_all(pruning.map(|pruning| &pruning.technique));
     let (_, first) = jobs.first().context("there is a cell")?;
     let (config, clock) = (&first.model.config, &first.model.clock);
     Ok(Calibrator::of(samples.zip(kind), config, clock, events))
+}
+
+/// The pruning part of a cell.
+fn pruning_of(job: &SettledRun) -> Result<&Pruning> {
+    job.pruning().context("a cell prunes")
 }
 
 /// A cell of the pass, with its clock.
@@ -202,7 +209,7 @@ fn sharing_cell<'a>(
     windows: &'a mut [Perplexity<'_>],
     events: &'a dyn Events,
 ) -> Result<SharingCell<'a>> {
-    let pruning = job.pruning.as_ref().context("a cell prunes")?;
+    let pruning = pruning_of(job)?;
     let (finished, before) = (outputs.finished()?, outputs.layers_before.clone());
     let model = &job.model;
     let calibrator = Calibrator::of(None, &model.config, &model.clock, events);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
-use super::super::settled_run::SettledRun;
+use super::super::settled_run::{SettledRun, offload_folder};
 use super::resolved::Recovery;
 use crate::checkpoint::{CONFIG_FILE, Checkpoint, MergedWriter, Published, WeightSource};
 use crate::input::{cannot_read, read_settings};
@@ -41,7 +41,7 @@ impl FrozenBase {
         let Some(format) = recovery.settings.base_quant else {
             return Ok(Self { source: Arc::clone(&model.source), masks: None, folder: None });
         };
-        let offload = job.offload_folder();
+        let offload = offload_folder(&job.settings);
         std::fs::create_dir_all(&offload)
             .with_context(|| format!("creating the offload folder `{}`", offload.display()))?;
         let masks = MaskFile::of(&*model.source, &model.config, &recovery.part, &offload)?;

@@ -3,8 +3,8 @@
 use anyhow::{Context, Result};
 
 use super::super::outputs::Outputs;
-use super::super::prune::Pruned;
 use super::super::record::RunResults;
+use super::super::run::Swept;
 use super::super::settled_run::SettledRun;
 use super::super::streams::Streams;
 use super::base::FrozenBase;
@@ -30,7 +30,7 @@ pub(super) fn sweep(
     (outputs, streams): (&mut Outputs<'_>, &mut Streams<'_>),
     trained: Option<&Trained>,
     events: &dyn Events,
-) -> Result<Pruned> {
+) -> Result<Swept> {
     let finished = outputs.finished()?;
     let measured = outputs.measured().cloned();
     let output = LayerOutput {
@@ -93,8 +93,7 @@ fn block_trainer<'t>(
     let teacher = recovery.teacher.as_ref().context("blocks have a teacher")?;
     let samples = job.texts.samples();
     let schedule = recovery.schedule(samples);
-    let given = job.given_training.as_ref().context("data of a training")?;
-    let order = given.order(samples, job.seed())?;
+    let order = recovery.given.order(samples, job.seed())?;
     let (steps, per_step) = (schedule.steps, recovery.settings.per_step());
     let batch = move |layer: usize, step: u64| {
         let step = layer * steps as usize + step as usize;
@@ -144,12 +143,12 @@ fn conclude(
     outputs: &mut Outputs<'_>,
     (layers, trained): (Vec<LayerReport>, Option<&Trained>),
     (perplexity, swept): (Perplexities, SweepReport),
-) -> Result<Pruned> {
+) -> Result<Swept> {
     if let Some(state) = &mut outputs.state {
         state.measured(perplexity.clone(), &layers)?;
     }
     let report = report(job, recovery, &layers, trained)?;
-    Ok(Pruned {
+    Ok(Swept {
         expected: expected::expected_of(&layers, Pattern::Unstructured),
         results: RunResults {
             peak: None,

@@ -1,4 +1,4 @@
-//! `prune recover`: settle → outputs → training → sweep → finish → record.
+//! `prune recover`: the training, and the sweep that writes what was trained.
 //!
 //! | file | story |
 //! | --- | --- |
@@ -24,15 +24,13 @@ mod teacher;
 
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 
 use super::inputs::RunInputs;
 use super::outputs::Outputs;
-use super::prune::{finish, settled};
-use super::recorder::Recorder;
-use super::settled_run::RunStart;
+use super::run::{self, Swept};
+use super::settled_run::SettledRun;
 use super::streams::Streams;
-use super::{interruption, profile};
 use crate::run::{Events, Manifest};
 use crate::settings::Settings;
 pub use given::{GivenTraining, InitialParameters};
@@ -58,37 +56,34 @@ pub fn recover_given(
     training: GivenTraining,
     events: &dyn Events,
 ) -> Result<Manifest> {
-    let recorder = Recorder::new(events);
     resolved::check(&settings)?;
     let keeps = settings.recovery.as_ref().map_or(0, |of| of.keep_activations);
     // Activations are kept by the CPU alone. A flag that names a GPU is refused then.
     settings.device.use_cpu |= keeps > 0;
-    let given = RunInputs { training: Some(Arc::new(training)), ..RunInputs::default() };
-    let job = match settled(settings, given, &recorder)? {
-        RunStart::Run(job) => job,
-        RunStart::Finished(manifest) => return Ok(*manifest),
-    };
-    job.announce(&recorder);
-    let peak = profile::measure_peak(&job);
-    interruption::with_outputs(&job, &recorder);
-    let mut outputs = Outputs::open(&job, &recorder)?;
-    let recovery = job.recovery.as_ref().context("this run trains")?;
-    let trained = match recovery.is_whole() {
-        true => Some(steps::train(&job, recovery, &recorder)?),
-        false => None,
-    };
+    let given = RunInputs { training: Arc::new(training), ..RunInputs::default() };
+    run::run(settings, given, events, None)
+}
+
+/// Trains, then merges what was trained, and measures the perplexities.
+///
+/// # Errors
+/// Fails when the run is asked to stop, for a loss or gradients that are not finite, and where files cannot be read or written.
+pub(super) fn train(
+    job: &SettledRun,
+    recovery: &Recovery,
+    outputs: &mut Outputs<'_>,
+    events: &dyn Events,
+) -> Result<Swept> {
+    let trained = recovery.is_whole().then(|| steps::train(job, recovery, events)).transpose()?;
     let divergence = trained.as_ref().and_then(Trained::divergence);
     if let Some((divergence, state)) = divergence.zip(outputs.state.as_mut()) {
         state.diverged(divergence.clone())?;
     }
-    let mut streams = Streams::embed(&job, &outputs, &recorder)?;
-    let swept =
-        layers::sweep(&job, recovery, (&mut outputs, &mut streams), trained.as_ref(), &recorder)?;
+    let mut streams = Streams::embed(job, outputs, events)?;
+    let swept = layers::sweep(job, recovery, (outputs, &mut streams), trained.as_ref(), events)?;
     drop(streams);
     if let Some((trained, folder)) = trained.as_ref().zip(job.adapter_folder(recovery)) {
-        trained.write_adapter(&job, recovery, &folder)?;
+        trained.write_adapter(job, recovery, &folder)?;
     }
-    let manifest = finish(&job, &mut outputs, swept, peak, &recorder)?;
-    interruption::is_over(&recorder);
-    Ok(manifest)
+    Ok(swept)
 }

@@ -1,10 +1,12 @@
 //! The recovery part of a run: trained parameters, teacher, optimizer and rates, resolved against the model.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::Result;
 
 use super::super::opened::OpenedModel;
+use super::given::GivenTraining;
 use super::teacher::Teacher;
 use crate::failure::Failure;
 use crate::linalg::StoredDtype;
@@ -28,6 +30,10 @@ pub(in crate::job) struct Recovery {
     pub(super) teacher: Option<Teacher>,
     kind: &'static OptimizerKind,
     rate: f64,
+    /// Data in place of the data that texts and seeds give.
+    pub(in crate::job) given: Arc<GivenTraining>,
+    /// Layers whose frozen weights stay in memory.
+    pub(in crate::job) resident_layers: usize,
 }
 
 impl Recovery {
@@ -88,6 +94,8 @@ impl Recovery {
             teacher,
             kind,
             rate: recovery.rate(config.hidden_size),
+            given: Arc::default(),
+            resident_layers: 0,
         })
     }
 

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use super::super::opened::OpenedModel;
-use super::super::settled_run::SettledRun;
+use super::super::settled_run::{RunTask, SettledRun, offload_folder};
 use super::resolved::Recovery;
 use super::saved;
 use super::steps::states_dtype;
@@ -277,19 +277,14 @@ impl SettledRun {
         run.map(|run| run.join("adapter"))
     }
 
-    /// The folder of files that go with the process.
-    pub(super) fn offload_folder(&self) -> PathBuf {
-        let asked = self.settings.device.offload_folder.clone();
-        let run = self.settings.output.save.clone();
-        asked.or(run).unwrap_or_else(std::env::temp_dir)
-    }
-
     /// Files of a training: the saved state, twice while it is replaced, and the files of the offload folder.
     pub(in crate::job) fn recovery_files(&self) -> Vec<(PathBuf, ByteSize, &'static str)> {
-        let of_whole = self.recovery.as_ref().filter(|of| of.is_whole());
-        let Some(recovery) = of_whole else {
+        let RunTask::Recover(recovery) = &self.task else {
             return Vec::new();
         };
+        if !recovery.is_whole() {
+            return Vec::new();
+        }
         let store = ByteSize(recovery.store_bytes(&self.model.config));
         let mut needs = Vec::new();
         if let Some(folder) = self.folder.state() {
@@ -305,7 +300,7 @@ impl SettledRun {
             [(paged, "the parameters of the training"), (base, "the quantised base")]
         {
             if bytes > ByteSize::ZERO {
-                needs.push((self.offload_folder(), bytes, what));
+                needs.push((offload_folder(&self.settings), bytes, what));
             }
         }
         needs

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-use super::super::settled_run::SettledRun;
+use super::super::settled_run::{SettledRun, offload_folder};
 use super::base::FrozenBase;
 use super::resolved::Recovery;
 use super::saved::{self, TrainingHead};
@@ -89,14 +89,13 @@ impl Trained {
 pub(super) fn train(job: &SettledRun, recovery: &Recovery, events: &dyn Events) -> Result<Trained> {
     let base = FrozenBase::open(job, recovery, events)?;
     let (examples, held) = job.texts.examples.as_ref().context("examples to train on")?;
-    let given = job.given_training.as_ref().context("data of a training")?;
     let seed = job.seed();
     let mut training = Training {
         job,
         recovery,
         examples,
         held: held.as_ref(),
-        order: given.order(examples.len(), seed)?,
+        order: recovery.given.order(examples.len(), seed)?,
         schedule: recovery.schedule(examples.len()),
         head: TrainingHead { settings: job.deciding.clone(), ..TrainingHead::default() },
         saved: Instant::now(),
@@ -104,7 +103,7 @@ pub(super) fn train(job: &SettledRun, recovery: &Recovery, events: &dyn Events) 
     };
     let mut trainer = training.trainer(&base)?;
     job.model.clock.mark(Moment::BeforePruning, events);
-    trainer.initialise(seed, &|layer, initial| given.initial(layer, initial))?;
+    trainer.initialise(seed, &|layer, initial| recovery.given.initial(layer, initial))?;
     if let Some(folder) = job.folder.state() {
         let found = saved::read(folder, &job.deciding, trainer.parameters_mut())?;
         if let Some(head) = found {
@@ -162,7 +161,7 @@ impl<'a> Training<'a> {
         let (job, recovery, model) = (self.job, self.recovery, &self.job.model);
         let optimizer = recovery.optimizer();
         let place = match recovery.is_paged() {
-            true => StorePlace::File(job.offload_folder()),
+            true => StorePlace::File(offload_folder(&job.settings)),
             false => StorePlace::Memory,
         };
         let config = &model.config;
@@ -186,13 +185,13 @@ impl<'a> Training<'a> {
             distillation,
             source: model.source.clone(),
             config: config.clone(),
-            base: base.layers(job, recovery, job.resident_layers),
+            base: base.layers(job, recovery, recovery.resident_layers),
             part: recovery.part.clone(),
             store,
             optimizer,
             max_grad_norm: recovery.settings.max_grad_norm,
             compute,
-            spill_folder: job.spill_folder.clone(),
+            spill_folder: job.spill_folder(),
             states: candle_dtype(states_dtype(model.products)),
             kept_layers: recovery.settings.keep_activations,
             seqlen: model.seqlen,

@@ -1,0 +1,95 @@
+//! The story of a run: settle → outputs → streams → work → finish → record. The task of the run is its work.
+
+use anyhow::Result;
+
+use super::inputs::RunInputs;
+use super::outputs::Outputs;
+use super::record::RunResults;
+use super::recorder::Recorder;
+use super::settle::settle;
+use super::settled_run::{RunStart, RunTask, SettledRun};
+use super::{eval, interruption, profile, prune, recover, width_drop};
+use crate::checkpoint::ExpectedMatrix;
+use crate::pipeline::MaskObserver;
+use crate::run::profile::PeakReport;
+use crate::run::{Events, Manifest};
+use crate::settings::Settings;
+
+/// A run whose sweep is over.
+pub(super) struct Swept {
+    /// Facts that the read-back checks in the files.
+    pub(super) expected: Vec<ExpectedMatrix>,
+    pub(super) results: RunResults,
+}
+
+/// Does what the settings say, and returns the record.
+///
+/// # Arguments
+/// * `given`: results of other runs
+/// * `observer`: sees every mask
+///
+/// # Errors
+/// Everything that can be wrong with settings, checkpoint, texts and folders fails before the sweep; after that, reading,
+/// writing, and weights or activations that are not finite.
+pub(super) fn run(
+    settings: Settings,
+    given: RunInputs<'_>,
+    events: &dyn Events,
+    observer: Option<&mut dyn MaskObserver>,
+) -> Result<Manifest> {
+    let recorder = Recorder::new(events);
+    if settings.output.log_memory {
+        recorder.log_memory();
+    }
+    interruption::before_outputs(&settings, &recorder);
+    let job = match settle(settings, given, &recorder)? {
+        RunStart::Run(job) => job,
+        RunStart::Finished(manifest) => {
+            interruption::is_over(&recorder);
+            return Ok(*manifest);
+        }
+    };
+    job.announce(&recorder);
+    let peak = profile::measure_peak(&job);
+    let manifest = match &job.task {
+        RunTask::Measure(_) => eval::measure(&job, peak, &recorder)?,
+        RunTask::Prune(pruning) => {
+            interruption::with_outputs(&job, &recorder);
+            let mut outputs = Outputs::open(&job, &recorder)?;
+            let swept = prune::sweep(&job, pruning, &mut outputs, observer, &recorder)?;
+            finish(&job, &mut outputs, swept, peak, &recorder)?
+        }
+        RunTask::Recover(recovery) => {
+            interruption::with_outputs(&job, &recorder);
+            let mut outputs = Outputs::open(&job, &recorder)?;
+            let swept = recover::train(&job, recovery, &mut outputs, &recorder)?;
+            finish(&job, &mut outputs, swept, peak, &recorder)?
+        }
+    };
+    interruption::is_over(&recorder);
+    Ok(manifest)
+}
+
+/// Finishes the files of a run whose sweep is over, and writes its record.
+///
+/// # Errors
+/// Fails when a file cannot be written, or is not on the disk as it was written.
+pub(super) fn finish(
+    job: &SettledRun,
+    outputs: &mut Outputs<'_>,
+    swept: Swept,
+    peak: Option<PeakReport>,
+    recorder: &Recorder<'_>,
+) -> Result<Manifest> {
+    let own = match &job.task {
+        RunTask::Recover(_) => job.published_recovery(&swept.results)?,
+        RunTask::Prune(_) | RunTask::Measure(_) => job.published(&swept.results)?,
+    };
+    let output = outputs.finish(job, own, &swept.expected, recorder)?;
+    let results = RunResults { output, peak, ..swept.results };
+    let manifest = job.record(outputs, results, recorder)?;
+    if job.settings.width_drop.is_some() {
+        width_drop::tidy(&job.folder)?;
+    }
+    Ok(manifest)
+}
