@@ -164,6 +164,30 @@ impl fmt::Display for Failure {
 
 impl std::error::Error for Failure {}
 
+/// An error as a person reads it: the failure's own message first, where it happened below, the hint last.
+pub fn describe(error: &anyhow::Error) -> String {
+    let places: Vec<String> = error.chain().map(ToString::to_string).collect();
+    let Some(failure) = error.downcast_ref::<Failure>() else {
+        let mut text = format!("error: {}", places[0]);
+        for cause in places.iter().skip(1) {
+            text += &format!("\n  because: {cause}");
+        }
+        return text;
+    };
+    let mut text = format!("error: {}", failure.message);
+    for detail in &failure.details {
+        text += &format!("\n  {detail}");
+    }
+    let own = failure.to_string();
+    for place in places.iter().filter(|place| **place != own) {
+        text += &format!("\n  {place}");
+    }
+    if let Some(hint) = &failure.hint {
+        text += &format!("\nhint: {hint}");
+    }
+    text
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -212,5 +236,13 @@ mod tests {
     fn failure_survives_anyhow() {
         let error = anyhow::Error::from(Failure::usage("no")).context("outer");
         assert!(error.downcast_ref::<Failure>().is_some_and(|failure| failure.is_usage));
+    }
+
+    #[test]
+    fn an_error_reads_message_place_hint() {
+        let error = anyhow::Error::from(Failure::new("a is 3").detail("b is 4").hint("say --c"))
+            .context("in `config.json`");
+        assert_eq!(describe(&error), "error: a is 3\n  b is 4\n  in `config.json`\nhint: say --c");
+        assert_eq!(describe(&anyhow::anyhow!("x").context("y")), "error: y\n  because: x");
     }
 }

@@ -19,7 +19,7 @@ pub struct MessageArgs {
     ///
     /// `auto` draws bars on a terminal and writes a plain line now and then elsewhere. `json` writes one JSON object per line for
     /// every event, warnings and errors included.
-    #[arg(long, value_name = "HOW", default_value = "auto")]
+    #[arg(hide_short_help = true, long, value_name = "HOW", default_value = "auto")]
     pub progress: ProgressArg,
 
     /// Only warnings, errors and the result
@@ -27,7 +27,7 @@ pub struct MessageArgs {
     pub quiet: bool,
 
     /// Also every matrix, and memory after every layer
-    #[arg(short, long)]
+    #[arg(hide_short_help = true, short, long)]
     pub verbose: bool,
 }
 

@@ -9,7 +9,6 @@ use serde_json::json;
 
 use super::args::{MessageArgs, ProgressArg};
 use super::ending::Ending;
-use super::interrupt;
 use super::plain_text::visible;
 use super::progress::{Bars, JSON_INTERVAL, PLAIN_INTERVAL, Progress};
 use crate::bytes::ByteSize;
@@ -44,6 +43,8 @@ pub struct Console {
     level: Level,
     form: Form,
     prints_json: bool,
+    /// The end of a process that has lost the lock of a folder.
+    lock_lost: LockLost,
     /// The run was asked to stop where nothing is half-done.
     is_stopping: AtomicBool,
     state: Mutex<State>,
@@ -68,13 +69,13 @@ struct MemoryTable {
 
 impl Default for Console {
     fn default() -> Self {
-        Self::new(MessageArgs::default())
+        Self::new(MessageArgs::default(), |_, _| std::process::abort())
     }
 }
 
 impl Console {
     /// A console for this process's streams.
-    pub fn new(args: MessageArgs) -> Self {
+    pub fn new(args: MessageArgs, lock_lost: LockLost) -> Self {
         let form = match args.progress {
             ProgressArg::Auto if std::io::stderr().is_terminal() => Form::Bars,
             ProgressArg::Bar => Form::Bars,
@@ -90,6 +91,7 @@ impl Console {
             level,
             form,
             prints_json: args.json,
+            lock_lost,
             is_stopping: AtomicBool::new(false),
             state: Mutex::default(),
             ending: Mutex::default(),
@@ -427,6 +429,6 @@ impl Events for Console {
     }
 
     fn when_lock_lost(&self) -> LockLost {
-        interrupt::end_for_another
+        self.lock_lost
     }
 }

@@ -5,7 +5,7 @@
 
 use std::ffi::OsString;
 
-use super::command;
+use super::definition::command;
 use crate::pruning;
 
 /// Words that people type for a command; "" is pruning, which needs no word.

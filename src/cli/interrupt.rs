@@ -88,7 +88,7 @@ pub(super) fn end_on_panic(console: &Arc<Console>) {
     std::panic::set_hook(Box::new(move |panic| {
         if let Some(failure) = failure::blamed() {
             end(1, &console, move |console| {
-                console.error(&super::describe(&failure.into()));
+                console.error(&failure::describe(&failure.into()));
             });
         }
         let mut what = panic.to_string().replace('\n', " ");

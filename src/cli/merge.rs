@@ -25,7 +25,7 @@ Examples:
 
 /// Flags of `prune merge`.
 #[derive(Debug, Clone, Args)]
-#[command(mut_arg("method", |flag| flag.help(methods_help()).value_parser(PossibleValuesParser::new(method_names()))))]
+#[command(mut_arg("method", |flag| flag.help("How the models are merged").long_help(methods_help()).value_parser(PossibleValuesParser::new(method_names()))))]
 pub struct MergeArgs {
     #[command(flatten)]
     settings: MergeSettings,

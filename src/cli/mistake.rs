@@ -8,7 +8,8 @@ use std::ffi::OsString;
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
-use super::{command, foreign};
+use super::definition::command;
+use super::foreign;
 use crate::run::command_line::quoted;
 
 /// Flags that people look for, each with the advice for it.

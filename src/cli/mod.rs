@@ -5,6 +5,7 @@
 //! | file | content |
 //! | --- | --- |
 //! | `console` | the receiver of all output: results to standard output, everything else to standard error |
+//! | `definition` | the definition of the command line for clap |
 //! | `demo` | `prune demo`: flags, table and explanation |
 //! | `ending` | state for the end of the process: the message about unfinished files, and the folders to release or remove |
 //! | `eval` | `prune eval`: flags and table |
@@ -31,6 +32,7 @@
 
 pub mod args;
 pub mod console;
+mod definition;
 pub mod demo;
 mod ending;
 pub mod eval;
@@ -63,140 +65,17 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use clap::FromArgMatches;
 
 use crate::data::chat::process;
-use crate::failure::Failure;
-use crate::job::machine;
+use crate::failure::{self, Failure};
 use crate::run::{Event, Events, Stopped};
 use crate::runtime::memory;
-use args::MessageArgs;
 use console::{Console, print_line};
+pub use definition::{Cli, command};
+use definition::{Command, newcomer};
 use outcome::Outcome;
 use plain_text::{visible, with_bytes};
-
-/// Prune Llama-family language models layer by layer, and measure what it cost.
-///
-/// Zeros alone change neither the size of the files nor the speed of inference; N:M patterns need a runtime that uses them.
-#[derive(Debug, Parser)]
-#[command(name = "prune", version, max_term_width = 120, args_conflicts_with_subcommands = true, after_help = EXAMPLES)]
-pub struct Cli {
-    #[command(subcommand)]
-    command: Option<Command>,
-    #[command(flatten)]
-    prune: prune::PruneArgs,
-}
-
-/// Template of [`newcomer`].
-const NEWCOMER: &str = "\
-{about}
-
-Try it:         prune demo
-Prune a model:  prune --model models/llama-2-7b --sparsity-ratio 0.5 --save out
-
-Commands:
-{subcommands}
-
-All flags: prune --help. Flags of a command: prune eval --help";
-
-const EXAMPLES: &str = "\
-Examples:
-  prune --model meta-llama/Llama-2-7b-hf --sparsity-ratio 0.6 --save out/7b
-  prune --model llama-2-7b --sparsity-ratio 0.5 --dataset wikitext2:wiki/ \\
-        --eval-dataset wikitext2:wiki/ --eval both --save out/7b-half
-  prune --model llama-2-7b --prune-method magnitude --sparsity-type 2:4 \\
-        --eval none --save out/2of4
-  prune eval out/7b/model --eval-dataset wikitext2:wiki/
-
-Exit codes:
-  0 done, 1 failed, 2 wrong usage, 4 --max-perplexity is not met, 101 a bug
-  3 interrupted: the same command continues
-  128 + signal (130 after Ctrl-C): interrupted, nothing to continue
-
-Environment:
-  SLURM_CPUS_PER_TASK            threads, unless --threads says so
-  PRUNE_CACHE, XDG_CACHE_HOME    token ids and unpacked corpora
-  HF_TOKEN, HF_TOKEN_PATH        the token for the hub
-  HF_HOME, HF_HUB_CACHE          the folder of the hub's files
-  HF_ENDPOINT, HF_HUB_OFFLINE    another hub, or none
-  HF_HUB_DOWNLOAD_TIMEOUT        seconds of silence before a retry
-  SSL_CERT_FILE, SSL_CERT_DIR    certificates to trust instead of the system's";
-
-#[derive(Debug, Subcommand)]
-enum Command {
-    /// Prune a small model that is inside the program, and show the effect
-    Demo(demo::DemoArgs),
-    /// Measure the perplexity of a checkpoint, layer by layer
-    #[command(after_help = eval::EXAMPLES)]
-    Eval(eval::EvalArgs),
-    /// Continue a prompt with one checkpoint, or with two to compare them
-    #[command(after_help = generate::EXAMPLES, mut_arg("device_map", |map| map.hide(true)))]
-    Generate(generate::GenerateArgs),
-    /// Show a checkpoint's sparsity, and compare it with a dense one
-    Inspect(inspect::InspectArgs),
-    /// Merge models, tensor by tensor, by a recipe or flags
-    #[command(after_help = merge::EXAMPLES)]
-    Merge(Box<merge::MergeArgs>),
-    /// Show what a run would take: memory per phase and device, and time
-    #[command(after_help = plan::EXAMPLES)]
-    Plan(plan::PlanArgs),
-    /// Quantise a checkpoint to 4 bits, in the layout of bitsandbytes
-    #[command(after_help = quantize::EXAMPLES)]
-    Quantize(quantize::QuantizeArgs),
-    /// Train back what a pruned checkpoint lost; its zeros stay zero
-    #[command(after_help = recover::EXAMPLES)]
-    Recover(Box<recover::RecoverArgs>),
-    /// Draw finished runs: pictures and one page
-    Report(report::ReportArgs),
-    /// Run a grid of methods, ratios and seeds, and tabulate it
-    #[command(after_help = sweep::EXAMPLES)]
-    Sweep(Box<sweep::SweepArgs>),
-    /// Print a completion script for a shell
-    #[command(after_help = shell::COMPLETIONS_EXAMPLES)]
-    Completions(shell::CompletionsArgs),
-    /// Print the man page
-    #[command(after_help = shell::MAN_EXAMPLES)]
-    Man,
-    /// Write a random model of any shape, for tests, benches and scale runs
-    #[cfg(feature = "synthetic")]
-    #[command(hide = true)]
-    MakeCheckpoint(make_checkpoint::MakeCheckpointArgs),
-    /// Compare a device with the CPU
-    #[cfg(feature = "selftest")]
-    #[command(hide = true)]
-    Selftest(selftest::SelftestArgs),
-}
-
-impl Cli {
-    fn messages(&self) -> MessageArgs {
-        match &self.command {
-            None => self.prune.messages,
-            Some(Command::Eval(args)) => args.messages,
-            Some(Command::Demo(args)) => args.messages,
-            Some(Command::Generate(args)) => args.messages,
-            Some(Command::Inspect(args)) => args.messages,
-            Some(Command::Merge(args)) => args.messages,
-            Some(Command::Plan(args)) => args.messages,
-            Some(Command::Quantize(args)) => args.messages,
-            Some(Command::Recover(args)) => args.messages,
-            Some(Command::Report(args)) => args.messages,
-            Some(Command::Sweep(args)) => args.run.messages,
-            Some(_) => MessageArgs::default(),
-        }
-    }
-}
-
-/// The whole command line as clap knows it. `--version` also prints what this build and this machine can do.
-pub fn command() -> clap::Command {
-    let version = env!("CARGO_PKG_VERSION");
-    Cli::command().long_version(format!("{version}\n{}", machine::describe()))
-}
-
-/// The text for a command line without arguments. It fits on a terminal of 80 columns and 24 lines.
-fn newcomer() -> String {
-    let mut command = command().help_template(NEWCOMER);
-    command.render_help().to_string().trim_end().to_string()
-}
 
 /// Runs the program with these arguments and returns its exit code.
 pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
@@ -216,7 +95,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         return ExitCode::from(2);
     }
     if let Some(other) = arguments.iter().find(|argument| argument.to_str().is_none()) {
-        print_line(&describe(&not_utf8(other).into()));
+        print_line(&failure::describe(&not_utf8(other).into()));
         return ExitCode::from(2);
     }
     let parsed = command()
@@ -238,7 +117,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     };
     let arguments: Vec<String> =
         arguments.iter().map(|argument| argument.to_string_lossy().into_owned()).collect();
-    let console = Arc::new(Console::new(cli.messages()));
+    let console = Arc::new(Console::new(cli.messages(), interrupt::end_for_another));
     interrupt::end_on_panic(&console);
     interrupt::watch(&console);
     let done = dispatch(cli, arguments, &console);
@@ -253,7 +132,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
             if failure.is_some_and(|failure| failure.is_lasting) {
                 console.emit(Event::IfInterrupted(None));
             }
-            console.error(&describe(&error));
+            console.error(&failure::describe(&error));
             let is_usage = failure.is_some_and(|failure| failure.is_usage);
             ExitCode::from(if is_usage { 2 } else { 1 })
         }
@@ -307,51 +186,14 @@ fn dashes(argument: OsString) -> OsString {
     }
 }
 
-/// An error as a person reads it: the failure's own message first, where it happened below, the hint last.
-pub fn describe(error: &anyhow::Error) -> String {
-    let places: Vec<String> = error.chain().map(ToString::to_string).collect();
-    let Some(failure) = error.downcast_ref::<Failure>() else {
-        let mut text = format!("error: {}", places[0]);
-        for cause in places.iter().skip(1) {
-            text += &format!("\n  because: {cause}");
-        }
-        return text;
-    };
-    let mut text = format!("error: {}", failure.message);
-    for detail in &failure.details {
-        text += &format!("\n  {detail}");
-    }
-    let own = failure.to_string();
-    for place in places.iter().filter(|place| **place != own) {
-        text += &format!("\n  {place}");
-    }
-    if let Some(hint) = &failure.hint {
-        text += &format!("\nhint: {hint}");
-    }
-    text
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_command_line_is_consistent() {
-        command().debug_assert();
-    }
 
     #[test]
     fn underscores_in_flags_are_dashes_and_values_stay() {
         let dashed = |text: &str| dashes(text.into()).into_string().unwrap();
         assert_eq!(dashed("--sparsity_ratio=0.5_x"), "--sparsity-ratio=0.5_x");
         assert_eq!(dashed("my_model"), "my_model");
-    }
-
-    #[test]
-    fn an_error_reads_message_place_hint() {
-        let error = anyhow::Error::from(Failure::new("a is 3").detail("b is 4").hint("say --c"))
-            .context("in `config.json`");
-        assert_eq!(describe(&error), "error: a is 3\n  b is 4\n  in `config.json`\nhint: say --c");
-        assert_eq!(describe(&anyhow::anyhow!("x").context("y")), "error: y\n  because: x");
     }
 }

@@ -3,8 +3,7 @@
 use std::process::ExitCode;
 
 use super::console::Console;
-use super::describe;
-use crate::failure::Failure;
+use crate::failure::{Failure, describe};
 use crate::run::Manifest;
 
 /// The end of a command that did its work.

@@ -38,7 +38,13 @@ pub struct RecoverArgs {
     #[command(flatten)]
     recovery: RecoverySettings,
     /// Dropout of the factors' input; only 0 is possible
-    #[arg(long, value_name = "P", default_value = "0", help_heading = "Training")]
+    #[arg(
+        hide_short_help = true,
+        long,
+        value_name = "P",
+        default_value = "0",
+        help_heading = "Training"
+    )]
     lora_dropout: f64,
     #[command(flatten)]
     text: CalibrationSettings,

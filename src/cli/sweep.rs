@@ -77,7 +77,7 @@ pub struct SweepArgs {
     /// Keep the pruned checkpoint of each cell: CELL/model
     ///
     /// A cell with a checkpoint continues after an interruption at its last finished layer; a cell without one begins again.
-    #[arg(long, help_heading = "Sweep", conflicts_with = "no_save_model")]
+    #[arg(hide_short_help = true, long, help_heading = "Sweep", conflicts_with = "no_save_model")]
     keep_models: bool,
 
     /// Work on the i-th of n parts of the cells, like 2/4; for job arrays

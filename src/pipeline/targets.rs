@@ -31,11 +31,11 @@ pub struct Selection {
     /// Prune only matrices that match a glob; may be repeated
     ///
     /// Matched against model.layers.0.self_attn.q_proj, self_attn.q_proj and q_proj. What is chosen is printed.
-    #[arg(long, value_name = "GLOB")]
+    #[arg(hide_short_help = true, long, value_name = "GLOB")]
     pub include: Vec<String>,
 
     /// Leave matrices alone that match a glob; may be repeated
-    #[arg(long, value_name = "GLOB")]
+    #[arg(hide_short_help = true, long, value_name = "GLOB")]
     pub exclude: Vec<String>,
 
     /// Ratios per layer, from a file.

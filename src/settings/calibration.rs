@@ -4,7 +4,7 @@ use clap::Args;
 use serde::Serialize;
 
 use super::deciding::text_not_deciding;
-use super::{DATASET, NSAMPLES};
+use super::defaults::{DATASET, NSAMPLES};
 use crate::data::DatasetSpec;
 
 /// Calibration flags.
@@ -25,12 +25,12 @@ pub struct CalibrationSettings {
     pub nsamples: u32,
 
     /// Seed of the sampling; the same seed picks the reference's samples
-    #[arg(long, value_name = "SEED", default_value_t = 0)]
+    #[arg(hide_short_help = true, long, value_name = "SEED", default_value_t = 0)]
     pub seed: u64,
 }
 
 impl Default for CalibrationSettings {
     fn default() -> Self {
-        super::defaults()
+        super::defaults::without_flags()
     }
 }

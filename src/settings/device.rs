@@ -36,7 +36,7 @@ pub struct DeviceSettings {
     ///
     /// `auto` lets all GPUs share the samples of every layer; `balanced` gives each an equal run of layers; `sequential` fills one
     /// after the other. `prune plan --json` prints a map that can be edited.
-    #[arg(long, value_name = "MAP", default_value = "auto")]
+    #[arg(hide_short_help = true, long, value_name = "MAP", default_value = "auto")]
     #[serde(serialize_with = "text_not_deciding")]
     pub device_map: DeviceMapChoice,
 
@@ -59,12 +59,12 @@ pub struct DeviceSettings {
     /// Place of hidden states between layers
     ///
     /// `auto` leaves it to the plan: RAM where they fit beside the rest, else the disk, and says so. Results do not depend on it.
-    #[arg(long, value_name = "WHERE", default_value = "auto")]
+    #[arg(hide_short_help = true, long, value_name = "WHERE", default_value = "auto")]
     #[serde(serialize_with = "not_deciding")]
     pub hidden_states: HiddenStatesChoice,
 
     /// Folder for hidden states on disk [default: the run folder, else the system's temporary folder]
-    #[arg(long, value_name = "DIR")]
+    #[arg(hide_short_help = true, long, value_name = "DIR")]
     #[serde(serialize_with = "not_deciding")]
     pub offload_folder: Option<PathBuf>,
 
@@ -86,7 +86,7 @@ fn budget_not_deciding<S: Serializer>(budget: &Option<Budget>, to: S) -> Result<
 
 impl Default for DeviceSettings {
     fn default() -> Self {
-        super::defaults()
+        super::defaults::without_flags()
     }
 }
 

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-use super::DATASET;
 use super::deciding::{not_deciding, text_not_deciding};
+use super::defaults::DATASET;
 use super::values::perplexity;
 use crate::data::DatasetSpec;
 use crate::runtime::Side;
@@ -36,19 +36,19 @@ pub struct EvaluationSettings {
     /// Gate: exit with code 4 where the perplexity is above X, or not a number
     ///
     /// Of the pruned model where one is made. Everything is written and printed all the same.
-    #[arg(long, value_name = "X", value_parser = perplexity)]
+    #[arg(hide_short_help = true, long, value_name = "X", value_parser = perplexity)]
     #[serde(serialize_with = "not_deciding")]
     pub max_perplexity: Option<f64>,
 
     /// Folder of token ids and unpacked corpora [default: PRUNE_CACHE, else XDG_CACHE_HOME/prune, else ~/.cache/prune]
-    #[arg(long, value_name = "DIR")]
+    #[arg(hide_short_help = true, long, value_name = "DIR")]
     #[serde(serialize_with = "not_deciding")]
     pub text_cache: Option<PathBuf>,
 }
 
 impl Default for EvaluationSettings {
     fn default() -> Self {
-        super::defaults()
+        super::defaults::without_flags()
     }
 }
 

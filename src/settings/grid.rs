@@ -1,8 +1,8 @@
 //! Settings of `prune sweep`: a grid of pruning runs.
 
+use super::run::Settings;
 use crate::failure::Failure;
 use crate::pipeline::Selection;
-use crate::settings::Settings;
 
 /// Settings of `prune sweep`.
 #[derive(Debug, Clone)]

@@ -23,13 +23,25 @@ pub struct LayerDropSettings {
     pub drop_layers: Option<DropCount>,
 
     /// Rule that chooses the layers to drop
-    #[arg(long, value_name = "RULE", default_value = "influence", requires = "drop_layers")]
+    #[arg(
+        hide_short_help = true,
+        long,
+        value_name = "RULE",
+        default_value = "influence",
+        requires = "drop_layers"
+    )]
     pub drop_rule: DropRule,
 
     /// Drop these layers, counted from 0, in place of those that a rule chooses
     ///
     /// Layers are separated by commas. They are scored all the same. Example: --layers-dropped 21,22,25
-    #[arg(long, value_name = "LIST", value_delimiter = ',', conflicts_with = "drop_layers")]
+    #[arg(
+        hide_short_help = true,
+        long,
+        value_name = "LIST",
+        value_delimiter = ',',
+        conflicts_with = "drop_layers"
+    )]
     pub layers_dropped: Vec<usize>,
 }
 

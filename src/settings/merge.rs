@@ -5,10 +5,13 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
-use super::{
-    CalibrationSettings, DATASET, DeviceSettings, EvaluationSettings, ModelSettings,
-    OutputSettings, Settings,
-};
+use super::calibration::CalibrationSettings;
+use super::defaults::DATASET;
+use super::device::DeviceSettings;
+use super::evaluation::EvaluationSettings;
+use super::model::ModelSettings;
+use super::output::OutputSettings;
+use super::run::Settings;
 use crate::bytes::ByteSize;
 use crate::data::DatasetSpec;
 use crate::merging::methods::{Scope, Semantics};
@@ -45,11 +48,11 @@ pub struct MergeSettings {
     /// Cut all embeddings to the smallest vocabulary, as mergekit's flag does
     ///
     /// Rows are cut by number, so tokens may change their meaning. `--vocab` keeps tokens and rows together.
-    #[arg(long, conflicts_with = "tokenizer", help_heading = RECIPE)]
+    #[arg(hide_short_help = true, long, conflicts_with = "tokenizer", help_heading = RECIPE)]
     pub unsafe_truncate_embeddings: bool,
 
     /// Folder of the hub's files [default: HF_HUB_CACHE, else HF_HOME/hub, else ~/.cache/huggingface/hub]
-    #[arg(long, value_name = "DIR", help_heading = RECIPE)]
+    #[arg(hide_short_help = true, long, value_name = "DIR", help_heading = RECIPE)]
     pub cache_dir: Option<PathBuf>,
 
     /// The definition of the method where mergekit, the paper and peft differ
@@ -57,11 +60,11 @@ pub struct MergeSettings {
     pub semantics: Semantics,
 
     /// Tensors that are trimmed together [default: tensor for mergekit, model for the paper]
-    #[arg(long, value_name = "SCOPE", help_heading = DEFINITION)]
+    #[arg(hide_short_help = true, long, value_name = "SCOPE", help_heading = DEFINITION)]
     pub trim_scope: Option<Scope>,
 
     /// Elections of signs in ties and dare_ties of peft [default: total]
-    #[arg(long, value_name = "MEASURE", help_heading = DEFINITION)]
+    #[arg(hide_short_help = true, long, value_name = "MEASURE", help_heading = DEFINITION)]
     pub majority_sign: Option<MajorityOf>,
 
     /// Seed of random masks, and of calibration samples
@@ -69,7 +72,7 @@ pub struct MergeSettings {
     pub seed: u64,
 
     /// Weights that are zero in every model stay zero
-    #[arg(long, help_heading = DEFINITION)]
+    #[arg(hide_short_help = true, long, help_heading = DEFINITION)]
     pub keep_zeros: bool,
 
     /// Weigh differences by the activations of these models
@@ -83,15 +86,15 @@ pub struct MergeSettings {
     pub dataset: Vec<DatasetSpec>,
 
     /// Samples per measured model
-    #[arg(long, value_name = "N", default_value_t = NSAMPLES, value_parser = clap::value_parser!(u32).range(1..=1_000_000), help_heading = SALIENCY)]
+    #[arg(hide_short_help = true, long, value_name = "N", default_value_t = NSAMPLES, value_parser = clap::value_parser!(u32).range(1..=1_000_000), help_heading = SALIENCY)]
     pub nsamples: u32,
 
     /// Tokens per sample, and per evaluation window [default: 2048, or the model's limit]
-    #[arg(long, value_name = "TOKENS", help_heading = SALIENCY)]
+    #[arg(hide_short_help = true, long, value_name = "TOKENS", help_heading = SALIENCY)]
     pub seqlen: Option<usize>,
 
     /// File of the statistics; measured and written if it does not exist [default: SAVE/saliency.safetensors]
-    #[arg(long, value_name = "FILE", help_heading = SALIENCY)]
+    #[arg(hide_short_help = true, long, value_name = "FILE", help_heading = SALIENCY)]
     pub saliency_file: Option<PathBuf>,
 
     /// Models that perplexity is measured of [default: all with --eval-dataset, else none]
@@ -103,11 +106,11 @@ pub struct MergeSettings {
     pub eval_dataset: Option<DatasetSpec>,
 
     /// Only the first N windows, for a quick look
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = EVALUATION)]
+    #[arg(hide_short_help = true, long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = EVALUATION)]
     pub eval_windows: Option<u64>,
 
     /// Folder of token ids and unpacked corpora [default: PRUNE_CACHE, else XDG_CACHE_HOME/prune, else ~/.cache/prune]
-    #[arg(long, value_name = "DIR", help_heading = EVALUATION)]
+    #[arg(hide_short_help = true, long, value_name = "DIR", help_heading = EVALUATION)]
     pub text_cache: Option<PathBuf>,
 
     /// Devices and memory.
@@ -119,15 +122,15 @@ pub struct MergeSettings {
     pub save: Option<PathBuf>,
 
     /// Folder for the merged model [default: SAVE/model]
-    #[arg(long, value_name = "DIR", help_heading = OUTPUT)]
+    #[arg(hide_short_help = true, long, value_name = "DIR", help_heading = OUTPUT)]
     pub save_model: Option<PathBuf>,
 
     /// Largest file of the output, like 5GB or 2GiB
-    #[arg(long, value_name = "SIZE", default_value = "5GB", help_heading = OUTPUT)]
+    #[arg(hide_short_help = true, long, value_name = "SIZE", default_value = "5GB", help_heading = OUTPUT)]
     pub out_shard_size: ByteSize,
 
     /// Write no README.md for the hub into the model's folder
-    #[arg(long, help_heading = OUTPUT)]
+    #[arg(hide_short_help = true, long, help_heading = OUTPUT)]
     pub no_model_card: bool,
 
     /// Replace a finished run and its model files, or an unfinished one of another recipe
@@ -135,11 +138,11 @@ pub struct MergeSettings {
     pub force: bool,
 
     /// Only continue an unfinished merge; fail if there is none
-    #[arg(long, help_heading = OUTPUT)]
+    #[arg(hide_short_help = true, long, help_heading = OUTPUT)]
     pub resume: bool,
 
     /// Print memory at the steps of the run, and write SAVE/memory_log.csv
-    #[arg(long, help_heading = OUTPUT)]
+    #[arg(hide_short_help = true, long, help_heading = OUTPUT)]
     pub log_memory: bool,
 
     /// Elements of a piece per model, for tests

@@ -22,14 +22,14 @@ pub struct ModelSettings {
     pub model: PathBuf,
 
     /// Branch, tag or commit of a model on the hub [default: main]
-    #[arg(long, value_name = "REV")]
+    #[arg(hide_short_help = true, long, value_name = "REV")]
     #[serde(serialize_with = "not_deciding")]
     pub revision: Option<String>,
 
     /// Folder of the hub's files [default: HF_HUB_CACHE, else HF_HOME/hub, else ~/.cache/huggingface/hub]
     ///
     /// Shared with the Python client: what either has downloaded the other finds.
-    #[arg(long, value_name = "DIR")]
+    #[arg(hide_short_help = true, long, value_name = "DIR")]
     #[serde(serialize_with = "not_deciding")]
     pub cache_dir: Option<PathBuf>,
 
@@ -40,7 +40,7 @@ pub struct ModelSettings {
     /// times as fast as f32; masks differ in some near-ties. Everything else is f32: on a CPU with AMX tiles (Intel from Sapphire
     /// Rapids on) by sums of bf16 products, about as exact as f32's own and faster, and with `f32` by one chain of multiply-adds,
     /// which gives the same bits on every CPU that has them fused. PyTorch's names mean the same: float32, float16, bfloat16.
-    #[arg(long, value_name = "DTYPE", default_value = "auto")]
+    #[arg(hide_short_help = true, long, value_name = "DTYPE", default_value = "auto")]
     #[serde(serialize_with = "not_deciding")]
     pub dtype: ComputeDtype,
 }
@@ -48,7 +48,7 @@ pub struct ModelSettings {
 impl ModelSettings {
     /// A checkpoint with default settings.
     pub fn of(model: impl Into<PathBuf>) -> Self {
-        Self { model: model.into(), ..super::defaults() }
+        Self { model: model.into(), ..super::defaults::without_flags() }
     }
 }
 

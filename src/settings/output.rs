@@ -19,7 +19,7 @@ pub struct OutputSettings {
     pub save: Option<PathBuf>,
 
     /// Folder for the pruned checkpoint [default: SAVE/model]
-    #[arg(long, value_name = "DIR", conflicts_with = "no_save_model")]
+    #[arg(hide_short_help = true, long, value_name = "DIR", conflicts_with = "no_save_model")]
     #[serde(serialize_with = "not_deciding")]
     pub save_model: Option<PathBuf>,
 
@@ -31,7 +31,7 @@ pub struct OutputSettings {
     ///
     /// Without this flag the card names the source, its licence, the method, the calibration and the perplexities, and the
     /// source's own README.md is kept as README.source.md; docs/publishing.md shows it. pruning.json is written in any case.
-    #[arg(long)]
+    #[arg(hide_short_help = true, long)]
     #[serde(serialize_with = "not_deciding")]
     pub no_model_card: bool,
 
@@ -39,7 +39,7 @@ pub struct OutputSettings {
     ///
     /// One uint8 tensor of packed bits per pruned matrix, 1 = pruned; docs/inspect.md shows how to unpack them. A 16th of the
     /// size of a 16-bit model.
-    #[arg(long)]
+    #[arg(hide_short_help = true, long)]
     pub save_masks: bool,
 
     /// Replace a finished run and its model files, or an unfinished one of other settings
@@ -51,7 +51,7 @@ pub struct OutputSettings {
     ///
     /// The same command without this flag also continues what an interrupted run left in --save: finished layers are checked, the
     /// samples pass through them once more, and the result equals that of an uninterrupted run.
-    #[arg(long)]
+    #[arg(hide_short_help = true, long)]
     #[serde(serialize_with = "not_deciding")]
     pub resume: bool,
 
@@ -61,7 +61,7 @@ pub struct OutputSettings {
     /// tokenized), 03_before_pruning, layer_0 and so on, 04_after_pruning, 05_before_eval and 06_after_eval (the head; the rest
     /// of the evaluation happened layer by layer), 07_before_save_model and 08_after_save_model (finishing and reading back the
     /// files), 09_end.
-    #[arg(long)]
+    #[arg(hide_short_help = true, long)]
     #[serde(serialize_with = "not_deciding")]
     pub log_memory: bool,
 
@@ -70,12 +70,12 @@ pub struct OutputSettings {
     /// Seconds, GFLOP/s and share of the peak of each part: read, pack, qkv, attention, o, mlp, statistics, score and select, output
     /// error, write, head. The time of write is what the run waits for the disk. The peak is measured first, which takes a second. Times without
     /// the peak are in every run.json.
-    #[arg(long)]
+    #[arg(hide_short_help = true, long)]
     #[serde(serialize_with = "not_deciding")]
     pub profile: bool,
 
     /// Checks after saving: hashes, zeros and N:M groups, or also every kept weight with the source
-    #[arg(long, value_name = "LEVEL", default_value = "quick")]
+    #[arg(hide_short_help = true, long, value_name = "LEVEL", default_value = "quick")]
     #[serde(serialize_with = "not_deciding")]
     pub verify: VerifyLevel,
 }

@@ -48,11 +48,12 @@ pub struct RecoverySettings {
     ///
     /// The loss of a token is (1 - W) times its own, and W times the divergence (KL) of the probabilities from the teacher's. A step also
     /// passes its examples through the teacher.
-    #[arg(long, value_name = "W", value_parser = share)]
+    #[arg(hide_short_help = true, long, value_name = "W", value_parser = share)]
     pub distill_weight: Option<f64>,
 
     /// Trained parameters of `blocks` [default: weights]
     #[arg(
+        hide_short_help = true,
         long = "train",
         value_name = "KIND",
         default_value = "weights",
@@ -66,15 +67,15 @@ pub struct RecoverySettings {
     pub rank: usize,
 
     /// Scale of the factors' product, times the rank
-    #[arg(long, value_name = "A", default_value = "32", value_parser = positive)]
+    #[arg(hide_short_help = true, long, value_name = "A", default_value = "32", value_parser = positive)]
     pub alpha: f64,
 
     /// Linear layers that are trained, separated by commas
-    #[arg(long, value_name = "NAMES", default_value = ALL_LINEAR, value_delimiter = ',')]
+    #[arg(hide_short_help = true, long, value_name = "NAMES", default_value = ALL_LINEAR, value_delimiter = ',')]
     pub target_modules: Vec<String>,
 
     /// Also train the weights of the norms
-    #[arg(long)]
+    #[arg(hide_short_help = true, long)]
     pub train_norms: bool,
 
     /// Format of the frozen base while factors are trained
@@ -85,7 +86,7 @@ pub struct RecoverySettings {
     pub base_quant: Option<FourBitFormat>,
 
     /// Round bf16 weights up or down by chance, in proportion to the distances
-    #[arg(long)]
+    #[arg(hide_short_help = true, long)]
     pub stochastic_rounding: bool,
 
     /// Optimizer: adamw, adamw8bit, paged-adamw8bit, paged-adamw32bit or sgd
@@ -101,11 +102,11 @@ pub struct RecoverySettings {
     pub lr: Option<f64>,
 
     /// Shape of the learning rate after the warm-up
-    #[arg(long, value_name = "SHAPE", default_value = "cosine", help_heading = OPTIMIZER)]
+    #[arg(hide_short_help = true, long, value_name = "SHAPE", default_value = "cosine", help_heading = OPTIMIZER)]
     pub schedule: ScheduleShape,
 
     /// Steps in which the rate rises from 0 [default: a twentieth of the steps; none for blocks]
-    #[arg(long, value_name = "STEPS", help_heading = OPTIMIZER)]
+    #[arg(hide_short_help = true, long, value_name = "STEPS", help_heading = OPTIMIZER)]
     pub warmup: Option<u64>,
 
     /// Steps; for blocks, of each layer [default: 200]
@@ -117,11 +118,11 @@ pub struct RecoverySettings {
     pub epochs: Option<u64>,
 
     /// Decoupled weight decay
-    #[arg(long, value_name = "DECAY", default_value = "0", value_parser = not_negative, help_heading = OPTIMIZER)]
+    #[arg(hide_short_help = true, long, value_name = "DECAY", default_value = "0", value_parser = not_negative, help_heading = OPTIMIZER)]
     pub weight_decay: f64,
 
     /// Momentum of sgd
-    #[arg(long, value_name = "M", default_value = "0", value_parser = not_negative, help_heading = OPTIMIZER)]
+    #[arg(hide_short_help = true, long, value_name = "M", default_value = "0", value_parser = not_negative, help_heading = OPTIMIZER)]
     pub momentum: f64,
 
     /// Examples of a step [default: 4; 8 for blocks]
@@ -131,19 +132,19 @@ pub struct RecoverySettings {
     pub batch_size: usize,
 
     /// Factor of the batch size, for scripts that accumulate gradients
-    #[arg(long, value_name = "N", default_value = "1", value_parser = counts(1..=1_000_000), help_heading = OPTIMIZER)]
+    #[arg(hide_short_help = true, long, value_name = "N", default_value = "1", value_parser = counts(1..=1_000_000), help_heading = OPTIMIZER)]
     pub accumulate: usize,
 
     /// Keep the activations of the last N layers for the backward pass in place of computing them again
     ///
     /// Each layer takes 4 bytes per token for 2 queries, 2 keys, 1 hidden_size and 2 intermediate_size, for all examples of a step, and
     /// its weights stay in memory, too. A step is faster, and its result has the same bits.
-    #[arg(long, value_name = "N", default_value = "0", help_heading = OPTIMIZER)]
+    #[arg(hide_short_help = true, long, value_name = "N", default_value = "0", help_heading = OPTIMIZER)]
     #[serde(serialize_with = "not_deciding")]
     pub keep_activations: usize,
 
     /// Limit of the gradients' norm; 0 for none [default: 0.3; none for blocks]
-    #[arg(long, value_name = "NORM", default_value_ifs = whole("0.3"), hide_default_value = true, value_parser = not_negative, help_heading = OPTIMIZER)]
+    #[arg(hide_short_help = true, long, value_name = "NORM", default_value_ifs = whole("0.3"), hide_default_value = true, value_parser = not_negative, help_heading = OPTIMIZER)]
     pub max_grad_norm: Option<f64>,
 
     /// Also write an adapter of the factors for peft: SAVE/adapter
@@ -152,24 +153,24 @@ pub struct RecoverySettings {
     pub save_adapter: bool,
 
     /// Steps between two saved states of the training [default: those of ten minutes]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = OPTIMIZER)]
+    #[arg(hide_short_help = true, long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = OPTIMIZER)]
     #[serde(serialize_with = "not_deciding")]
     pub save_every: Option<u64>,
 
     /// Make an example of each document instead of packing all into rows
-    #[arg(long, help_heading = TEXT)]
+    #[arg(hide_short_help = true, long, help_heading = TEXT)]
     pub per_document: bool,
 
     /// Examples that are not trained on, for a loss at intervals; the best state is kept [default: 8; none for blocks]
-    #[arg(long, value_name = "N", default_value = "0", hide_default_value = true, default_value_ifs = whole("8"), help_heading = TEXT)]
+    #[arg(hide_short_help = true, long, value_name = "N", default_value = "0", hide_default_value = true, default_value_ifs = whole("8"), help_heading = TEXT)]
     pub held_out: usize,
 
     /// Steps between two measurements of the held-out loss [default: a tenth of the steps]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = TEXT)]
+    #[arg(hide_short_help = true, long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = TEXT)]
     pub eval_every: Option<u64>,
 
     /// Stop after N measurements without a better one
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = TEXT)]
+    #[arg(hide_short_help = true, long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = TEXT)]
     pub patience: Option<u64>,
 }
 
@@ -239,7 +240,7 @@ impl TrainedKind {
 impl RecoverySettings {
     /// The defaults of a way.
     pub fn of(how: RecoveryWay) -> Self {
-        super::parsed::<Self>(&["--how", how.name()]).settled()
+        super::defaults::with_flags::<Self>(&["--how", how.name()]).settled()
     }
 
     /// The same settings with the length of the way where no flag names one, and without a limit of 0 on the gradients' norm.

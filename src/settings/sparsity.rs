@@ -9,7 +9,7 @@ use clap::builder::PossibleValuesParser;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, value_parser};
 use serde::Serialize;
 
-use super::PRUNE_METHOD;
+use super::defaults::PRUNE_METHOD;
 use crate::pipeline::allocation::Allocation;
 use crate::pipeline::{Flow, ObservationOrder, Propagation, Selection};
 use crate::pruning::{
@@ -26,8 +26,8 @@ pub struct SparsitySettings {
         value_name = "METHOD",
         default_value = PRUNE_METHOD,
         value_parser = PossibleValuesParser::new(METHODS.iter().map(|method| method.name())),
-        help = methods_help(),
-        long_help = None
+        help = "How weights are chosen",
+        long_help = methods_help()
     )]
     pub prune_method: String,
 
@@ -41,8 +41,8 @@ pub struct SparsitySettings {
         long,
         value_name = "STEP",
         value_parser = PossibleValuesParser::new(REFINEMENTS.iter().map(|step| step.name())),
-        help = refinements_help(),
-        long_help = None
+        help = "A step after the method",
+        long_help = refinements_help()
     )]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub refine: Option<String>,
@@ -51,16 +51,16 @@ pub struct SparsitySettings {
     ///
     /// The rows of gate_proj and up_proj and the columns of down_proj are written in another order, which does not change the function
     /// of the MLP. Needs an N:M pattern, and all three matrices among those that are pruned.
-    #[arg(long)]
+    #[arg(hide_short_help = true, long)]
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub permute_channels: bool,
 
     /// Layers that the samples have passed before they reach the next one
-    #[arg(long, value_name = "LAYERS", default_value = "pruned")]
+    #[arg(hide_short_help = true, long, value_name = "LAYERS", default_value = "pruned")]
     pub propagate: Propagation,
 
     /// Observe the input of every matrix behind the pruned matrices before it: four passes of the samples per layer
-    #[arg(long)]
+    #[arg(hide_short_help = true, long)]
     pub true_sequential: bool,
 
     /// The ratio of each layer: the same for all, by its outliers, or by the smallest sum of output errors
@@ -68,12 +68,12 @@ pub struct SparsitySettings {
     pub allocate: Allocation,
 
     /// Ratios of layers lie this far around --sparsity-ratio [default: 0.08 for owl, 0.15 for error]
-    #[arg(long, value_name = "BAND", allow_negative_numbers = true)]
+    #[arg(hide_short_help = true, long, value_name = "BAND", allow_negative_numbers = true)]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ratio_band: Option<f64>,
 
     /// Scores above this multiple of the mean are outliers for --allocate owl [default: 5]
-    #[arg(long, value_name = "M", allow_negative_numbers = true)]
+    #[arg(hide_short_help = true, long, value_name = "M", allow_negative_numbers = true)]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub owl_outliers: Option<f64>,
 
@@ -83,7 +83,7 @@ pub struct SparsitySettings {
     pub selection: Selection,
 
     /// JSON file with a ratio per layer: [0.5, 0.6, ...], or {"0": 0.3} for some
-    #[arg(long, value_name = "FILE")]
+    #[arg(hide_short_help = true, long, value_name = "FILE")]
     #[serde(skip)]
     pub layer_ratios: Option<PathBuf>,
 }
@@ -136,7 +136,7 @@ impl SparsitySettings {
 
 impl Default for SparsitySettings {
     fn default() -> Self {
-        super::defaults()
+        super::defaults::without_flags()
     }
 }
 
@@ -148,7 +148,7 @@ fn all_options() -> impl Iterator<Item = &'static MethodOption> {
 
 /// The flag of an option.
 fn flag(option: &MethodOption) -> Arg {
-    let flag = Arg::new(option.name).long(option.flag().split_off(2));
+    let flag = Arg::new(option.name).long(option.flag().split_off(2)).hide_short_help(true);
     let help = |default: &dyn std::fmt::Display| format!("{} [default: {default}]", option.help);
     match &option.default {
         OptionValue::Switch(_) => flag.help(option.help).action(ArgAction::SetTrue),
@@ -204,7 +204,7 @@ fn refinements_help() -> String {
     let steps = REFINEMENTS.iter();
     let steps: Vec<String> =
         steps.map(|step| format!("{} ({})", step.name(), step.summary())).collect();
-    format!("A step behind the method: {}", steps.join(" or "))
+    format!("A step after the method: {}", steps.join(" or "))
 }
 
 /// The table of methods, for the help text.

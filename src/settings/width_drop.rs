@@ -22,11 +22,17 @@ pub struct WidthDropSettings {
     pub drop_width: WidthShare,
 
     /// Parts of a layer that become narrower
-    #[arg(long, value_name = "PART", default_value = "mlp", requires = "drop_width")]
+    #[arg(
+        hide_short_help = true,
+        long,
+        value_name = "PART",
+        default_value = "mlp",
+        requires = "drop_width"
+    )]
     pub width_of: WidthOf,
 
     /// Keep the weights behind the dropped width as they are
-    #[arg(long, requires = "drop_width")]
+    #[arg(hide_short_help = true, long, requires = "drop_width")]
     pub no_width_refit: bool,
 }
 

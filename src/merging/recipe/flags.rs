@@ -46,27 +46,45 @@ pub struct FlagRecipe {
     pub density: Vec<f64>,
 
     /// Factor of the merged difference from the base [default: 1]
-    #[arg(long, value_name = "X", allow_negative_numbers = true, conflicts_with = "config")]
+    #[arg(
+        hide_short_help = true,
+        long,
+        value_name = "X",
+        allow_negative_numbers = true,
+        conflicts_with = "config"
+    )]
     pub lambda: Option<f64>,
 
     /// Divide by the sum of the weights, or not [default: as mergekit does for the method]
-    #[arg(long, value_name = "BOOL", conflicts_with = "config")]
+    #[arg(hide_short_help = true, long, value_name = "BOOL", conflicts_with = "config")]
     pub normalize: Option<bool>,
 
     /// Give trimmed differences their norm back, or not [default: as mergekit does for the method]
-    #[arg(long, value_name = "BOOL", conflicts_with = "config")]
+    #[arg(hide_short_help = true, long, value_name = "BOOL", conflicts_with = "config")]
     pub rescale: Option<bool>,
 
     /// Position between the base (0) and the other model (1), for slerp
-    #[arg(long, value_name = "T", conflicts_with = "config")]
+    #[arg(hide_short_help = true, long, value_name = "T", conflicts_with = "config")]
     pub t: Option<f64>,
 
     /// Shares of the largest differences that breadcrumbs removes [default: 0.01]
-    #[arg(long, value_name = "G,...", value_delimiter = ',', conflicts_with = "config")]
+    #[arg(
+        hide_short_help = true,
+        long,
+        value_name = "G,...",
+        value_delimiter = ',',
+        conflicts_with = "config"
+    )]
     pub gamma: Vec<f64>,
 
     /// Half the spread of della's probabilities [default: 0.15]
-    #[arg(long, value_name = "E,...", value_delimiter = ',', conflicts_with = "config")]
+    #[arg(
+        hide_short_help = true,
+        long,
+        value_name = "E,...",
+        value_delimiter = ',',
+        conflicts_with = "config"
+    )]
     pub epsilon: Vec<f64>,
 
     /// Dtype of the output [default: that of the inputs; f32 where they differ]

@@ -1,0 +1,31 @@
+//! Settings of `prune plan`.
+
+use std::path::PathBuf;
+
+use super::run::Settings;
+
+/// Settings of `prune plan`.
+#[derive(Debug, Clone)]
+pub struct PlanSettings {
+    /// The models to plan for.
+    pub subject: PlanSubject,
+    /// The run to plan.
+    pub run: Settings,
+    /// `--inventory`: a file that describes the machine to plan for; `None` for this machine.
+    pub inventory: Option<PathBuf>,
+    /// `--rank` of the factors of trainings; the default of `prune recover` if absent.
+    pub rank: Option<usize>,
+    /// `--batch-size` of trainings; the default of `prune recover` if absent.
+    pub batch_size: Option<usize>,
+}
+
+/// Models of `prune plan`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PlanSubject {
+    /// The checkpoint of the settings.
+    Model,
+    /// A published shape by its name.
+    Shape(String),
+    /// All published shapes.
+    Table,
+}
