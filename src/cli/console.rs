@@ -359,6 +359,7 @@ impl State {
                 );
             }
             Event::Note { text } if level >= Level::Normal => self.print(form, "", text),
+            Event::Detail { text } if level >= Level::Verbose => self.print(form, "", text),
             Event::Warning { text } => {
                 self.print(form, "", &format!("warning: {text}"));
             }
@@ -372,7 +373,9 @@ impl State {
     fn tell_json(&mut self, level: Level, event: &Event) {
         let is_told = match event {
             Event::Warning { .. } | Event::Fallback(_) => true,
-            Event::MatrixPruned(_) | Event::MatrixMerged { .. } => level >= Level::Verbose,
+            Event::MatrixPruned(_) | Event::MatrixMerged { .. } | Event::Detail { .. } => {
+                level >= Level::Verbose
+            }
             Event::Progress { .. } => level >= Level::Normal && self.progress.is_due(JSON_INTERVAL),
             _ => level >= Level::Normal,
         };

@@ -46,9 +46,7 @@ pub fn quantize(settings: &QuantizeSettings, events: &dyn Events) -> Result<Quan
     let clock = Clock::new();
     let started = machine::unix_seconds();
     let job = QuantizeJob::settle(settings, &recorder)?;
-    for line in crate::report::plan::text(&job.plan).lines() {
-        recorder.note(line.to_string());
-    }
+    crate::report::plan::announce(&job.plan, &recorder);
     if_interrupted(settings, &recorder);
     let state = job.unfinished.clone().unwrap_or_else(|| RunState {
         schema: SCHEMA,

@@ -185,9 +185,7 @@ impl SettledRun {
                 sides.join(" and ")
             ));
         }
-        for line in report::plan::text(&self.plan).lines() {
-            events.note(line.to_string());
-        }
+        report::plan::announce(&self.plan, events);
         self.announce_places(events);
     }
 

@@ -1,12 +1,12 @@
-//! The table of a plan, printed before a run and by `prune plan`.
+//! The table of a plan, which `prune plan` prints, and the line of a plan, which a run prints.
 
 use std::fmt::Write as _;
 
 use serde::Serialize;
 
 use crate::bytes::ByteSize;
-use crate::run::plan::{PhasePlan, TimeEstimate};
-use crate::run::{HiddenStatesStorage, Plan};
+use crate::run::plan::{DevicePlan, PhasePlan, TimeEstimate};
+use crate::run::{Events, HiddenStatesStorage, Plan};
 
 /// A model in the table of `prune plan --table`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -58,6 +58,34 @@ pub fn table(rows: &[TableRow]) -> String {
 
 /// Parts of a phase that the table names; the sum of the phase includes all parts.
 const NAMED_PARTS: usize = 3;
+
+/// Tells a plan in a line, with its notes. The table is for users who ask for details.
+pub fn announce(plan: &Plan, events: &dyn Events) {
+    events.note(format!("plan         {}", line(plan)));
+    for note in &plan.notes {
+        events.note(format!("             {note}"));
+    }
+    for line in text(plan).lines() {
+        events.detail(line.to_string());
+    }
+}
+
+/// The peaks of all devices, hidden states on the disk, and the time.
+fn line(plan: &Plan) -> String {
+    let alone = plan.devices.len() == 1;
+    let peak = |device: &DevicePlan| {
+        let name = if alone { String::new() } else { format!("{} ", device.device) };
+        let budget = device.budget.map_or_else(String::new, |budget| format!(" of {budget}"));
+        format!("{name}peak {}{budget}", device.peak)
+    };
+    let mut facts: Vec<String> = plan.devices.iter().map(peak).collect();
+    let states = &plan.hidden_states;
+    if states.storage == HiddenStatesStorage::Disk && states.bytes > ByteSize::ZERO {
+        facts.push(format!("hidden states {} on disk", states.bytes));
+    }
+    facts.push(about(plan.time.seconds));
+    facts.join(", ")
+}
 
 /// Returns the table of a plan: devices, layers, hidden states, every phase with its largest parts, and the time. Ends in a newline.
 pub fn text(plan: &Plan) -> String {
@@ -130,9 +158,13 @@ fn time(time: &TimeEstimate) -> String {
     if time.transfers > 0.0 {
         of.push(format!("transfers {}", duration(time.transfers)));
     }
-    // "about less than" is no estimate.
-    let about = if time.seconds < LEAST_SECONDS { "" } else { "about " };
-    format!("{about}{}: {}; some of them overlap", duration(time.seconds), of.join(", "))
+    format!("{}: {}; some of them overlap", about(time.seconds), of.join(", "))
+}
+
+/// An estimated duration. "about less than" is no estimate.
+fn about(seconds: f64) -> String {
+    let about = if seconds < LEAST_SECONDS { "" } else { "about " };
+    format!("{about}{}", duration(seconds))
 }
 
 /// Seconds below which no number is written.

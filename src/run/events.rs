@@ -89,6 +89,11 @@ pub enum Event {
         /// The fact.
         text: String,
     },
+    /// A fact for a user who asks for details.
+    Detail {
+        /// The fact.
+        text: String,
+    },
     /// A fact that the user must know to trust the result, or act on.
     Warning {
         /// The fact, and the advice.
@@ -161,6 +166,11 @@ pub trait Events: Sync {
     /// Emits an [`Event::Note`]. The text may quote a file, so control characters are escaped.
     fn note(&self, text: String) {
         self.emit(Event::Note { text: printable(&text).into_owned() });
+    }
+
+    /// Emits an [`Event::Detail`]. The text may quote a file, so control characters are escaped.
+    fn detail(&self, text: String) {
+        self.emit(Event::Detail { text: printable(&text).into_owned() });
     }
 
     /// Emits an [`Event::Warning`]. The text may quote a file, so control characters are escaped.

@@ -1,5 +1,6 @@
 //! docs/cli.md equals the help texts of the program.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
@@ -10,13 +11,77 @@ use crate::support::Place;
 const HEAD: &str = "\
 # Command line
 
-The output of `prune --help` and of `--help` of each command. `UPDATE_SNAPSHOTS=1 cargo test --test it cli_page` writes this
-page, and a test compares it with the program.
+The output of `prune --help` and of `--help` of each command. Flags that mean the same as in an earlier command are only named.
+`UPDATE_SNAPSHOTS=1 cargo test --test it cli_page` writes this page, and a test compares it with the program.
 ";
+
+/// Columns of a line of names.
+const COLUMNS: usize = 100;
+
+/// A line that begins the description of a flag.
+fn begins_flag(line: &str) -> bool {
+    let words = line.trim_start();
+    words.starts_with('-') && (1..=6).contains(&(line.len() - words.len()))
+}
+
+/// The name of a flag from the first line of its description.
+fn name_of(block: &str) -> String {
+    let words = block.split_whitespace().map(|word| word.trim_end_matches(','));
+    let names: Vec<&str> = words.take_while(|word| word.starts_with('-')).collect();
+    names.last().unwrap_or(&"").to_string()
+}
+
+/// The help of the command `name`. Flags that an earlier command describes with the same words, as `seen` knows, are only named.
+fn without_repeats(help: &str, name: &str, seen: &mut BTreeMap<String, String>) -> String {
+    let mut text = String::new();
+    let mut named: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    let mut lines = help.lines().peekable();
+    while let Some(line) = lines.next() {
+        if !begins_flag(line) {
+            if !line.is_empty() && !line.starts_with(' ') {
+                text += &names(&mut named);
+            }
+            text += &format!("{line}\n");
+            continue;
+        }
+        let mut block = format!("{line}\n");
+        while let Some(more) = lines
+            .next_if(|more| more.is_empty() || more.starts_with("       ") && !begins_flag(more))
+        {
+            block += &format!("{more}\n");
+        }
+        match seen.get(block.trim_end()) {
+            Some(earlier) => named.entry(earlier.clone()).or_default().push(name_of(&block)),
+            None => {
+                seen.insert(block.trim_end().to_string(), name.to_string());
+                text += &block;
+            }
+        }
+    }
+    text + &names(&mut named)
+}
+
+/// The lines for flags that earlier commands describe.
+fn names(named: &mut BTreeMap<String, Vec<String>>) -> String {
+    let mut text = String::new();
+    for (earlier, flags) in std::mem::take(named) {
+        let mut line = format!("      As for `{earlier}`:");
+        for flag in flags {
+            if line.len() + flag.len() + 1 > COLUMNS {
+                text += &format!("{line}\n");
+                line = "       ".to_string();
+            }
+            line += &format!(" {flag}");
+        }
+        text += &format!("{line}\n\n");
+    }
+    text
+}
 
 /// The page, from the binary.
 fn page(place: &Place) -> String {
     let mut page = HEAD.to_string();
+    let mut seen = BTreeMap::new();
     let mut section = |arguments: &str| {
         let ran = place.run(&format!("{arguments} --help"));
         assert_eq!(ran.code, 0, "{arguments}: {}", ran.stderr);
@@ -24,8 +89,9 @@ fn page(place: &Place) -> String {
         let name = line.trim_end();
         let help: String =
             ran.stdout.lines().map(|line| format!("{}\n", line.trim_end())).collect();
+        let help = without_repeats(&help, name, &mut seen);
         // Writing to a String cannot fail.
-        let _ = write!(page, "\n## {name}\n\n```text\n{help}```\n");
+        let _ = write!(page, "\n## {name}\n\n```text\n{}\n```\n", help.trim_end());
     };
     section("");
     let command = prune::cli::command();
@@ -48,6 +114,22 @@ fn cli_page_shows_the_help_of_every_command() {
         found == page,
         "docs/cli.md differs from the program; UPDATE_SNAPSHOTS=1 cargo test --test it cli_page"
     );
+}
+
+#[test]
+fn short_help_fits_a_screen() {
+    let place = Place::empty();
+    let command = prune::cli::command();
+    let visible = command.get_subcommands().filter(|command| !command.is_hide_set());
+    for name in std::iter::once("").chain(visible.map(clap::Command::get_name)) {
+        let ran = place.run(&format!("{name} -h"));
+        let lines = ran.stdout.lines().count();
+        assert!(
+            ran.code == 0 && lines <= 60,
+            "{lines} lines of `prune {name} -h`:\n{}",
+            ran.stdout
+        );
+    }
 }
 
 #[test]

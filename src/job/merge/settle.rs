@@ -201,9 +201,7 @@ impl MergeJob {
         if let Some(saliency) = &self.saliency {
             saliency.announce(events);
         }
-        for line in crate::report::plan::text(&self.plan).lines() {
-            events.note(line.to_string());
-        }
+        crate::report::plan::announce(&self.plan, events);
         match &self.folder.model {
             Some(model) => events.note(format!("output       {}", model.display())),
             None => events.warn("nothing will be saved; name a run folder with --save".to_string()),
