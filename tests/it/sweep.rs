@@ -412,23 +412,23 @@ fn lists_that_make_no_grid_are_refused_with_a_fix() {
             "--shard 3/2: there is no shard 3 of 2",
             "hint: write i/n with i from 1 to n, like --shard 2/4 for the second of four processes",
         ),
-        (
-            "--methods wanda --ratios 0.5 --seeds 0,1 --seed 0",
-            "--seed belongs to a single run, and a sweep has many",
-            "hint: use --seeds, like --seeds 0,1,2",
-        ),
-        (
-            "--methods wanda --ratios 0.5 --seed 3",
-            "--seed belongs to a single run, and a sweep has many",
-            "hint: use --seeds, like --seeds 0,1,2",
-        ),
-        (
-            "--methods wanda --ratios 0.5 --sparsity-type unstructured",
-            "--sparsity-type belongs to a single run, and a sweep has many",
-            "hint: use --types, like --types unstructured,2:4",
-        ),
     ] {
         refused(flags, message, hint);
+    }
+    for (flags, hint) in [
+        ("--seeds 0,1 --seed 0", "use --seeds, like --seeds 0,1,2"),
+        ("--seed 3", "use --seeds, like --seeds 0,1,2"),
+        ("--sparsity-type unstructured", "use --types, like --types unstructured,2:4"),
+        ("--sparsity-ratio 0.5", "use --ratios, like --ratios 0.4,0.5"),
+        ("--use-variant", "name the method: --methods wanda-variant"),
+        ("--save-model x", "use --keep-models"),
+        ("--resume", "the same command continues a sweep"),
+    ] {
+        let ran =
+            place.run(&format!("sweep --model m --save out --methods wanda --ratios 0.5 {flags}"));
+        assert_eq!(ran.code, 2, "{flags}");
+        let of_one_run = format!("a sweep has many runs: {hint}");
+        assert!(ran.stderr.contains(&of_one_run), "{flags}: {}", ran.stderr);
     }
     let misspelt = place.run("sweep --model m --save out --methods wnada --ratios 0.5");
     assert_eq!(misspelt.code, 2);

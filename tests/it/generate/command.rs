@@ -218,15 +218,16 @@ fn mistakes_are_told_with_the_way_out() {
     refuses(
         "--prompt x --temperature -1",
         2,
-        "error: --temperature is -1; it is 0, for the likeliest token, or more",
-        "hint: 0.7 is a usual choice",
+        "error: invalid value '-1' for '--temperature <T>': it is 0, for the likeliest token, or more; 0.7 is a usual choice",
+        "",
     );
-    for (given, shown) in [("0", "0"), ("1.5", "1.5"), ("-0.1", "-0.1"), ("nan", "NaN")] {
+    for given in ["0", "1.5", "-0.1", "nan"] {
+        let why = "it is a probability above 0 and up to 1; 0.9 is a usual choice";
         refuses(
             &format!("--prompt x --top-p {given}"),
             2,
-            &format!("error: --top-p is {shown}; it is a probability above 0 and up to 1"),
-            "hint: 0.9 is a usual choice; leave it out to draw from all tokens",
+            &format!("error: invalid value '{given}' for '--top-p <P>': {why}"),
+            "",
         );
     }
     refuses(

@@ -53,7 +53,7 @@ fn contradictions_and_impossible_settings_name_a_flag_that_helps() {
         ("--how full --patience 3 --held-out 0", &["--patience needs held-out examples"]),
         ("--how full --train factors", &["--train is a choice of --how blocks"]),
         ("--how full --save-adapter", &["--save-adapter needs trained factors"]),
-        ("--how lora --alpha 0", &["--alpha 0 is not above 0"]),
+        ("--how lora --alpha 0", &["invalid value '0' for '--alpha <A>': it is no number above 0"]),
         (
             "--how full --device cuda --keep-activations 1",
             &["--keep-activations is for the CPU", "--use-cpu"],
