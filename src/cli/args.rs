@@ -9,9 +9,11 @@ use crate::failure::Failure;
 
 /// Message flags.
 #[derive(Debug, Clone, Copy, Default, Args)]
-#[command(next_help_heading = "Messages")]
+#[command(next_help_heading = "Output")]
 pub struct MessageArgs {
-    /// Print the result as one JSON object, that of run.json, in place of the table
+    /// Print the result as one JSON object
+    ///
+    /// The object is the content of run.json, and replaces the table.
     #[arg(long)]
     pub json: bool,
 
@@ -23,7 +25,7 @@ pub struct MessageArgs {
     pub progress: ProgressArg,
 
     /// Only warnings, errors and the result
-    #[arg(short, long, conflicts_with = "verbose")]
+    #[arg(hide_short_help = true, short, long, conflicts_with = "verbose")]
     pub quiet: bool,
 
     /// Also every matrix, and memory after every layer

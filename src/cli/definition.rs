@@ -16,7 +16,7 @@ use crate::job::machine;
 ///
 /// Zeros alone change neither the size of the files nor the speed of inference; N:M patterns need a runtime that uses them.
 #[derive(Debug, Parser)]
-#[command(name = "prune", version, max_term_width = 120, args_conflicts_with_subcommands = true, after_help = EXAMPLES, after_long_help = format!("{EXAMPLES}\n\n{CODES}"))]
+#[command(name = "prune", version, max_term_width = 120, args_conflicts_with_subcommands = true, after_help = "Example:\n  prune --model meta-llama/Llama-2-7b-hf --sparsity-ratio 0.6 --save out/7b", after_long_help = format!("{EXAMPLES}\n\n{CODES}"))]
 pub struct Cli {
     #[command(subcommand)]
     pub(super) command: Option<Command>,
@@ -64,12 +64,12 @@ Environment:
 /// The commands.
 #[derive(Debug, Subcommand)]
 pub(super) enum Command {
-    /// Prune a small model that is inside the program, and show the effect
+    /// Prune a small model inside the program, and show the effect
     Demo(demo::DemoArgs),
     /// Measure the perplexity of a checkpoint, layer by layer
     #[command(after_help = eval::EXAMPLES)]
     Eval(eval::EvalArgs),
-    /// Continue a prompt with one checkpoint, or with two to compare them
+    /// Continue a prompt with one checkpoint, or compare two
     #[command(after_help = generate::EXAMPLES, mut_arg("device_map", |map| map.hide(true)))]
     Generate(generate::GenerateArgs),
     /// Show a checkpoint's sparsity, and compare it with a dense one

@@ -36,7 +36,7 @@ const EXAMPLE: &str = "prune generate out/7b/model --prompt \"Once upon a time\"
     mut_arg("dtype", |flag| flag.hide(true)),
     mut_arg("hidden_states", |flag| flag.hide(true)),
     mut_arg("offload_folder", |flag| flag.hide(true)),
-    mut_arg("json", |flag| flag.help("Print one JSON object at the end, in place of the text as it comes"))
+    mut_arg("json", |flag| flag.help("Print one JSON object at the end").long_help("Print one JSON object at the end, in place of the text as it comes"))
 )]
 pub struct GenerateArgs {
     #[command(flatten)]

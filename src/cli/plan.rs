@@ -46,13 +46,15 @@ pub struct PlanArgs {
     #[arg(long, value_name = "NAME", help_heading = "Model", conflicts_with_all = ["word", "model"], value_parser = PossibleValuesParser::new(shape_names()))]
     shape: Option<String>,
 
-    /// A table of all shapes: what they take, and the least that works
+    /// A table of all shapes
+    ///
+    /// The table shows what a run of each shape takes, and the least that works.
     #[arg(long, help_heading = "Model", conflicts_with_all = ["word", "model", "shape"])]
     table: bool,
 
-    /// A table of trainings by `prune recover`, of the model, or of all shapes: their memory and files
+    /// A table of trainings by `prune recover`
     ///
-    /// Other settings are the defaults of `prune recover`, without evaluation. The table shows the memory without a limit, but for layers that
+    /// The table has the model, or all shapes, with the memory and files of each training. Other settings are the defaults of `prune recover`, without evaluation. The table shows the memory without a limit, but for layers that
     /// would stay in it, and the least that works.
     #[arg(long, help_heading = "Model", conflicts_with_all = ["prune_method", "nsamples", "eval", "eval_windows", "no_save_model", "max_memory", "hidden_states", "device_map", "inventory"])]
     recover: bool,
@@ -65,7 +67,7 @@ pub struct PlanArgs {
     #[arg(long, value_name = "N", help_heading = "Run", requires = "recover", value_parser = clap::value_parser!(u32).range(1..))]
     batch_size: Option<u32>,
 
-    /// The method, which decides whether calibration samples are needed
+    /// Method, which decides whether samples are needed
     #[arg(long, value_name = "METHOD", default_value = PRUNE_METHOD, help_heading = "Run",
           value_parser = PossibleValuesParser::new(METHODS.iter().map(|method| method.name())))]
     prune_method: String,
@@ -82,7 +84,9 @@ pub struct PlanArgs {
     #[arg(long, value_name = "SIDE", default_value = "pruned", help_heading = "Run")]
     eval: EvalSides,
 
-    /// Evaluation windows [default: those of WikiText-2's test text, 166 of 2048 tokens for Llama 2, 141 for Llama 3]
+    /// Evaluation windows [default: as WikiText-2's test text]
+    ///
+    /// WikiText-2's test text has 166 windows of 2048 tokens for Llama 2, 141 for Llama 3.
     #[arg(long, value_name = "N", help_heading = "Run", value_parser = clap::value_parser!(u32).range(1..))]
     eval_windows: Option<u32>,
 
@@ -90,9 +94,9 @@ pub struct PlanArgs {
     #[arg(long, help_heading = "Run")]
     no_save_model: bool,
 
-    /// A machine described in a file, in place of this one: {"cpu": {"memory": "64GiB", "threads": 16}, "gpus": [{"memory": "24GiB"}]}
+    /// A machine described in a file, in place of this one
     ///
-    /// "rates" may hold cpu_thread_gflops, gpu_tflops, disk_gb_s and pcie_gb_s for the estimate of time. `--dtype auto` plans f32
+    /// Like {"cpu": {"memory": "64GiB", "threads": 16}, "gpus": [{"memory": "24GiB"}]}. "rates" may hold cpu_thread_gflops, gpu_tflops, disk_gb_s and pcie_gb_s for the estimate of time. `--dtype auto` plans f32
     /// products, since a file does not say what the CPU multiplies.
     #[arg(long, value_name = "FILE", help_heading = "Devices")]
     inventory: Option<PathBuf>,

@@ -37,7 +37,7 @@ pub struct PruneArgs {
     #[command(flatten)]
     calibration: CalibrationSettings,
     /// Tokens per sample, and per evaluation window [default: 2048, or the model's limit]
-    #[arg(long, value_name = "TOKENS", help_heading = "Calibration")]
+    #[arg(hide_short_help = true, long, value_name = "TOKENS", help_heading = "Calibration")]
     seqlen: Option<usize>,
     #[command(flatten)]
     device: DeviceSettings,

@@ -26,10 +26,10 @@ Examples:
 /// Flags of `prune recover`.
 #[derive(Debug, Clone, Args)]
 #[command(
-    mut_arg("dataset", |flag| flag.help_heading(TEXT).help("Text to train on: NAME, NAME:PATH or a path").long_help(DATASET_HELP)),
+    mut_arg("dataset", |flag| flag.help_heading(TEXT).help("Text to train on").long_help(DATASET_HELP)),
     mut_arg("nsamples", |flag| flag.help_heading(TEXT).hide_default_value(true)
         .default_value_ifs([("how", "lora", NEEDED), ("how", "full", NEEDED)])
-        .help("Samples of `blocks`, else the most examples that are read [default: 128; as many as the steps need]")),
+        .help("Samples of `blocks`, else examples at most [default: 128; as many as the steps need]")),
     mut_arg("seed", |flag| flag.help_heading(TEXT).help("Seed of samples, their order, and the first factors"))
 )]
 pub struct RecoverArgs {
@@ -49,11 +49,13 @@ pub struct RecoverArgs {
     #[command(flatten)]
     text: CalibrationSettings,
     /// Tokens per example, and per evaluation window [default: 2048, or the model's limit]
-    #[arg(long, value_name = "TOKENS", help_heading = TEXT)]
+    #[arg(hide_short_help = true, long, value_name = "TOKENS", help_heading = TEXT)]
     seqlen: Option<usize>,
     #[command(flatten)]
     device: DeviceSettings,
-    /// Models that perplexity is measured of; `both` adds the model before the training
+    /// Models that perplexity is measured of
+    ///
+    /// `both` adds the model before the training.
     #[arg(long, value_name = "SIDE", default_value = "both", help_heading = "Evaluation")]
     eval: EvalSides,
     #[command(flatten)]
@@ -66,9 +68,9 @@ pub struct RecoverArgs {
 
 /// The long help of `--dataset`.
 const DATASET_HELP: &str = "\
-Text to train on: NAME, NAME:PATH or a path
+Text to train on
 
-As for calibration, and `jsonl:PATH` with `text`, `messages`, or `prompt` and `completion` on each line. Conversations go \
+NAME, NAME:PATH or a path, as for calibration, and `jsonl:PATH` with `text`, `messages`, or `prompt` and `completion` on each line. Conversations go \
 through the model's chat template, and loss counts on answers only. docs/training-data.md has all forms.";
 
 /// The largest number, for as many examples as the steps need.

@@ -42,14 +42,16 @@ Examples:
     mut_arg("save_model", |flag| flag.hide(true).conflicts_with("methods")),
     mut_arg("no_save_model", |flag| flag.hide(true)),
     mut_arg("resume", |flag| flag.hide(true).conflicts_with("methods")),
-    mut_arg("eval", |flag| flag.default_value("both").help("Models that perplexity is measured of; the dense one is measured once")),
-    mut_arg("save", |flag| flag.help("Folder of the sweep: a run folder per cell, sweep.json, sweep.md, report.html")),
+    mut_arg("eval", |flag| flag.default_value("both").long_help("Models that perplexity is measured of; the dense model is measured once")),
+    mut_arg("save", |flag| flag.help("Folder of the sweep").long_help("Folder of the sweep: a run folder per cell, sweep.json, sweep.md, report.html")),
     mut_arg("save_masks", |flag| flag.help("Also write the masks of each cell: CELL/masks.safetensors").long_help("Also write the masks of each cell: CELL/masks.safetensors")),
-    mut_arg("force", |flag| flag.help("Replace finished cells, and cells of other settings")),
-    mut_arg("json", |flag| flag.help("Print the result as one JSON object, that of sweep.json, in place of the table"))
+    mut_arg("force", |flag| flag.help("Replace finished cells, and cells of other settings").long_help(None::<&str>)),
+    mut_arg("json", |flag| flag.long_help("Print the result as one JSON object, the content of sweep.json, in place of the table"))
 )]
 pub struct SweepArgs {
-    /// Methods, separated by commas; METHOD+STEP is a method with --refine STEP
+    /// Methods, separated by commas
+    ///
+    /// METHOD+STEP is a method with --refine STEP.
     #[arg(
         long,
         value_name = "LIST",
@@ -60,15 +62,17 @@ pub struct SweepArgs {
     )]
     methods: Vec<String>,
 
-    /// Fractions removed, between 0 and 1, separated by commas: 0.4,0.5,0.6
+    /// Fractions removed, like 0.4,0.5,0.6
     #[arg(long, value_name = "LIST", allow_hyphen_values = true, help_heading = "Sweep")]
     ratios: Option<String>,
 
-    /// `unstructured`, which takes the ratios, and N:M patterns, separated by commas [default: unstructured]
+    /// Patterns, like unstructured,2:4 [default: unstructured]
+    ///
+    /// `unstructured` takes the ratios; each N:M pattern has its own ratio.
     #[arg(long, value_name = "LIST", help_heading = "Sweep")]
     types: Option<String>,
 
-    /// Seeds of the sampling, separated by commas [default: 0]
+    /// Seeds of the sampling, like 0,1,2 [default: 0]
     ///
     /// A method without calibration samples runs once, as seed 0.
     #[arg(long, value_name = "LIST", help_heading = "Sweep")]
@@ -80,9 +84,9 @@ pub struct SweepArgs {
     #[arg(hide_short_help = true, long, help_heading = "Sweep", conflicts_with = "no_save_model")]
     keep_models: bool,
 
-    /// Work on the i-th of n parts of the cells, like 2/4; for job arrays
+    /// Work on the i-th of n parts of the cells, like 2/4
     ///
-    /// Cells are dealt out in turn; with --propagate dense in a row, ordered by seed, since those of one seed share statistics. Processes with different parts may work in one folder at the same time. The process that ends
+    /// For job arrays. Cells are dealt out in turn; with --propagate dense in a row, ordered by seed, since those of one seed share statistics. Processes with different parts may work in one folder at the same time. The process that ends
     /// last writes the table of all cells.
     #[arg(long, value_name = "I/N", help_heading = "Sweep")]
     shard: Option<String>,
@@ -91,7 +95,7 @@ pub struct SweepArgs {
     #[arg(long, help_heading = "Sweep")]
     dry_run: bool,
 
-    /// Only write the table and the page again, from the cells in a folder
+    /// Only write the table and the page of a folder again
     #[arg(
         long,
         value_name = "DIR",

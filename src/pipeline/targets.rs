@@ -18,13 +18,15 @@ use crate::run::manifest::LayerReport;
 #[derive(Debug, Clone, Default, Args, Serialize)]
 #[command(next_help_heading = "Sparsity")]
 pub struct Selection {
-    /// Fraction removed, from 0 up to but not including 1
+    /// Fraction of the weights that is removed
     ///
-    /// May be left out with an N:M pattern, where it must equal N/M. 0 prunes nothing: a dense evaluation.
+    /// From 0 up to but not including 1. May be left out with an N:M pattern, where it must equal N/M. 0 prunes nothing: a dense evaluation.
     #[arg(long, value_name = "RATIO", allow_negative_numbers = true)]
     pub sparsity_ratio: Option<f64>,
 
-    /// `unstructured`, or N:M with N pruned of each M neighbours
+    /// `unstructured`, or N:M
+    ///
+    /// N:M prunes N of each M neighbours of a row, like 2:4.
     #[arg(long, value_name = "TYPE", default_value = "unstructured")]
     pub sparsity_type: Pattern,
 

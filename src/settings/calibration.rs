@@ -11,12 +11,12 @@ use crate::data::DatasetSpec;
 #[derive(Debug, Clone, Args, Serialize)]
 #[command(next_help_heading = "Calibration")]
 pub struct CalibrationSettings {
-    /// Calibration text: NAME, NAME:PATH or a path
+    /// Calibration text
     ///
-    /// `wikitext2:PATH` (raw text, parquet, or a folder holding the train split; rows joined with a space), `c4:SHARD.json.gz`
+    /// NAME, NAME:PATH or a path. `wikitext2:PATH` (raw text, parquet, or a folder holding the train split; rows joined with a space), `c4:SHARD.json.gz`
     /// (documents longer than a sample), `ptb:PATH` (sentences joined with a space), or a path: plain text as it stands, .jsonl,
     /// .gz or .parquet of documents. `wikitext2` and `c4` alone are downloaded from the hub; `demo` is a text inside the program.
-    #[arg(long, value_name = "NAME[:PATH]", default_value = DATASET)]
+    #[arg(long, value_name = "TEXT", default_value = DATASET)]
     #[serde(serialize_with = "text_not_deciding")]
     pub dataset: DatasetSpec,
 

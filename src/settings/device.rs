@@ -28,7 +28,7 @@ pub struct DeviceSettings {
     /// Device that computes: `auto`, `cpu`, or in a build with CUDA `cuda` or `cuda:N`
     ///
     /// `auto` uses all GPUs there are where the build has CUDA, and the CPU else.
-    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    #[arg(hide_short_help = true, long, value_name = "DEVICE", default_value = "auto")]
     #[serde(serialize_with = "text_not_deciding")]
     pub device: DeviceChoice,
 
@@ -43,16 +43,16 @@ pub struct DeviceSettings {
     /// Worker threads [default: SLURM_CPUS_PER_TASK, else the processors this process may use]
     ///
     /// Results do not depend on it.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    #[arg(hide_short_help = true, long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     #[serde(serialize_with = "not_deciding")]
     pub threads: Option<u16>,
 
-    /// Memory limits, like cuda:0=10GiB,cpu=24GiB [default: 80 % of what is available; of a GPU, less a reserve]
+    /// Memory limits, like 24GiB [default: 80 % of what is available]
     ///
-    /// An amount without a device, like 8GB, is the CPU's. A GPU's context counts as part of its budget. GiB and MiB are powers of 1024, GB and MB of 1000. Available is the smaller of what the system has left and what the
+    /// Limits of several devices are separated by commas, like cuda:0=10GiB,cpu=24GiB. The default of a GPU is less a reserve. An amount without a device, like 8GB, is the CPU's. A GPU's context counts as part of its budget. GiB and MiB are powers of 1024, GB and MB of 1000. Available is the smaller of what the system has left and what the
     /// control group (of a batch job, a container) allows. The run is planned to stay below; what cannot fit is refused before it
     /// begins. Results do not depend on it.
-    #[arg(long, value_name = "DEVICE=SIZE")]
+    #[arg(long, value_name = "SIZE")]
     #[serde(serialize_with = "budget_not_deciding")]
     pub max_memory: Option<Budget>,
 

@@ -19,17 +19,17 @@ pub struct EvaluationSettings {
     #[arg(skip = EvalSides::Pruned)]
     pub eval: EvalSides,
 
-    /// Evaluation text: NAME, NAME:PATH or a path
+    /// Evaluation text
     ///
-    /// `wikitext2:PATH` (raw text, parquet, or a folder holding the test split; rows joined with two newlines), `c4:SHARD.json.gz`
+    /// NAME, NAME:PATH or a path. `wikitext2:PATH` (raw text, parquet, or a folder holding the test split; rows joined with two newlines), `c4:SHARD.json.gz`
     /// (the first 1100 documents), `ptb:PATH` (sentences joined with a space), or a path: plain text as it stands, .jsonl, .gz or
     /// .parquet of documents. `wikitext2` and `c4` alone are downloaded from the hub; `demo` is a text inside the program.
-    #[arg(long, value_name = "NAME[:PATH]", default_value = DATASET)]
+    #[arg(long, value_name = "TEXT", default_value = DATASET)]
     #[serde(serialize_with = "text_not_deciding")]
     pub eval_dataset: DatasetSpec,
 
     /// Only the first N windows, for a quick look
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(hide_short_help = true, long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     #[serde(serialize_with = "not_deciding")]
     pub eval_windows: Option<u64>,
 

@@ -12,9 +12,9 @@ use crate::pipeline::layer_drop::DropRule;
 #[derive(Debug, Clone, PartialEq, Eq, Args, Serialize)]
 #[command(next_help_heading = "Smaller models")]
 pub struct LayerDropSettings {
-    /// Drop N layers, or as many as `auto` finds, before weights are pruned
+    /// Drop N layers, or as many as `auto` finds
     ///
-    /// The calibration samples score the layers of the dense model. The model without the dropped layers is smaller and faster
+    /// Layers are dropped before weights are pruned. The calibration samples score the layers of the dense model. The model without the dropped layers is smaller and faster
     /// everywhere. Its layers are numbered anew: --include, --exclude and --layer-ratios mean the new numbers. Without
     /// --sparsity-ratio and --sparsity-type, no weight is pruned. `auto` drops layers with a score below three quarters of the median,
     /// at most a quarter of the layers. Example: --drop-layers 8

@@ -55,7 +55,9 @@ pub struct MergeSettings {
     #[arg(hide_short_help = true, long, value_name = "DIR", help_heading = RECIPE)]
     pub cache_dir: Option<PathBuf>,
 
-    /// The definition of the method where mergekit, the paper and peft differ
+    /// Source of the definition of the method
+    ///
+    /// mergekit, the paper and peft differ for some methods.
     #[arg(long, value_name = "WHOSE", default_value = "mergekit", help_heading = DEFINITION)]
     pub semantics: Semantics,
 
@@ -75,14 +77,16 @@ pub struct MergeSettings {
     #[arg(hide_short_help = true, long, help_heading = DEFINITION)]
     pub keep_zeros: bool,
 
-    /// Weigh differences by the activations of these models
+    /// Weigh differences by activations of these models
     ///
     /// Samples pass through each measured model, and the mean squares of every linear's inputs are kept.
     #[arg(long, value_name = "MODELS", help_heading = SALIENCY)]
     pub saliency: Option<SaliencySource>,
 
-    /// Text of the samples: NAME, NAME:PATH or a path; once for all measured models, or once for each
-    #[arg(long, value_name = "NAME[:PATH]", default_value = DATASET, help_heading = SALIENCY)]
+    /// Text of the samples
+    ///
+    /// NAME, NAME:PATH or a path; once for all measured models, or once for each.
+    #[arg(long, value_name = "TEXT", default_value = DATASET, help_heading = SALIENCY)]
     pub dataset: Vec<DatasetSpec>,
 
     /// Samples per measured model
@@ -97,12 +101,14 @@ pub struct MergeSettings {
     #[arg(hide_short_help = true, long, value_name = "FILE", help_heading = SALIENCY)]
     pub saliency_file: Option<PathBuf>,
 
-    /// Models that perplexity is measured of [default: all with --eval-dataset, else none]
+    /// Models that perplexity is measured of
+    ///
+    /// The default is `all` with --eval-dataset, else `none`.
     #[arg(long, value_name = "MODELS", default_value = "none", default_value_if("eval_dataset", clap::builder::ArgPredicate::IsPresent, "all"), hide_default_value = true, help_heading = EVALUATION)]
     pub eval: MergeEval,
 
-    /// Evaluation text: NAME, NAME:PATH or a path, as in prune eval
-    #[arg(long, value_name = "NAME[:PATH]", help_heading = EVALUATION)]
+    /// Evaluation text, as in prune eval
+    #[arg(long, value_name = "TEXT", help_heading = EVALUATION)]
     pub eval_dataset: Option<DatasetSpec>,
 
     /// Only the first N windows, for a quick look
@@ -133,7 +139,9 @@ pub struct MergeSettings {
     #[arg(hide_short_help = true, long, help_heading = OUTPUT)]
     pub no_model_card: bool,
 
-    /// Replace a finished run and its model files, or an unfinished one of another recipe
+    /// Replace a finished run and its model files
+    ///
+    /// Also replaces an unfinished run of a different recipe.
     #[arg(long, help_heading = OUTPUT)]
     pub force: bool,
 

@@ -12,9 +12,9 @@ use super::deciding::not_deciding;
 #[derive(Debug, Clone, Args, Serialize)]
 #[command(next_help_heading = "Model")]
 pub struct ModelSettings {
-    /// Checkpoint folder in Hugging Face layout, or an id on the hub
+    /// Checkpoint folder, or an id on the hub
     ///
-    /// A folder with config.json, model.safetensors (or model.safetensors.index.json and its shards) and tokenizer.json.
+    /// A folder in Hugging Face layout: config.json, model.safetensors (or model.safetensors.index.json and its shards) and tokenizer.json.
     /// Weights may be f32, f16 or bf16. Where there is no such folder, `owner/name` is downloaded from the hub.
     // Empty until a command has a model: some commands also take it as a word.
     #[arg(long, value_name = "DIR|ID", default_value = "", hide_default_value = true, value_parser = OsStringValueParser::new().map(PathBuf::from))]

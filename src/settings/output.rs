@@ -13,7 +13,9 @@ use crate::run::verification::VerifyLevel;
 #[derive(Debug, Clone, Default, Args, Serialize)]
 #[command(next_help_heading = "Output")]
 pub struct OutputSettings {
-    /// Run folder: model/, run.json, log_METHOD.txt. Without it and --save-model nothing is written
+    /// Run folder: model/, run.json, log_METHOD.txt
+    ///
+    /// Without it and --save-model nothing is written.
     #[arg(long, value_name = "DIR")]
     #[serde(serialize_with = "not_deciding")]
     pub save: Option<PathBuf>,
@@ -24,7 +26,7 @@ pub struct OutputSettings {
     pub save_model: Option<PathBuf>,
 
     /// Write the report only, no checkpoint
-    #[arg(long)]
+    #[arg(hide_short_help = true, long)]
     pub no_save_model: bool,
 
     /// Write no README.md for the hub into the model's folder
@@ -42,7 +44,9 @@ pub struct OutputSettings {
     #[arg(hide_short_help = true, long)]
     pub save_masks: bool,
 
-    /// Replace a finished run and its model files, or an unfinished one of other settings
+    /// Replace a finished run and its model files
+    ///
+    /// Also replaces an unfinished run of other settings.
     #[arg(long)]
     #[serde(serialize_with = "not_deciding")]
     pub force: bool,

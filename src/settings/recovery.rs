@@ -35,9 +35,9 @@ pub struct RecoverySettings {
     #[arg(long, value_name = "WAY", default_value = "blocks")]
     pub how: RecoveryWay,
 
-    /// Dense model that is learned from; needed by `blocks`
+    /// Dense model that is learned from
     ///
-    /// The checkpoint that was pruned: a folder, or an id on the hub. It has the shape of the model. `blocks` learns the outputs of its
+    /// `blocks` needs it. The checkpoint that was pruned: a folder, or an id on the hub. It has the shape of the model. `blocks` learns the outputs of its
     /// layers, `lora` and `full` its logits together with the text.
     // Runs compare the teacher by the fingerprint of its files.
     #[arg(long, value_name = "DIR|ID")]
@@ -78,9 +78,9 @@ pub struct RecoverySettings {
     #[arg(hide_short_help = true, long)]
     pub train_norms: bool,
 
-    /// Format of the frozen base while factors are trained
+    /// Format of the frozen base
     ///
-    /// The matrices are quantised once, as bitsandbytes does it, into a file in the offload folder. Masks are taken before. The
+    /// Only factors have a frozen base. The matrices are quantised once, as bitsandbytes does it, into a file in the offload folder. Masks are taken before. The
     /// result is merged into the quantised base.
     #[arg(long, value_name = "FORMAT")]
     pub base_quant: Option<FourBitFormat>,
@@ -89,15 +89,17 @@ pub struct RecoverySettings {
     #[arg(hide_short_help = true, long)]
     pub stochastic_rounding: bool,
 
-    /// Optimizer: adamw, adamw8bit, paged-adamw8bit, paged-adamw32bit or sgd
+    /// Optimizer
     ///
-    /// The 8-bit states are those of bitsandbytes. `paged` keeps parameters, gradients and states in a file in the offload folder,
+    /// adamw, adamw8bit, paged-adamw8bit, paged-adamw32bit or sgd. The 8-bit states are those of bitsandbytes. `paged` keeps parameters, gradients and states in a file in the offload folder,
     /// so memory does not grow with the depth of the model. Names of transformers' Trainer for the same rules are accepted, like
     /// `paged_adamw_8bit` and `adamw_torch`.
     #[arg(long, value_name = "NAME", default_value = "adamw", value_parser = optimizer, help_heading = OPTIMIZER)]
     pub optim: String,
 
-    /// Learning rate [default: 0.064 / hidden_size for weights, in blocks 0.256 / hidden_size; 0.016 / sqrt(hidden_size) for factors]
+    /// Learning rate [default: fits the width]
+    ///
+    /// The default is 0.064 / hidden_size for weights, in blocks 0.256 / hidden_size, and 0.016 / sqrt(hidden_size) for factors.
     #[arg(long, value_name = "RATE", value_parser = positive, help_heading = OPTIMIZER)]
     pub lr: Option<f64>,
 
@@ -113,7 +115,7 @@ pub struct RecoverySettings {
     #[arg(long, value_name = "N", conflicts_with = "epochs", value_parser = clap::value_parser!(u64).range(1..=1_000_000_000), help_heading = OPTIMIZER)]
     pub steps: Option<u64>,
 
-    /// Passes over the examples instead of a number of steps [default for blocks: 4]
+    /// Passes over the examples [default for blocks: 4]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=100_000), help_heading = OPTIMIZER)]
     pub epochs: Option<u64>,
 
@@ -147,7 +149,7 @@ pub struct RecoverySettings {
     #[arg(hide_short_help = true, long, value_name = "NORM", default_value_ifs = whole("0.3"), hide_default_value = true, value_parser = not_negative, help_heading = OPTIMIZER)]
     pub max_grad_norm: Option<f64>,
 
-    /// Also write an adapter of the factors for peft: SAVE/adapter
+    /// Also write an adapter for peft: SAVE/adapter
     #[arg(long, help_heading = OPTIMIZER)]
     #[serde(serialize_with = "not_deciding")]
     pub save_adapter: bool,

@@ -63,7 +63,7 @@ pub struct SparsitySettings {
     #[arg(hide_short_help = true, long)]
     pub true_sequential: bool,
 
-    /// The ratio of each layer: the same for all, by its outliers, or by the smallest sum of output errors
+    /// Rule for the ratio of each layer
     #[arg(long, value_name = "RULE", default_value = "uniform")]
     pub allocate: Allocation,
 

@@ -12,7 +12,7 @@ use super::deciding::as_text;
 #[derive(Debug, Clone, PartialEq, Args, Serialize)]
 #[command(next_help_heading = "Smaller models")]
 pub struct WidthDropSettings {
-    /// Drop this share of the width of every layer, and refit the weights that stay
+    /// Drop this share of the width of every layer
     ///
     /// The calibration samples score the MLP channels (and heads, see --width-of) of every layer. Each layer loses the same number, so
     /// the result is a plain model with a smaller intermediate_size. The weights behind the dropped channels are refitted by least

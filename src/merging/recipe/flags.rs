@@ -17,7 +17,9 @@ use crate::linalg::StoredDtype;
 #[derive(Debug, Clone, Default, Args)]
 #[command(next_help_heading = "Recipe")]
 pub struct FlagRecipe {
-    /// Base model: a folder or a hub id, MODEL@REVISION or MODEL+ADAPTER
+    /// Base model
+    ///
+    /// A folder or a hub id, MODEL@REVISION or MODEL+ADAPTER.
     #[arg(long, value_name = "MODEL", conflicts_with = "config")]
     pub base: Option<String>,
 
@@ -31,7 +33,9 @@ pub struct FlagRecipe {
     #[arg(long, value_name = "METHOD", conflicts_with = "config")]
     pub method: Option<String>,
 
-    /// Weights of the models: one for all, or one per model [default: 1]
+    /// Weights of the models [default: 1]
+    ///
+    /// One for all, or one per model.
     #[arg(
         long,
         value_name = "W,...",
@@ -41,7 +45,9 @@ pub struct FlagRecipe {
     )]
     pub weight: Vec<f64>,
 
-    /// Shares of the differences that are kept: one for all, or one per model [default: 1]
+    /// Shares of the differences that are kept [default: 1]
+    ///
+    /// One for all, or one per model.
     #[arg(long, value_name = "D,...", value_delimiter = ',', conflicts_with = "config")]
     pub density: Vec<f64>,
 
@@ -87,13 +93,15 @@ pub struct FlagRecipe {
     )]
     pub epsilon: Vec<f64>,
 
-    /// Dtype of the output [default: that of the inputs; f32 where they differ]
+    /// Dtype of the output [default: the dtype of the inputs]
     ///
-    /// The arithmetic is f32 in any case, and rounded once.
+    /// f32 where the dtypes of the inputs differ. The arithmetic is f32 in any case, and rounded once.
     #[arg(long, value_name = "DTYPE", conflicts_with = "config")]
     pub out_dtype: Option<StoredDtype>,
 
-    /// Vocabulary of the output where the models have different ones
+    /// Vocabulary of the output
+    ///
+    /// Needed where the models have different vocabularies.
     #[arg(long = "vocab", value_name = "TOKENS")]
     pub tokenizer: Option<TokenizerSource>,
 }
