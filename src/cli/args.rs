@@ -14,7 +14,7 @@ pub struct MessageArgs {
     /// Print the result as one JSON object
     ///
     /// The object is the content of run.json, and replaces the table.
-    #[arg(long)]
+    #[arg(hide_short_help = true, long)]
     pub json: bool,
 
     /// Form of progress, on standard error

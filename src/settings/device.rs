@@ -47,9 +47,9 @@ pub struct DeviceSettings {
     #[serde(serialize_with = "not_deciding")]
     pub threads: Option<u16>,
 
-    /// Memory limits, like 24GiB [default: 80 % of what is available]
+    /// Memory limits [default: 80 % of what is available]
     ///
-    /// Limits of several devices are separated by commas, like cuda:0=10GiB,cpu=24GiB. The default of a GPU is less a reserve. An amount without a device, like 8GB, is the CPU's. A GPU's context counts as part of its budget. GiB and MiB are powers of 1024, GB and MB of 1000. Available is the smaller of what the system has left and what the
+    /// An amount like 24GiB. Limits of several devices are separated by commas, like cuda:0=10GiB,cpu=24GiB. The default of a GPU is less a reserve. An amount without a device, like 8GB, is the CPU's. A GPU's context counts as part of its budget. GiB and MiB are powers of 1024, GB and MB of 1000. Available is the smaller of what the system has left and what the
     /// control group (of a batch job, a container) allows. The run is planned to stay below; what cannot fit is refused before it
     /// begins. Results do not depend on it.
     #[arg(long, value_name = "SIZE")]

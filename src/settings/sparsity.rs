@@ -26,7 +26,7 @@ pub struct SparsitySettings {
         value_name = "METHOD",
         default_value = PRUNE_METHOD,
         value_parser = PossibleValuesParser::new(METHODS.iter().map(|method| method.name())),
-        help = "How weights are chosen",
+        help = "Method",
         long_help = methods_help()
     )]
     pub prune_method: String,
@@ -41,7 +41,8 @@ pub struct SparsitySettings {
         long,
         value_name = "STEP",
         value_parser = PossibleValuesParser::new(REFINEMENTS.iter().map(|step| step.name())),
-        help = "A step after the method",
+        help = "A step after the method: weights or dsnot",
+        hide_possible_values = true,
         long_help = refinements_help()
     )]
     #[serde(skip_serializing_if = "Option::is_none")]
