@@ -41,7 +41,7 @@ pub struct SparsitySettings {
         long,
         value_name = "STEP",
         value_parser = PossibleValuesParser::new(REFINEMENTS.iter().map(|step| step.name())),
-        help = "A step after the method: weights or dsnot",
+        help = refinement_names(),
         hide_possible_values = true,
         long_help = refinements_help()
     )]
@@ -198,6 +198,12 @@ impl FromArgMatches for MethodOptions {
         *self = Self::from_arg_matches(matches)?;
         Ok(())
     }
+}
+
+/// The names of refinements, for the short help text.
+fn refinement_names() -> String {
+    let names: Vec<&str> = REFINEMENTS.iter().map(|step| step.name()).collect();
+    format!("A step after the method: {}", names.join(" or "))
 }
 
 /// The table of refinements, for the help text.
