@@ -143,9 +143,9 @@ impl WithSimd for SquaredNorm<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::adapter::LowRank;
+    use crate::linalg::LowRank;
 
-    /// W = [[3, 4], [0, 0]], up = [[1], [1]], down = [[0, 1]], s = 2: W + s·up·down = [[3, 6], [0, 2]].
+    /// W = [[3, 4], [0, 0]], B = [[1], [1]], A = [[0, 1]], s = 2: W + s·B·A = [[3, 6], [0, 2]].
     fn change(magnitude: Option<Vec<f32>>) -> TensorChange {
         TensorChange {
             tensor: "w".into(),
@@ -157,9 +157,8 @@ mod tests {
                 columns: 2,
                 rank: 1,
                 scale: 2.0,
-                up: vec![1.0; 2],
-                down: vec![0.0, 1.0],
-                is_embedding: false,
+                a: vec![0.0, 1.0],
+                b: vec![1.0; 2],
             })),
             magnitude,
         }

@@ -16,7 +16,8 @@
 //!
 //! Differences from peft: of equal magnitudes the earlier element stays (peft: not defined). The draws are the caller's. Weights and
 //! densities may differ by adapter and tensor. If the first adapter uses rsLoRA, peft scales the combined factors by √r once more; here
-//! the scale is 1. The factors of an embedding are transposed here, [`LowRank`] says how; indices of elements count in that form.
+//! the scale is 1. The factors of an embedding are transposed here, and indices of elements count in that form: A of [`LowRank`] is the
+//! file's Bᵀ, and B the file's Aᵀ.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,12 +25,12 @@ use std::sync::Arc;
 use anyhow::Result;
 
 use super::config::MAX_RANK;
-use super::low_rank::LowRank;
 use super::opened::Adapter;
 use super::parts::FactorShape;
 use super::stored::Stored;
 use crate::failure::Failure;
-use crate::linalg::select::first_not_finite;
+use crate::linalg::LowRank;
+use crate::linalg::select::{first_not_finite, lowest};
 
 /// Rules for the combination of factors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -160,10 +161,10 @@ impl Combination {
             }
         }
         let factors = match self.kind {
-            CombinationKind::Cat => side_by_side(&inputs),
+            CombinationKind::Cat => side_by_side(&inputs, self.shape(tensor).is_embedding),
             _ => self.factor_by_factor(tensor, &inputs, draws),
         };
-        for values in [&factors.down, &factors.up] {
+        for values in [&factors.a, &factors.b] {
             if let Some(at) = first_not_finite(values) {
                 return Err(Failure::new(format!(
                     "an element of the combined factors of `{tensor}` is {}",
@@ -222,21 +223,19 @@ impl Combination {
         inputs: &[AdapterFactors],
         draws: &Draws<'_>,
     ) -> LowRank {
-        let first = &inputs[0].factors;
         let module = super::keys::module_of(tensor);
-        let combined = |is_up: bool| {
-            // An embedding's `up` is its A.
-            let is_a = is_up == first.is_embedding;
+        let is_embedding = self.shape(tensor).is_embedding;
+        let combined = |is_b: bool| {
+            // An embedding's B here is the A of the file.
+            let is_a = is_b == is_embedding;
             let name = format!("{module}.lora_{}", if is_a { "A" } else { "B" });
             let tasks: Vec<WeightedFactor> = inputs
                 .iter()
                 .map(|input| {
                     let scaled = input.share.weight * f64::from(input.factors.scale);
                     let sign = if is_a && scaled < 0.0 { -1.0 } else { 1.0 };
-                    let values = match is_up {
-                        true => &input.factors.up,
-                        false => &input.factors.down,
-                    };
+                    let LowRank { a, b, .. } = &input.factors;
+                    let values = if is_b { b } else { a };
                     let draw = |numbers: &mut [u32]| draws(input.index, &name, numbers);
                     WeightedFactor {
                         weight: (sign * scaled.abs().sqrt()) as f32,
@@ -251,7 +250,7 @@ impl Combination {
                 _ => weighted_sum(&tasks),
             }
         };
-        LowRank { scale: 1.0, up: combined(true), down: combined(false), ..*first }
+        LowRank { scale: 1.0, a: combined(false), b: combined(true), ..inputs[0].factors }
     }
 }
 
@@ -332,16 +331,10 @@ const NUMBERS: f64 = 4_294_967_296.0;
 
 /// Writes zeros over all but the `kept` largest magnitudes. On ties, earlier elements are kept.
 fn keep_largest(values: &mut [f32], kept: usize) {
-    let mut order: Vec<usize> = (0..values.len()).collect();
-    if kept > 0 && kept < values.len() {
-        order.select_nth_unstable_by(kept - 1, |&one, &two| {
-            let by_magnitude = values[two].abs().total_cmp(&values[one].abs());
-            by_magnitude.then(one.cmp(&two))
-        });
-    }
-    for &at in order.get(kept..).unwrap_or_default() {
-        values[at] = 0.0;
-    }
+    let length = values.len();
+    // Of equal magnitudes, the lowest index is removed first, so the order is reversed.
+    let magnitudes: Vec<f32> = values.iter().rev().map(|value| value.abs()).collect();
+    lowest(&magnitudes, length - kept, &mut Vec::new(), |at| values[length - 1 - at] = 0.0);
 }
 
 /// Σ w · values
@@ -374,27 +367,26 @@ fn disjoint_mean(tasks: &[WeightedFactor], majority: MajoritySign) -> Vec<f32> {
     (0..tasks[0].values.len()).map(one).collect()
 }
 
-/// `cat`: ranks side by side, A with weight and scale.
-fn side_by_side(inputs: &[AdapterFactors]) -> LowRank {
-    let first = &inputs[0].factors;
+/// `cat`: ranks side by side, the file's A with weight and scale.
+fn side_by_side(inputs: &[AdapterFactors], is_embedding: bool) -> LowRank {
+    let LowRank { rows, columns, .. } = inputs[0].factors;
     let rank = inputs.iter().map(|input| input.factors.rank).sum();
-    let mut down = Vec::with_capacity(rank * first.columns);
-    let mut up = vec![0.0; first.rows * rank];
+    let mut a = Vec::with_capacity(rank * columns);
+    let mut b = vec![0.0; rows * rank];
     let mut place = 0;
     for AdapterFactors { share, factors, .. } in inputs {
         let (weight, scale) = (share.weight as f32, factors.scale);
         // The order of the two products is peft's.
         let scaled = |values: &[f32]| values.iter().map(|value| value * weight * scale).collect();
-        let (from_up, from_down) = match first.is_embedding {
-            true => (scaled(&factors.up), factors.down.clone()),
-            false => (factors.up.clone(), scaled(&factors.down)),
+        let (from_a, from_b) = match is_embedding {
+            true => (factors.a.clone(), scaled(&factors.b)),
+            false => (scaled(&factors.a), factors.b.clone()),
         };
-        down.extend(from_down);
-        let rows = up.chunks_mut(rank).zip(from_up.chunks(factors.rank));
-        for (to, from) in rows {
+        a.extend(from_a);
+        for (to, from) in b.chunks_mut(rank).zip(from_b.chunks(factors.rank)) {
             to[place..place + factors.rank].copy_from_slice(from);
         }
         place += factors.rank;
     }
-    LowRank { rank, scale: 1.0, up, down, ..*first }
+    LowRank { rows, columns, rank, scale: 1.0, a, b }
 }

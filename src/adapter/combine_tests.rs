@@ -15,10 +15,11 @@ use std::sync::Arc;
 use sha2::{Digest, Sha256};
 use tempfile::TempDir;
 
+use super::Adapter;
 use super::combine::{AdapterShare, Combination, CombinationKind, MajoritySign};
 use super::test_files::{TestTensor, adapter, config, pair, tensor, waves};
-use super::{Adapter, LowRank};
 use crate::bytes::hex;
+use crate::linalg::LowRank;
 
 const RANK_1: &str = r#"{"peft_type": "LORA", "r": 1, "lora_alpha": 4}"#;
 
@@ -73,8 +74,8 @@ fn check(
     let weights = [1.0, second_weight];
     let combination = combination(&[&one, &two], kind, majority, &weights, density).unwrap();
     let factors = combination.factors("q.weight", &half).unwrap();
-    assert_eq!(factors.down, a);
-    assert_eq!(factors.up, b);
+    assert_eq!(factors.a, a);
+    assert_eq!(factors.b, b);
     assert_eq!((factors.rank, factors.scale), (1, 1.0));
 }
 
@@ -140,7 +141,7 @@ fn draws_belong_to_adapter_and_factor_and_all_elements_of_equal_magnitude_are_de
     assert_eq!(asked, expected.map(|(at, factor, count)| (at, format!("q.lora_{factor}"), count)));
     // The two earlier elements of four stay: 2·1 + 2·1 and 2·1 - 2·1.
     let factors = of(MagnitudePrune).factors("q.weight", &half).unwrap();
-    assert_eq!(factors.down, [4.0, 0.0, 0.0, 0.0]);
+    assert_eq!(factors.a, [4.0, 0.0, 0.0, 0.0]);
 }
 
 #[test]
@@ -160,9 +161,8 @@ fn cat_puts_ranks_side_by_side() {
         rank: 3,
         scale: 1.0,
         // 0.5·4 first, -1·2 second.
-        down: vec![2.0, -4.0, 6.0, 1.0, -2.0, 0.0, 0.0, 0.0, 0.0, -2.0, 0.0, 0.0],
-        up: vec![1.0, 5.0, 6.0, 2.0, 7.0, 8.0, -1.0, 9.0, 10.0],
-        is_embedding: false,
+        a: vec![2.0, -4.0, 6.0, 1.0, -2.0, 0.0, 0.0, 0.0, 0.0, -2.0, 0.0, 0.0],
+        b: vec![1.0, 5.0, 6.0, 2.0, 7.0, 8.0, -1.0, 9.0, 10.0],
     };
     assert_eq!(factors, expected);
     let error = combination(&[&one, &two], Ties, Total, &[1.0; 2], 1.0).unwrap_err();
@@ -198,12 +198,12 @@ fn embedding(seed: f32) -> Vec<TestTensor> {
 fn one_adapter_is_combined_as_linear_and_the_sign_of_an_embedding_is_on_its_a() {
     let (_folder, alone) = open(&config(""), &embedding(0.5));
     let given = alone.factors("embed.weight").unwrap().unwrap();
-    // s = 2: √|-2·2| = 2. `up` is the transpose of A.
+    // s = 2: √|-2·2| = 2. B here is the transpose of A.
     let of = combination(&[&alone], Ties, Total, &[-2.0], 0.1).unwrap();
     let factors = of.factors("embed.weight", &half).unwrap();
     let times = |values: &[f32], by: f32| values.iter().map(|value| value * by).collect::<Vec<_>>();
-    assert_eq!(factors.up, times(&given.up, -2.0));
-    assert_eq!(factors.down, times(&given.down, 2.0));
+    assert_eq!(factors.b, times(&given.b, -2.0));
+    assert_eq!(factors.a, times(&given.a, 2.0));
 }
 
 #[test]

@@ -48,16 +48,15 @@ impl Combination {
         output.put(&self.header())?;
         for tensor in self.tensors() {
             let factors = self.factors(tensor, draws)?;
-            let (down, up) = match factors.is_embedding {
-                false => (factors.down, factors.up),
-                true => (
-                    transposed(&factors.up, factors.rank),
-                    transposed(&factors.down, factors.columns),
-                ),
+            let (a, b) = match self.shape(tensor).is_embedding {
+                false => (factors.a, factors.b),
+                true => {
+                    (transposed(&factors.b, factors.rank), transposed(&factors.a, factors.columns))
+                }
             };
             // Files are little endian, and so is every machine that this program is built for.
-            output.put(bytemuck::cast_slice(&down))?;
-            output.put(bytemuck::cast_slice(&up))?;
+            output.put(bytemuck::cast_slice(&a))?;
+            output.put(bytemuck::cast_slice(&b))?;
             if let Some(copy) = self.copy(tensor) {
                 output.copy(copy)?;
             }

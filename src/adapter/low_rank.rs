@@ -1,78 +1,61 @@
-//! [`LowRank`]: a change as the product of two factors, s · up · down, added to rows.
+//! [`Panels`]: a low-rank change s·B·A, added to rows.
 //!
 //! ```text
-//! W[i, j] ← W[i, j] + s · Σ_k up[i, k] · down[k, j]      up [rows, r], down [r, columns], k ascending, all in f32
+//! W[i, j] ← W[i, j] + s · Σ_k B[i, k] · A[k, j]      B [rows, r], A [r, columns], k ascending, all in f32
 //! ```
 //!
-//! A linear layer has up = B and down = A. An embedding's change is (B A)ᵀ: up = Aᵀ and down = Bᵀ.
+//! An embedding's change is (B A)ᵀ in the adapter's file: here, A is the file's Bᵀ, and B the file's Aᵀ.
 //!
-//! `down` is cut into panels of [`WIDTH`] columns. The sums of a panel stay in registers over k, and a panel stays in the cache over
+//! A is cut into panels of [`WIDTH`] columns. The sums of a panel stay in registers over k, and a panel stays in the cache over
 //! rows. Every product and every sum is rounded, so every CPU gives the same bits.
 
 use pulp::{Arch, Simd, WithSimd};
 
+use crate::linalg::LowRank;
+
 /// Columns of a panel.
 const WIDTH: usize = 32;
 
-/// Two factors in f32 and their scale.
-#[derive(Debug, Clone, PartialEq)]
-pub struct LowRank {
-    /// Rows of the base's tensor; 1 for a vector.
-    pub rows: usize,
-    /// Columns of the base's tensor.
-    pub columns: usize,
-    /// The rank r.
-    pub rank: usize,
-    /// The scale s.
-    pub scale: f32,
-    /// `[rows, rank]`.
-    pub up: Vec<f32>,
-    /// `[rank, columns]`.
-    pub down: Vec<f32>,
-    /// The base's tensor is an embedding, so `up` is `lora_embedding_A` and `down` is `lora_embedding_B`, both transposed.
-    pub is_embedding: bool,
-}
-
-/// A [`LowRank`] with `down` in panels.
+/// A [`LowRank`] with A in panels.
 #[derive(Debug)]
 pub(super) struct Panels {
     columns: usize,
     rank: usize,
     scale: f32,
-    up: Vec<f32>,
+    b: Vec<f32>,
     /// `[panels, rank, WIDTH]`; the last panel ends with zeros.
     panels: Vec<f32>,
 }
 
 impl Panels {
     pub(super) fn new(factors: LowRank) -> Self {
-        let LowRank { columns, rank, scale, up, down, .. } = factors;
+        let LowRank { columns, rank, scale, a, b, .. } = factors;
         let mut panels = vec![0.0; columns.div_ceil(WIDTH) * rank * WIDTH];
         for (panel, first) in panels.chunks_mut(rank * WIDTH).zip((0..).step_by(WIDTH)) {
             let width = WIDTH.min(columns - first);
-            for (step, row) in panel.chunks_mut(WIDTH).zip(down.chunks(columns)) {
+            for (step, row) in panel.chunks_mut(WIDTH).zip(a.chunks(columns)) {
                 step[..width].copy_from_slice(&row[first..first + width]);
             }
         }
-        Self { columns, rank, scale, up, panels }
+        Self { columns, rank, scale, b, panels }
     }
 
     /// Bytes that it holds.
     pub(super) fn bytes(&self) -> usize {
-        size_of_val(&self.up[..]) + size_of_val(&self.panels[..])
+        size_of_val(&self.b[..]) + size_of_val(&self.panels[..])
     }
 
     /// Adds the change to `values`, rows of the tensor from `first_row`.
     pub(super) fn add_to(&self, first_row: usize, values: &mut [f32]) {
         let count = values.len() / self.columns;
-        let up = &self.up[first_row * self.rank..(first_row + count) * self.rank];
-        Arch::new().dispatch(AddPanels { of: self, up, values });
+        let b = &self.b[first_row * self.rank..(first_row + count) * self.rank];
+        Arch::new().dispatch(AddPanels { of: self, b, values });
     }
 }
 
 struct AddPanels<'a> {
     of: &'a Panels,
-    up: &'a [f32],
+    b: &'a [f32],
     values: &'a mut [f32],
 }
 
@@ -84,15 +67,15 @@ impl WithSimd for AddPanels<'_> {
         let Panels { columns, rank, scale, panels, .. } = self.of;
         for (panel, first) in panels.chunks(rank * WIDTH).zip((0..).step_by(WIDTH)) {
             let place = first..(first + WIDTH).min(*columns);
-            let pairs = self.values.chunks_mut(2 * columns).zip(self.up.chunks(2 * rank));
-            for (rows, up) in pairs {
+            let pairs = self.values.chunks_mut(2 * columns).zip(self.b.chunks(2 * rank));
+            for (rows, b) in pairs {
                 let (one, two) = rows.split_at_mut(*columns);
-                let (up_one, up_two) = up.split_at(*rank);
+                let (b_one, b_two) = b.split_at(*rank);
                 if two.is_empty() {
-                    let [sums] = products(panel, [up_one]);
+                    let [sums] = products(panel, [b_one]);
                     add(&mut one[place.clone()], &sums, *scale);
                 } else {
-                    let [sums_one, sums_two] = products(panel, [up_one, up_two]);
+                    let [sums_one, sums_two] = products(panel, [b_one, b_two]);
                     add(&mut one[place.clone()], &sums_one, *scale);
                     add(&mut two[place.clone()], &sums_two, *scale);
                 }
@@ -101,16 +84,16 @@ impl WithSimd for AddPanels<'_> {
     }
 }
 
-/// Σ_k up[k] · panel[k, ·] for some rows at once.
+/// Σ_k b[k] · panel[k, ·] for some rows at once.
 #[inline(always)]
-fn products<const ROWS: usize>(panel: &[f32], up: [&[f32]; ROWS]) -> [[f32; WIDTH]; ROWS] {
+fn products<const ROWS: usize>(panel: &[f32], b: [&[f32]; ROWS]) -> [[f32; WIDTH]; ROWS] {
     let mut sums = [[0.0f32; WIDTH]; ROWS];
     let (steps, _) = panel.as_chunks::<WIDTH>();
-    let up = up.map(|up| &up[..steps.len()]);
+    let b = b.map(|b| &b[..steps.len()]);
     for (k, step) in steps.iter().enumerate() {
-        for (sums, up) in sums.iter_mut().zip(up) {
+        for (sums, b) in sums.iter_mut().zip(b) {
             for (sum, value) in sums.iter_mut().zip(step) {
-                *sum += up[k] * value;
+                *sum += b[k] * value;
             }
         }
     }
@@ -135,9 +118,8 @@ mod tests {
             columns,
             rank,
             scale: 0.75,
-            up: some(rows * rank, 0.37),
-            down: some(rank * columns, 0.11),
-            is_embedding: false,
+            a: some(rank * columns, 0.11),
+            b: some(rows * rank, 0.37),
         }
     }
 
@@ -145,7 +127,7 @@ mod tests {
     fn plain(of: &LowRank, row: usize, column: usize, base: f32) -> f32 {
         let mut sum = 0.0;
         for k in 0..of.rank {
-            sum += of.up[row * of.rank + k] * of.down[k * of.columns + column];
+            sum += of.b[row * of.rank + k] * of.a[k * of.columns + column];
         }
         base + sum * of.scale
     }

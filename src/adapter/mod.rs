@@ -17,7 +17,7 @@
 //! | `stored` | a tensor of the file, widened to f32 |
 //! | `parts` | the parts of a change, checked against one another and the base |
 //! | `opened` | [`Adapter`], an opened folder |
-//! | `low_rank` | [`LowRank`], two factors, and their product added to rows |
+//! | `low_rank` | the product of two factors, added to rows |
 //! | `change` | [`TensorChange`], the change of a tensor |
 //! | `adapted` | [`AdaptedSource`], base and adapter read as one model |
 //! | `combine` | [`Combination`], several adapters into one, factor by factor |
@@ -50,6 +50,5 @@ mod test_files;
 pub use adapted::AdaptedSource;
 pub use change::TensorChange;
 pub use combine::{AdapterShare, Combination, CombinationKind, Draws, MajoritySign};
-pub use low_rank::LowRank;
 pub use opened::Adapter;
 pub use trained_files::TrainedAdapter;

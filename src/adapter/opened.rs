@@ -9,18 +9,26 @@ use anyhow::Result;
 use super::change::TensorChange;
 use super::config::{AdapterConfig, CONFIG_FILE};
 use super::keys::{self, ChangePart};
-use super::low_rank::LowRank;
 use super::parts::Parts;
 use super::stored::Stored;
-use super::tied::OwnHead;
 use crate::checkpoint::{CONFIG_FILE as MODEL_CONFIG, Checkpoint, WeightSource, not_a_model};
 use crate::failure::Failure;
+use crate::linalg::LowRank;
 
 /// The weights of an adapter.
 pub(super) const WEIGHTS_FILE: &str = "adapter_model.safetensors";
 
 /// The weights of an adapter as a pickle, which is never opened: loading a pickle can run code.
 const PICKLE_FILE: &str = "adapter_model.bin";
+
+/// A head that an adapter separates from the embedding.
+#[derive(Debug, Clone)]
+pub(super) struct OwnHead {
+    /// The name of its tensor.
+    pub(super) head: String,
+    /// The name of the base's tensor that it begins as.
+    pub(super) embedding: String,
+}
 
 /// A change of a base model: an adapter's folder.
 #[derive(Debug, Clone)]
@@ -149,7 +157,7 @@ impl Adapter {
         parts.map(|parts| parts.change(tensor)).transpose()
     }
 
-    /// Reads the factors of a tensor; `None` if the adapter has none for it.
+    /// Reads the factors of a tensor, of an embedding transposed and in each other's place; `None` if the adapter has none for it.
     ///
     /// # Errors
     /// Fails as [`Adapter::change`] does.

@@ -7,10 +7,11 @@ use anyhow::Result;
 use super::change::{TensorChange, TokenRows};
 use super::config::AdapterConfig;
 use super::keys::{ChangePart, module_of};
-use super::low_rank::{LowRank, Panels};
+use super::low_rank::Panels;
 use super::stored::Stored;
 use crate::checkpoint::TensorEntry;
 use crate::failure::Failure;
+use crate::linalg::LowRank;
 
 /// The change of a tensor of the base, before its factors are read.
 #[derive(Debug, Clone, Default)]
@@ -273,27 +274,21 @@ impl ProductSource {
         }
     }
 
-    /// Reads the factors in f32.
+    /// Reads the factors in f32; an embedding's are transposed and change places.
     pub(super) fn read(&self) -> Result<LowRank> {
         let (rows, columns) = self.shape();
         Ok(match self {
-            Self::Bias { bias, scale } => LowRank {
-                rows,
-                columns,
-                rank: 1,
-                scale: *scale,
-                up: vec![1.0],
-                down: bias.read()?,
-                is_embedding: false,
-            },
+            Self::Bias { bias, scale } => {
+                LowRank { rows, columns, rank: 1, scale: *scale, a: bias.read()?, b: vec![1.0] }
+            }
             Self::Stored { down, up, is_embedding, rank, scale } => {
-                let (rank, scale, is_embedding) = (*rank, *scale, *is_embedding);
-                let (up, down) = match is_embedding {
-                    false => (up.read()?, down.read()?),
+                let (rank, scale) = (*rank, *scale);
+                let (a, b) = match is_embedding {
+                    false => (down.read()?, up.read()?),
                     // (B A)ᵀ = Aᵀ Bᵀ
-                    true => (transposed(&down.read()?, rows), transposed(&up.read()?, rank)),
+                    true => (transposed(&up.read()?, rank), transposed(&down.read()?, rows)),
                 };
-                LowRank { rows, columns, rank, scale, up, down, is_embedding }
+                LowRank { rows, columns, rank, scale, a, b }
             }
         })
     }

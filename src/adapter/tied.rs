@@ -18,17 +18,8 @@
 
 use anyhow::Result;
 
-use super::opened::Adapter;
+use super::opened::{Adapter, OwnHead};
 use super::parts::Parts;
-
-/// A head that is no longer the embedding.
-#[derive(Debug, Clone)]
-pub(super) struct OwnHead {
-    /// The name of its tensor.
-    pub(super) head: String,
-    /// The name of the base's tensor that it begins as.
-    pub(super) embedding: String,
-}
 
 impl Adapter {
     /// Decides whether the adapted model is tied, for a base whose head is its embedding. `embedding` and `head` are names of tensors.

@@ -175,8 +175,8 @@ mod tests {
                 let tensor = format!("{}.weight", name(layer, module));
                 let found = read.factors(&tensor).unwrap().unwrap();
                 assert_eq!((found.rank, found.scale), (2, 4.0));
-                assert_eq!(found.down, written[2 * at], "{tensor}");
-                assert_eq!(found.up, written[2 * at + 1], "{tensor}");
+                assert_eq!(found.a, written[2 * at], "{tensor}");
+                assert_eq!(found.b, written[2 * at + 1], "{tensor}");
             }
         }
         let card = std::fs::read_to_string(place.join(CARD)).unwrap();

@@ -22,12 +22,12 @@ use std::sync::Arc;
 use rayon::prelude::*;
 
 use super::Linear;
-use super::buffer_pool::BufferPool;
+use super::buffer_pool::{BufferPool, grow};
 use super::convert;
 use super::matmul::{Threads, View, matmul};
 use super::product::{Kernel, Strided, Values, parts_of_product, product_in_parts};
 use super::stored::{StoredDtype, StoredMatrix, zero_bits_from};
-use super::weight::{ProductContext, grow};
+use super::weight::ProductContext;
 use crate::bytes::ByteSize;
 
 /// Elements of W' that a task computes at once.
@@ -36,18 +36,45 @@ const CHUNK: usize = 1 << 16;
 /// Bytes that a thread packs for its piece of B·A: the rank is small.
 const PACKED_PER_THREAD: usize = 256 << 10;
 
-/// The factors of a low-rank change, and the mask of the weight.
+/// A low-rank change of a matrix: s·B·A.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LowRank {
+    /// Rows of the matrix.
+    pub rows: usize,
+    /// Columns of the matrix.
+    pub columns: usize,
+    /// Rows of A.
+    pub rank: usize,
+    /// s.
+    pub scale: f32,
+    /// A `[rank, columns]`.
+    pub a: Vec<f32>,
+    /// B `[rows, rank]`.
+    pub b: Vec<f32>,
+}
+
+impl LowRank {
+    /// The change of a matrix of this shape.
+    ///
+    /// # Panics
+    /// Panics when the factors do not have the sizes of their shapes.
+    pub fn new((rows, columns): (usize, usize), [a, b]: [Vec<f32>; 2], scale: f32) -> Self {
+        let rank = a.len() / columns.max(1);
+        assert!(
+            rank > 0 && a.len() == rank * columns && b.len() == rows * rank,
+            "A must be [rank, in], and B [out, rank]"
+        );
+        Self { rows, columns, rank, scale, a, b }
+    }
+}
+
+/// A low-rank change of a weight, and the mask of the weight.
 #[derive(Debug, Clone)]
 pub struct MaskedLowRank {
-    out_features: usize,
-    in_features: usize,
-    scale: f32,
+    /// The change before it is masked.
+    pub factors: LowRank,
     /// A bit per element, 1 = pruned, row-major without padding, least significant bit first.
     pruned: Arc<[u8]>,
-    /// A `[rank, in_features]`.
-    pub a: Vec<f32>,
-    /// B `[out_features, rank]`.
-    pub b: Vec<f32>,
 }
 
 impl MaskedLowRank {
@@ -63,22 +90,7 @@ impl MaskedLowRank {
     /// Panics when the factors do not have the sizes of their shapes.
     pub fn new(weight: &StoredMatrix, a: Vec<f32>, b: Vec<f32>, scale: f32) -> Self {
         let shape = (weight.rows(), weight.columns());
-        Self::with_mask(shape, weight.zeros_mask().into(), [a, b], scale)
-    }
-
-    /// The rank of the change.
-    pub fn rank(&self) -> usize {
-        self.a.len() / self.in_features.max(1)
-    }
-
-    /// out_features and in_features.
-    pub fn shape(&self) -> [usize; 2] {
-        [self.out_features, self.in_features]
-    }
-
-    /// s.
-    pub fn scale(&self) -> f32 {
-        self.scale
+        Self::with_mask(LowRank::new(shape, [a, b], scale), weight.zeros_mask().into())
     }
 
     /// M, a byte per weight: 1 = kept.
@@ -90,7 +102,7 @@ impl MaskedLowRank {
                 *kept = 1 - (pruned >> bit & 1);
             }
         });
-        kept.truncate(self.out_features * self.in_features);
+        kept.truncate(self.factors.rows * self.factors.columns);
         kept
     }
 
@@ -99,10 +111,11 @@ impl MaskedLowRank {
     /// # Panics
     /// Panics when `weight` or `changed` does not have the shape of the weight of [`MaskedLowRank::new`].
     pub fn applied_to(&self, weight: &StoredMatrix, mut changed: StoredMatrix) -> StoredMatrix {
-        let (columns, rank, dtype) = (self.in_features, self.rank(), changed.dtype());
+        let LowRank { rows, columns, rank, scale, a, b } = &self.factors;
+        let (rows, columns, rank, dtype) = (*rows, *columns, *rank, changed.dtype());
         for matrix in [weight, &changed] {
             assert!(
-                matrix.rows() == self.out_features && matrix.columns() == columns,
+                matrix.rows() == rows && matrix.columns() == columns,
                 "the weight must be [out_features, in_features]"
             );
         }
@@ -114,9 +127,9 @@ impl MaskedLowRank {
                 let (first, rows) = (task * rows_at_once, bytes.len() / row_bytes);
                 scratch.lend(Default::default, |(change, wide, narrow)| {
                     let (change, wide) = (grow(change, rows * columns), grow(wide, rows * columns));
-                    let b = View::strided(&self.b[first * rank..], rows, rank, rank);
-                    let a = View::strided(&self.a, rank, columns, columns);
-                    matmul(change, columns, self.scale, b, a, Threads::One);
+                    let b = View::strided(&b[first * rank..], rows, rank, rank);
+                    let a = View::strided(a, rank, columns, columns);
+                    matmul(change, columns, *scale, b, a, Threads::One);
                     weight.widen_rows(first, wide);
                     wide.iter_mut().zip(change).for_each(|(wide, change)| *wide += *change);
                     convert::narrow(dtype, wide, narrow);
@@ -131,24 +144,14 @@ impl MaskedLowRank {
     /// A change with a given mask, for a weight whose own zeros are not the mask, such as a quantised weight.
     ///
     /// # Panics
-    /// Panics when a slice does not have the size of its shape.
-    pub fn with_mask(
-        (out_features, in_features): (usize, usize),
-        pruned: Arc<[u8]>,
-        [a, b]: [Vec<f32>; 2],
-        scale: f32,
-    ) -> Self {
-        let rank = a.len() / in_features.max(1);
-        assert!(
-            rank > 0 && a.len() == rank * in_features && b.len() == out_features * rank,
-            "A must be [rank, in], and B [out, rank]"
-        );
+    /// Panics when the mask does not have the size of the weight.
+    pub fn with_mask(factors: LowRank, pruned: Arc<[u8]>) -> Self {
         assert_eq!(
             pruned.len(),
-            (out_features * in_features).div_ceil(8),
+            (factors.rows * factors.columns).div_ceil(8),
             "a mask has a bit for every weight"
         );
-        Self { out_features, in_features, scale, pruned, a, b }
+        Self { factors, pruned }
     }
 
     /// Masks a rectangle of G in place, and returns its part of the gradients of the factors.
@@ -163,16 +166,17 @@ impl MaskedLowRank {
         [rows, columns]: [Range<usize>; 2],
         gradient: &mut [f32],
     ) -> FactorPart {
-        let (high, wide, rank) = (rows.len(), columns.len(), self.rank());
+        let change = &self.factors;
+        let (high, wide, rank) = (rows.len(), columns.len(), change.rank);
         for (row, gradient) in rows.clone().zip(gradient.chunks_exact_mut(wide)) {
-            zero_bits_from(gradient, &self.pruned, row * self.in_features + columns.start);
+            zero_bits_from(gradient, &self.pruned, row * change.columns + columns.start);
         }
         let g = View::strided(gradient, high, wide, wide);
-        let a = View::strided(&self.a[columns.start..], rank, wide, self.in_features);
-        let b = View::strided(&self.b[rows.start * rank..], high, rank, rank);
+        let a = View::strided(&change.a[columns.start..], rank, wide, change.columns);
+        let b = View::strided(&change.b[rows.start * rank..], high, rank, rank);
         let mut part =
             FactorPart { a: vec![0.0; rank * wide], b: vec![0.0; high * rank], rows, columns };
-        let (s, one) = (self.scale, Threads::One);
+        let (s, one) = (change.scale, Threads::One);
         matmul(&mut part.b, rank, s, g, a.transposed(), one);
         matmul(&mut part.a, wide, s, b.transposed(), g, one);
         part
@@ -221,14 +225,14 @@ impl Linear {
         [da, db]: [&mut [f32]; 2],
         context: &mut ProductContext,
     ) {
-        let (rows, columns) = (change.out_features, change.in_features);
-        let (tokens, rank) = (dy.len() / rows.max(1), change.rank());
+        let LowRank { rows, columns, rank, .. } = change.factors;
+        let tokens = dy.len() / rows.max(1);
         assert!(
             dy.len() == tokens * rows && x.len() == tokens * columns,
             "dy must be [tokens, out_features], and x [tokens, in_features]"
         );
         assert!(
-            da.len() == change.a.len() && db.len() == change.b.len(),
+            da.len() == change.factors.a.len() && db.len() == change.factors.b.len(),
             "gradients have the shapes of their factors"
         );
         if tokens == 0 {

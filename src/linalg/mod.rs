@@ -74,7 +74,7 @@ pub mod weight;
 pub mod workspace;
 
 pub use linear::Linear;
-pub use low_rank::{MaskedLowRank, factor_parts_elements};
+pub use low_rank::{LowRank, MaskedLowRank, factor_parts_elements};
 pub use stored::{StoredDtype, StoredMatrix};
 pub use weight::{MatrixAtRest, ProductContext, Products, RowSource, Weight};
 pub use workspace::Workspace;

@@ -11,20 +11,11 @@ use std::thread::JoinHandle;
 
 use anyhow::{Context, Result, anyhow};
 
-use super::parameters::{TrainedForm, TrainedPart};
+use super::parameters::{BaseLayer, TrainedForm, TrainedPart};
 use crate::checkpoint::WeightSource;
 use crate::disk::positioned;
 use crate::model::{DecoderLayer, ModelConfig, Projection};
 use crate::runtime::hidden_states::spill_file;
-
-/// A layer's frozen weights.
-#[derive(Debug, Clone)]
-pub struct BaseLayer {
-    /// The layer.
-    pub layer: DecoderLayer,
-    /// Masks of the matrices with trained factors: one bit per element, 1 = pruned, least significant bit first.
-    pub pruned: BTreeMap<Projection, Arc<[u8]>>,
-}
 
 /// The masks of a model in a file, taken before its weights were quantised.
 #[derive(Debug)]

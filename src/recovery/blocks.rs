@@ -15,9 +15,9 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 
-use super::base::{BaseLayer, BaseLayers};
+use super::base::BaseLayers;
 use super::merger::{LayerOutput, zeros};
-use super::parameters::{LayerParameters, TrainedPart};
+use super::parameters::{BaseLayer, LayerParameters, TrainedPart};
 use super::parts::Diverged;
 use super::reuse::BufferReuse;
 use crate::checkpoint::WeightSource;
@@ -164,7 +164,7 @@ impl BlockTrainer<'_> {
             }
             .into());
         }
-        self.spare.take(layer, self.part);
+        self.spare.take(layer, &self.part.projections);
         let factor = self.max_grad_norm.and_then(|limit| clip_factor(squares.sqrt(), limit));
         clock.measure(Phase::Update, || {
             for (place, values) in values.iter_mut().enumerate() {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use candle_core::DType;
 
-use super::parts::Example;
+use super::example::Example;
 use crate::checkpoint::WeightSource;
 use crate::model::{DecoderLayer, Embedding, Head, ModelConfig};
 use crate::run::{Events, Phase};

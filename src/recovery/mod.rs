@@ -7,6 +7,7 @@
 //! | `store` | values, gradients and optimizer states of all layers, in memory or in a file |
 //! | `states` | the hidden states of a step: each layer's input for every example |
 //! | `reuse` | memory that is used again |
+//! | `example` | a text to learn from |
 //! | `parts` | what a step works with |
 //! | `trainer` | a step over the whole model: forward sweep, head, reverse sweep, clipping, update |
 //! | `distill` | the dense model's last hidden states, whose logits a training of the whole model learns |
@@ -21,6 +22,7 @@
 mod base;
 mod blocks;
 mod distill;
+mod example;
 mod merger;
 pub mod optimizers;
 mod parameters;
@@ -33,12 +35,15 @@ mod trainer;
 #[cfg(test)]
 mod tests;
 
-pub use base::{BaseLayer, BaseLayers, MaskFile};
+pub use base::{BaseLayers, MaskFile};
 pub use blocks::BlockTrainer;
 pub use distill::Distillation;
+pub use example::Example;
 pub use merger::{LayerOutput, Merger};
-pub use parameters::{LayerParameters, ParameterName, ParameterSpec, TrainedForm, TrainedPart};
-pub use parts::{Diverged, Example, StepOutcome, TrainerParts};
+pub use parameters::{
+    BaseLayer, LayerParameters, ParameterName, ParameterSpec, TrainedForm, TrainedPart,
+};
+pub use parts::{Diverged, StepOutcome, TrainerParts};
 pub use reuse::BufferReuse;
 pub use store::{ParameterChange, ParameterStore, StorePlace};
 pub use trainer::Trainer;

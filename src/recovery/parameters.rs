@@ -15,13 +15,21 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
-use super::base::BaseLayer;
 use super::reuse::BufferReuse;
 use crate::data::PythonRandom;
-use crate::linalg::{MaskedLowRank, StoredDtype, StoredMatrix, Weight, convert};
-use crate::model::{LayerGradients, ModelConfig, Projection};
+use crate::linalg::{LowRank, MaskedLowRank, StoredDtype, StoredMatrix, Weight, convert};
+use crate::model::{DecoderLayer, LayerGradients, ModelConfig, Projection};
 use crate::recovery::optimizers::KeptMask;
 use crate::recovery::optimizers::rounding::{Bf16Rounding, round_to_bf16};
+
+/// A layer's frozen weights.
+#[derive(Debug, Clone)]
+pub struct BaseLayer {
+    /// The layer.
+    pub layer: DecoderLayer,
+    /// Masks of the matrices with trained factors: one bit per element, 1 = pruned, least significant bit first.
+    pub pruned: BTreeMap<Projection, Arc<[u8]>>,
+}
 
 /// The form of a trained matrix.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -231,7 +239,7 @@ impl TrainedPart {
             TrainedForm::Weights => 1.0,
         };
         let factors = [a.to_vec(), b.to_vec()];
-        MaskedLowRank::with_mask(projection.shape(config), pruned, factors, scale)
+        MaskedLowRank::with_mask(LowRank::new(projection.shape(config), factors, scale), pruned)
     }
 
     /// Zero gradients of a layer's parameters.

@@ -16,21 +16,6 @@ use crate::recovery::optimizers::{Optimizer, TrainingStep};
 use crate::run::Events;
 use crate::runtime::{Clock, Compute};
 
-/// An example: token ids and targets. The target of a token is the next token, if its loss counts.
-#[derive(Debug, Clone, Copy)]
-pub struct Example<'a> {
-    /// `[seqlen]`
-    pub tokens: &'a [u32],
-    /// `[seqlen]`
-    pub targets: &'a [Option<u32>],
-}
-
-impl Example<'_> {
-    pub(super) fn predicted(&self) -> usize {
-        self.targets.iter().flatten().count()
-    }
-}
-
 /// The outcome of a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepOutcome {

@@ -2,9 +2,8 @@
 
 use anyhow::Result;
 
-use super::parameters::TrainedPart;
 use crate::linalg::{StoredDtype, StoredMatrix};
-use crate::model::{DecoderLayer, KeptActivations};
+use crate::model::{DecoderLayer, KeptActivations, Projection};
 
 /// Matrices and activations of layers that are not in use.
 #[derive(Debug, Default)]
@@ -41,8 +40,8 @@ impl BufferReuse {
     }
 
     /// Takes the trained matrices of a layer that is not needed any more.
-    pub fn take(&mut self, mut layer: DecoderLayer, part: &TrainedPart) {
-        for &projection in &part.projections {
+    pub fn take(&mut self, mut layer: DecoderLayer, trained: &[Projection]) {
+        for &projection in trained {
             self.matrices.extend(layer.take_weight(projection));
         }
     }

@@ -14,9 +14,9 @@
 use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
 
-use super::base::BaseLayer;
-use super::parameters::{LayerParameters, TrainedForm};
-use super::parts::{Diverged, Example, StepOutcome, TrainerParts};
+use super::example::Example;
+use super::parameters::{BaseLayer, LayerParameters, TrainedForm};
+use super::parts::{Diverged, StepOutcome, TrainerParts};
 use super::reuse::BufferReuse;
 use super::states::LayerInputs;
 use super::store::ParameterStore;
@@ -152,7 +152,7 @@ impl<'a> Trainer<'a> {
                     kept.push(KeptLayer { layer, of_examples });
                 }
                 false => {
-                    self.spare.take(layer.layer, &self.parts.part);
+                    self.spare.take(layer.layer, &self.parts.part.projections);
                     memory::release_freed();
                 }
             }
@@ -190,7 +190,7 @@ impl<'a> Trainer<'a> {
                 let (next, _) = self.forward(&layer.layer, example, &state, false)?;
                 states.put(example, next)?;
             }
-            self.spare.take(layer.layer, &self.parts.part);
+            self.spare.take(layer.layer, &self.parts.part.projections);
             memory::release_freed();
         }
         let (mut sum, mut predicted) = (0.0, 0);
@@ -380,7 +380,7 @@ impl<'a> Trainer<'a> {
                 gradients.put(example, dx)?;
             }
             parts.compute.collect_gradients(&mut of_layer)?;
-            self.spare.take(layer.layer, &parts.part);
+            self.spare.take(layer.layer, &parts.part.projections);
             let kept = parts.store.kept(index)?;
             let collected = parts.part.collected(&parts.config, of_layer, &kept)?;
             squares += collected.iter().map(|one| sum_of_squares(one)).sum::<f64>();

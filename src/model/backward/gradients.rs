@@ -56,8 +56,8 @@ impl LayerGradients {
     /// Zeros for the factors of low-rank changes. The layer's weights contain these changes.
     pub fn of_factors(changes: BTreeMap<Projection, MaskedLowRank>) -> Self {
         let zeros = |change: MaskedLowRank| MatrixGradient::Factors {
-            a: vec![0.0; change.a.len()],
-            b: vec![0.0; change.b.len()],
+            a: vec![0.0; change.factors.a.len()],
+            b: vec![0.0; change.factors.b.len()],
             change,
         };
         Self {
@@ -134,8 +134,8 @@ impl LayerGradients {
             let (parameters, weights, masked) = match gradient {
                 MatrixGradient::Whole(values) => (values.len(), values.len(), 0),
                 MatrixGradient::Factors { change, a, b } => {
-                    let [out, inner] = change.shape();
-                    (a.len() + b.len(), out * inner, out * inner)
+                    let weights = change.factors.rows * change.factors.columns;
+                    (a.len() + b.len(), weights, weights)
                 }
             };
             sizes.parameters += parameters;

@@ -21,8 +21,8 @@ use candle_nn::ops;
 
 use super::layer::DeviceTables;
 use super::{DeviceLayer, Tiling};
-use crate::linalg::MaskedLowRank;
 use crate::linalg::attention::Heads;
+use crate::linalg::{LowRank, MaskedLowRank};
 use crate::model::Projection;
 use crate::model::backward::LayerGradients;
 use crate::model::family::Activation;
@@ -41,15 +41,15 @@ struct DeviceChange {
 
 impl DeviceChange {
     fn new(change: &MaskedLowRank, dtype: DType, device: &Device) -> Result<Self> {
-        let [rows, columns] = change.shape();
+        let LowRank { rows, columns, rank, scale, a, b } = &change.factors;
         let upload = |values: &[f32], shape: (usize, usize)| -> Result<Tensor> {
             Ok(Tensor::from_slice(values, shape, device)?.to_dtype(dtype)?)
         };
         Ok(Self {
-            kept: Tensor::from_vec(change.kept(), (rows, columns), device)?,
-            a: upload(&change.a, (change.rank(), columns))?,
-            b: upload(&change.b, (rows, change.rank()))?,
-            scale: f64::from(change.scale()),
+            kept: Tensor::from_vec(change.kept(), (*rows, *columns), device)?,
+            a: upload(a, (*rank, *columns))?,
+            b: upload(b, (*rows, *rank))?,
+            scale: f64::from(*scale),
         })
     }
 }

@@ -7,7 +7,7 @@ use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource};
-use prune::linalg::{MaskedLowRank, StoredDtype};
+use prune::linalg::{LowRank, MaskedLowRank, StoredDtype};
 use prune::model::on_device::Tiling;
 use prune::model::{DecoderLayer, Head, LayerContext, LayerGradients, ModelConfig};
 use prune::run::MemorySettings;
@@ -36,7 +36,8 @@ fn zeros(trained: Trained, layer: &DecoderLayer) -> LayerGradients {
             let bits = (out * inner).div_ceil(8);
             let pruned: Vec<u8> = (0..bits).map(|at| (at * 37 % 251) as u8).collect();
             let factors = [wave(3 * inner, 0.7), wave(out * 3, 1.3)];
-            let change = MaskedLowRank::with_mask((out, inner), pruned.into(), factors, 0.5);
+            let change =
+                MaskedLowRank::with_mask(LowRank::new((out, inner), factors, 0.5), pruned.into());
             (projection, change)
         });
         changes.collect::<BTreeMap<_, _>>()
