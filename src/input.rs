@@ -10,48 +10,13 @@ mod content;
 
 use std::fmt;
 use std::fs::File;
-use std::io::{self, Read, Seek};
+use std::io::{self, Seek};
 use std::path::Path;
 
 use crate::bytes::{ByteSize, LARGEST_SETTINGS, read_up_to, regular_file};
 use crate::failure::Failure;
-pub use content::ContentKind;
-use content::LOOKED_AT;
-
-/// The content that a caller reads, by the role of the file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Expected {
-    /// Tensors in safetensors.
-    Weights,
-    /// A JSON file: configuration, tokenizer, index, record.
-    Json,
-    /// Text for the program: a recipe, a device map, a chat template, a certificate.
-    Settings,
-    /// Text for the model, as it is: a plain text, a prompt. Pages are text under the name of a page (`.html`, `.xml`).
-    Text,
-    /// A part of WikiText: raw text or parquet. A `.parquet` file must be parquet; `.raw`, `.tokens` and `.txt` must be text.
-    Rows,
-    /// Documents: JSON lines, gzipped or not, or parquet. A `.parquet` file must be parquet.
-    Documents,
-    /// Parquet.
-    Parquet,
-    /// Any content, which is copied or hashed. Only the stand-in of git-lfs is refused.
-    Copied,
-}
-
-impl fmt::Display for Expected {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Weights => "the weights",
-            Self::Json => "JSON",
-            Self::Settings | Self::Text => "text",
-            Self::Rows => "WikiText",
-            Self::Documents => "documents",
-            Self::Parquet => "parquet",
-            Self::Copied => "the file itself",
-        })
-    }
-}
+pub use content::{ContentKind, Expected};
+use content::{LOOKED_AT, beginning};
 
 /// ContentKind that does not agree with the role and the name of its file. It travels inside an [`io::Error`].
 #[derive(Debug)]
@@ -91,12 +56,6 @@ pub fn open(path: &Path, expected: Expected) -> io::Result<File> {
     check(&beginning(&mut file)?, expected, path)?;
     file.rewind()?;
     Ok(file)
-}
-
-fn beginning(file: &mut File) -> io::Result<Vec<u8>> {
-    let mut start = Vec::with_capacity(LOOKED_AT);
-    file.take(LOOKED_AT as u64).read_to_end(&mut start)?;
-    Ok(start)
 }
 
 /// Reads a regular file of at most `most` bytes.

@@ -3,7 +3,6 @@
 //! A training may save a model inside a wrapper, which puts its own name before the names of the tensors. A head that is the embedding
 //! may be stored under either of two names.
 
-use super::source::WeightSource;
 use crate::failure::Failure;
 
 /// Beginnings of names that a wrapper adds, and the wrapper.
@@ -21,16 +20,15 @@ const WRAPPERS: &[(&str, &str)] = &[
 const EMBEDDING: &str = "model.embed_tokens.weight";
 const HEAD: &str = "lm_head.weight";
 
-/// The failure for the missing tensor `name`, which should have this `shape`.
+/// The failure for the missing tensor `name` of `place`, which should have this `shape`. `has` knows the tensors that are there.
 pub(super) fn missing(
-    source: &(impl WeightSource + ?Sized),
+    place: &str,
+    has: &dyn Fn(&str) -> bool,
     name: &str,
     shape: &[usize],
 ) -> Failure {
-    let place = source.place();
     let failure = Failure::new(format!("tensor `{name}` is missing in `{place}`"))
         .detail(format!("expected a tensor of shape {shape:?}"));
-    let has = |name: &str| source.entry(name).is_some();
     match name {
         HEAD if has(EMBEDDING) => {
             return failure
@@ -43,7 +41,7 @@ pub(super) fn missing(
         EMBEDDING if has(HEAD) => {
             return failure
                 .detail("`lm_head.weight` is there; a model whose head is its embedding (`tie_word_embeddings`) is stored under the embedding's name")
-                .hint(rename(&place, &format!("{{'{HEAD}': '{EMBEDDING}'}}.get(k, k)")));
+                .hint(rename(place, &format!("{{'{HEAD}': '{EMBEDDING}'}}.get(k, k)")));
         }
         _ => {}
     }
@@ -65,7 +63,7 @@ pub(super) fn missing(
                 "save the model without the wrapper, in Python: model.merge_and_unload().save_pretrained(FOLDER); an adapter alone is saved by \
                  model.save_pretrained(FOLDER) and is given as MODEL+ADAPTER",
             ),
-            _ => failure.hint(rename(&place, &format!("k.removeprefix('{prefix}')"))),
+            _ => failure.hint(rename(place, &format!("k.removeprefix('{prefix}')"))),
         };
     }
     // The names of a model without its head have no `model.`.

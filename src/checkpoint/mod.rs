@@ -70,14 +70,16 @@ pub use layout::{Layout, PlannedFile, PlannedTensor};
 pub use masks::{MASKS_FILE, MaskWriter};
 pub use merged_writer::{MergedWriter, TensorStream};
 pub(crate) use names::CHUNK_BYTES;
-pub use names::{INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE, PARTIAL_SUFFIX, SINGLE_FILE};
+pub use names::{
+    CONFIG_FILE, INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE, PARTIAL_SUFFIX, SINGLE_FILE,
+};
 pub use not_a_model::not_a_model;
 pub use publish::Published;
 pub use scan::{ChangedElement, Compared, GROUP_SIZES, Scan, scan_tensor};
 pub use sealed::{check_sealed_json, open_sealed, write_sealed_json, write_sealed_with};
 pub use sidecars::{
-    CARD_FILE, CONFIG_FILE, OwnFiles, SUMS_FILE, card_of_source, cards_in, check_sidecars,
-    is_model_file, sidecars_in,
+    CARD_FILE, OwnFiles, SUMS_FILE, card_of_source, cards_in, check_sidecars, is_model_file,
+    sidecars_in,
 };
 pub use source::{Checkpoint, Shard, WeightSource};
 pub use target::{output_bytes, refuse_source_folder};

@@ -6,6 +6,9 @@ pub const SINGLE_FILE: &str = "model.safetensors";
 /// The index of a sharded checkpoint: tensor name → shard.
 pub const INDEX_FILE: &str = "model.safetensors.index.json";
 
+/// The configuration of a model. It is written last, so that an unfinished folder does not load.
+pub const CONFIG_FILE: &str = "config.json";
+
 /// The record of a merge: its inputs, settings and versions.
 pub const MERGING_FILE: &str = "merging.json";
 

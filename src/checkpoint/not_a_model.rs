@@ -7,8 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::names::{INDEX_FILE, SINGLE_FILE};
-use super::sidecars::CONFIG_FILE;
+use super::names::{CONFIG_FILE, INDEX_FILE, SINGLE_FILE};
 use crate::failure::Failure;
 use crate::input::{ContentKind, read_settings};
 

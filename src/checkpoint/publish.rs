@@ -8,8 +8,8 @@ use sha2::{Digest, Sha256};
 
 use super::atomic::{cannot_write, sync_folder, write_atomic};
 use super::layout::Layout;
-use super::names::INDEX_FILE;
-use super::sidecars::{CONFIG_FILE, OwnFiles, SUMS_FILE, cards_in, copy_sidecar, sidecars_in};
+use super::names::{CONFIG_FILE, INDEX_FILE};
+use super::sidecars::{OwnFiles, SUMS_FILE, cards_in, copy_sidecar, sidecars_in};
 use super::target::OutputShard;
 use crate::bytes::hex;
 use crate::disk;

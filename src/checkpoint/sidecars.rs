@@ -10,15 +10,12 @@ use sha2::{Digest, Sha256};
 
 use super::atomic::cannot_write;
 use super::folder::broken_link;
-use super::names::{INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE};
+use super::names::{CONFIG_FILE, INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE};
 use crate::bytes::hex;
 use crate::disk;
 use crate::failure::Failure;
 use crate::input::{self, Expected};
 use crate::run::pruning_record::PRUNING_FILE;
-
-/// The configuration of a model. It is written last, so that an unfinished folder does not load.
-pub const CONFIG_FILE: &str = "config.json";
 
 /// Bytes that [`copy_sidecar`] moves at once.
 const COPY_BYTES: usize = 1 << 20;

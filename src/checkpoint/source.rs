@@ -50,7 +50,8 @@ pub trait WeightSource: Send + Sync {
     /// Fails when the tensor is missing, and when its shape or dtype is wrong; the message then names the expected and the found value.
     fn require(&self, name: &str, shape: &[usize]) -> anyhow::Result<&TensorEntry> {
         let Some(entry) = self.entry(name) else {
-            return Err(missing(self, name, shape).into());
+            let has = |name: &str| self.entry(name).is_some();
+            return Err(missing(&self.place(), &has, name, shape).into());
         };
         if entry.shape != shape {
             return Err(Failure::new(format!(

@@ -9,8 +9,8 @@ use std::sync::atomic::AtomicBool;
 
 use super::atomic::cannot_write;
 use super::layout::Layout;
+use super::names::CONFIG_FILE;
 use super::names::{CHUNK_BYTES, INDEX_FILE, PARTIAL_SUFFIX};
-use super::sidecars::CONFIG_FILE;
 use super::source::Checkpoint;
 use crate::bytes::ByteSize;
 use crate::disk;

@@ -12,7 +12,7 @@
 use anyhow::Result;
 use serde_json::{Value, json};
 
-use super::encoder::LONGEST_PIECE;
+use super::tokenizer::LONGEST_PIECE;
 use super::training_line::TrainingLine;
 use super::{ChatTemplate, Tokenizer};
 use crate::bytes::ByteSize;

@@ -8,20 +8,10 @@ use anyhow::{Context, Result};
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
-use super::Tokenizer;
+use super::footprint::{MOST_WORKERS, PIECE_BYTES, PIECES_PER_WORKER};
+use super::tokenizer::{LONGEST_PIECE, Tokenizer};
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
-
-/// A piece ends at the first safe place after this many bytes. A worker takes 1.5 MiB for it, see [`footprint`](super::footprint).
-pub(super) const PIECE_BYTES: usize = 16 << 10;
-/// Pieces per worker in a batch. The worker encodes a piece while the text of its next pieces waits in memory.
-pub(super) const PIECES_PER_WORKER: usize = 4;
-/// Workers at most. Each worker has its own tables (see [`footprint`](super::footprint)), and eight encode any usual text in seconds.
-pub(super) const MOST_WORKERS: usize = 8;
-
-/// The longest text that is encoded in one call. A call takes about 120 bytes per byte of text: 3.8 GiB. If texts can be cut, a
-/// text of words never has a piece of this length.
-pub(super) const LONGEST_PIECE: usize = 32 << 20;
 
 pub(super) struct Encoder<'a> {
     tokenizer: &'a Tokenizer,
@@ -185,6 +175,20 @@ impl<'a> Encoder<'a> {
         self.done += begin as u64;
         self.pending.drain(..begin);
         Ok(())
+    }
+}
+
+impl Tokenizer {
+    /// The ids of a text with special tokens, equal to the ids of one call over the whole text. If cuts are proven safe for
+    /// this tokenizer, several threads encode a long text in pieces, and memory does not grow with the text.
+    ///
+    /// # Errors
+    /// Fails when the tokenizer's model cannot express the text (no unknown token and no byte fallback).
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        let mut no_progress = |_| ();
+        let mut encoder = Encoder::new(self, &mut no_progress);
+        encoder.push(text)?;
+        encoder.finish()
     }
 }
 

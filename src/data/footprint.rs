@@ -39,11 +39,16 @@ use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::Value;
 
-use super::encoder::{MOST_WORKERS, PIECE_BYTES, PIECES_PER_WORKER};
-use super::tokenizer::{LARGEST, no_tokenizer, unreadable};
+use super::tokenizer_file::{LARGEST, no_tokenizer, unreadable};
 use crate::bytes::ByteSize;
 use crate::input::{self, Expected};
 
+/// A piece ends at the first safe place after this many bytes. A worker takes 1.5 MiB for it.
+pub(super) const PIECE_BYTES: usize = 16 << 10;
+/// Pieces per worker in a batch. The worker encodes a piece while the text of its next pieces waits in memory.
+pub(super) const PIECES_PER_WORKER: usize = 4;
+/// Workers at most. Each worker has its own tables, and eight encode any usual text in seconds.
+pub(super) const MOST_WORKERS: usize = 8;
 /// Bytes per entry at the peak of loading, with merges as pairs.
 const LOAD_OF_PAIRS: usize = 250;
 /// Bytes per entry at the peak of loading, with merges as strings, which the library reads directly.

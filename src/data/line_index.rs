@@ -11,7 +11,8 @@ use std::path::Path;
 use anyhow::Result;
 use sha2::{Digest, Sha256};
 
-use super::text_file::{LONGEST_LINE, line_too_long};
+use super::line_memory::LONGEST_LINE;
+use super::text_file::line_too_long;
 use super::unpacked::Unpacked;
 use crate::failure::Failure;
 use crate::run::{Event, Events};

@@ -16,10 +16,11 @@
 use std::path::Path;
 
 use super::footprint::{self, TokenizerSize};
-use super::text_file::LONGEST_LINE;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 
+/// The longest line that is read. No document is longer, but a file without line ends may be.
+pub(super) const LONGEST_LINE: u64 = 64 << 20;
 /// Bytes of memory per byte of a line.
 const PER_BYTE: u64 = 10;
 /// Bytes of memory per byte of a text that is encoded in one call.

@@ -40,6 +40,7 @@
 //! | `tokenizer` | text to token ids and back, with the special tokens that `transformers` would add |
 //! | `tokenizer_bounds` | bounds of a `tokenizer.json` whose library follows it without any: replacements that lengthen a text |
 //! | `tokenizer_config` | `tokenizer_config.json`, and the facts that it states in addition to `tokenizer.json` |
+//! | `tokenizer_file` | the largest `tokenizer.json`, and the failures of a file that is missing or cannot be read |
 //! | `training_line` | a line of training data, parsed from JSON: a text, a conversation, or a prompt with its completion |
 //! | `unpacked` | the limit for the text of a packed file |
 
@@ -75,6 +76,7 @@ mod text_stream;
 mod tokenizer;
 mod tokenizer_bounds;
 mod tokenizer_config;
+mod tokenizer_file;
 mod training_line;
 mod unpacked;
 

@@ -6,13 +6,11 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
-use super::line_memory::LineMemory;
+use super::line_memory::{LONGEST_LINE, LineMemory};
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::input::{self, Expected, cannot_read};
 
-/// The longest line that is read. No document is longer, but a file without line ends may be.
-pub(super) const LONGEST_LINE: u64 = 64 << 20;
 /// Bytes of a portion.
 pub(super) const PORTION: usize = 64 << 10;
 

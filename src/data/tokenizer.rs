@@ -15,14 +15,14 @@ use tokenizers::{
     PreTokenizerWrapper, Token, TokenizerImpl,
 };
 
-use super::encoder::{Encoder, LONGEST_PIECE};
 use super::line_memory::LineMemory;
 use super::text_cut::CutRule;
 use super::tokenizer_config::{PrefixSpace, TokenizerConfig};
+use super::tokenizer_file::{LARGEST, no_tokenizer, unreadable};
 use super::{digest, tokenizer_bounds};
-use crate::bytes::{ByteSize, hex};
+use crate::bytes::hex;
 use crate::failure::{Failure, blaming};
-use crate::input::{self, Expected, cannot_read};
+use crate::input::{self, Expected};
 
 /// The library's stream, for a tokenizer of any kind.
 pub(super) type DecodeStream<'t> = tokenizers::DecodeStream<
@@ -52,9 +52,11 @@ pub struct Tokenizer {
     damaged: Failure,
 }
 
-/// The largest `tokenizer.json` that is read. Published files have up to 35 MB.
-pub(super) const LARGEST: ByteSize = ByteSize(256 << 20);
 const FAILED: &str = "the tokenizer library failed";
+
+/// The longest text that is encoded in one call. A call takes about 120 bytes per byte of text: 3.8 GiB. If texts can be cut, a
+/// text of words never has a piece of this length.
+pub(super) const LONGEST_PIECE: usize = 32 << 20;
 
 /// The rule for encoding a long text in pieces.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -149,18 +151,6 @@ impl Tokenizer {
     /// The largest id of the tokenizer, added tokens included. The model's embedding needs more rows than this.
     pub fn largest_id(&self) -> u32 {
         self.largest_id
-    }
-
-    /// The ids of a text with special tokens, equal to the ids of one call over the whole text. If cuts are proven safe for
-    /// this tokenizer, several threads encode a long text in pieces, and memory does not grow with the text.
-    ///
-    /// # Errors
-    /// Fails when the tokenizer's model cannot express the text (no unknown token and no byte fallback).
-    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        let mut no_progress = |_| ();
-        let mut encoder = Encoder::new(self, &mut no_progress);
-        encoder.push(text)?;
-        encoder.finish()
     }
 
     /// True if long texts are encoded in pieces. If false, one call takes memory in proportion to the text.
@@ -396,11 +386,6 @@ fn suffix(has_bos: bool, has_eos: bool) -> &'static str {
     }
 }
 
-/// The failure for a file that exists but cannot be read.
-pub(super) fn unreadable(path: &Path, error: &io::Error) -> Failure {
-    cannot_read(path, error).or_hint("copy it from the model's page again")
-}
-
 /// Parses a `tokenizer.json`. For a model of unknown type, the library parses generic values twice. Nearly all models are byte
 /// pairs, so this type is tried first.
 fn parse(bytes: &[u8]) -> tokenizers::Result<tokenizers::Tokenizer> {
@@ -415,17 +400,4 @@ fn parse(bytes: &[u8]) -> tokenizers::Result<tokenizers::Tokenizer> {
         Ok(tokenizer) => Ok(tokenizer.into()),
         Err(_) => tokenizers::Tokenizer::from_bytes(bytes),
     }
-}
-
-pub(super) fn no_tokenizer(folder: &Path) -> Failure {
-    let shown = folder.display();
-    if folder.join("tokenizer.model").is_file() {
-        return Failure::new(format!("`{shown}` has only `tokenizer.model`; we read `tokenizer.json`")).hint(format!(
-            "convert it once: python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('{shown}', \
-             use_fast=True).save_pretrained('{shown}')\""
-        ));
-    }
-    Failure::new(format!("no tokenizer in `{shown}`")).detail("looked for `tokenizer.json`").hint(
-        "copy `tokenizer.json` and `tokenizer_config.json` from the model's page into the folder",
-    )
 }

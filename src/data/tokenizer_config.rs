@@ -12,7 +12,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use super::tokenizer::unreadable;
+use super::tokenizer_file::unreadable;
 use crate::failure::Failure;
 use crate::input::read_settings;
 

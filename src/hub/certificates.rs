@@ -8,6 +8,7 @@
 //! Windows loads authorities only when they are needed.
 
 use std::env::split_paths;
+use std::ffi::OsString;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -15,7 +16,6 @@ use std::sync::Arc;
 
 use ureq::tls::{Certificate, PemItem, RootCerts, parse_pem};
 
-use super::settings::Lookup;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::input::{self, Expected};
@@ -49,7 +49,7 @@ impl Trusted {
     ///
     /// # Errors
     /// Fails when a variable names a path that cannot be read or holds no certificate.
-    pub(super) fn find(lookup: Lookup<'_>) -> Result<Self, Failure> {
+    pub(super) fn find(lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Self, Failure> {
         let is_set = |name: &&str| lookup(name).is_some_and(|value| !value.is_empty());
         let Some(name) = VARIABLES.into_iter().find(is_set) else {
             return Ok(Self::of_system());

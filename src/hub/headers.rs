@@ -5,7 +5,7 @@
 
 use anyhow::Result;
 
-use super::http::HttpRequest;
+use super::exchange::HttpRequest;
 use super::id::HubRepo;
 use super::refusal::RequestError;
 use super::transfer::Transfer;

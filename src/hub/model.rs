@@ -11,7 +11,8 @@ use anyhow::Result;
 use serde::Deserialize;
 
 use super::cache::is_plain_commit;
-use super::http::{HttpRequest, Unanswered};
+use super::exchange::HttpRequest;
+use super::http::Unanswered;
 use super::id::HubRepo;
 use super::refusal::not_a_hub;
 use super::transfer::Transfer;

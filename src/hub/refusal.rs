@@ -6,7 +6,7 @@ use std::time::Duration;
 use ureq::http::HeaderMap;
 use ureq::{Error, Timeout};
 
-use super::http::{Answer, HttpRequest, header};
+use super::exchange::{Answer, HttpRequest, header};
 use super::settings::{HubSettings, Origin};
 use crate::failure::Failure;
 

@@ -10,12 +10,13 @@ use std::io::{self, Read};
 use std::path::Path;
 
 use super::cache::{RepoCache, cannot_write, is_plain_commit};
-use super::http::{Answer, HttpRequest, Unanswered};
+use super::exchange::{Answer, HttpRequest};
+use super::http::{Hub, Unanswered};
 use super::id::HubRepo;
+use super::lock;
 use super::partial::{BUFFER, Partial};
 use super::refusal::{CHECK_ENDPOINT, RequestError, Retry, not_a_hub, unanswered};
 use super::settings::Origin;
-use super::{Hub, lock};
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::run::{Events, Meter};

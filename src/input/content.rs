@@ -1,9 +1,44 @@
 //! Kinds of content, told by the first bytes of a file, and the remedy for a file of the wrong kind.
 
+use std::fmt;
 use std::fs::File;
+use std::io::{self, Read};
 use std::path::Path;
 
-use super::{Expected, beginning};
+/// The content that a caller reads, by the role of the file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Expected {
+    /// Tensors in safetensors.
+    Weights,
+    /// A JSON file: configuration, tokenizer, index, record.
+    Json,
+    /// Text for the program: a recipe, a device map, a chat template, a certificate.
+    Settings,
+    /// Text for the model, as it is: a plain text, a prompt. Pages are text under the name of a page (`.html`, `.xml`).
+    Text,
+    /// A part of WikiText: raw text or parquet. A `.parquet` file must be parquet; `.raw`, `.tokens` and `.txt` must be text.
+    Rows,
+    /// Documents: JSON lines, gzipped or not, or parquet. A `.parquet` file must be parquet.
+    Documents,
+    /// Parquet.
+    Parquet,
+    /// Any content, which is copied or hashed. Only the stand-in of git-lfs is refused.
+    Copied,
+}
+
+impl fmt::Display for Expected {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Weights => "the weights",
+            Self::Json => "JSON",
+            Self::Settings | Self::Text => "text",
+            Self::Rows => "WikiText",
+            Self::Documents => "documents",
+            Self::Parquet => "parquet",
+            Self::Copied => "the file itself",
+        })
+    }
+}
 
 /// A kind of content that its first bytes show.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -201,6 +236,13 @@ impl ContentKind {
             ),
         }
     }
+}
+
+/// The bytes that tell the kind of a file.
+pub(super) fn beginning(file: &mut File) -> io::Result<Vec<u8>> {
+    let mut start = Vec::with_capacity(LOOKED_AT);
+    file.take(LOOKED_AT as u64).read_to_end(&mut start)?;
+    Ok(start)
 }
 
 fn name_of(path: &Path) -> String {

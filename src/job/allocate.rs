@@ -12,8 +12,10 @@ use crate::bytes::ByteSize;
 use crate::model::Projection;
 use crate::pipeline::Observed;
 use crate::pipeline::allocate::{AllocationMeter, MeasuredLayers, followed_bytes};
-use crate::pipeline::allocation::{Allocation, OUTLIERS, error_ratios, grid, owl_ratios};
-use crate::pipeline::trial::{CANDIDATES, Trial};
+use crate::pipeline::allocation::{
+    Allocation, CANDIDATES, OUTLIERS, error_ratios, grid, owl_ratios,
+};
+use crate::pipeline::trial::Trial;
 use crate::pruning::statistics::column_squares::ColumnSquaresKind;
 use crate::run::Events;
 use crate::run::allocation::{AllocationReport, TriedRatios};

@@ -14,7 +14,7 @@ use crate::generation::{
     Generated, GenerationRequest, Generator, Sampler, Sampling, generate as write, stop_ids,
     stop_warning,
 };
-use crate::placement::planner::USABLE;
+use crate::placement::USABLE;
 use crate::placement::{DeviceMap, Residency, inventory};
 use crate::report::three_digits;
 use crate::run::plan::exceeded;

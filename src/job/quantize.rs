@@ -19,7 +19,7 @@ use crate::checkpoint::{
 use crate::failure::Failure;
 use crate::model::{DecoderLayer, ModelConfig};
 use crate::placement::Inventory;
-use crate::placement::planner::cpu_budget;
+use crate::placement::cpu_budget;
 use crate::quantized::{
     FourBitFormat, LEAST_PIECE, PIECE, QuantizeJournal, QuantizePass, config, pass_bytes,
 };

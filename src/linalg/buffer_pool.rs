@@ -1,4 +1,4 @@
-//! A pool of buffers for the tasks of a parallel loop.
+//! Buffers that are used again: a pool for the tasks of a parallel loop, and [`grow`].
 //!
 //! A loop has more tasks than threads. The pool holds as many buffers as tasks ever ran at the same time, so never more than
 //! threads; a memory plan can count on that. (rayon's `for_each_init` makes a buffer every time it splits the loop.)
@@ -34,6 +34,15 @@ impl<T> BufferPool<T> {
     fn idle(&self) -> MutexGuard<'_, Vec<T>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Returns the first `length` elements of a buffer, with unspecified content. The old buffer is freed before a larger buffer is allocated.
+pub(super) fn grow<T: Clone + Default>(buffer: &mut Vec<T>, length: usize) -> &mut [T] {
+    if buffer.len() < length {
+        *buffer = Vec::new();
+        *buffer = vec![T::default(); length];
+    }
+    &mut buffer[..length]
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use anyhow::Result;
 use rayon::prelude::*;
 
+use super::buffer_pool::grow;
 use super::product::{Kernel, Packed, Values};
 use super::profile::Watch;
 use super::stored::{StoredDtype, StoredMatrix};
@@ -119,15 +120,6 @@ impl ProductContext {
     pub fn kernel(&self, dtype: StoredDtype) -> Kernel {
         self.products.kernel(dtype)
     }
-}
-
-/// Returns the first `length` elements of a buffer, with unspecified content. The old buffer is freed before a larger buffer is allocated.
-pub(super) fn grow<T: Clone + Default>(buffer: &mut Vec<T>, length: usize) -> &mut [T] {
-    if buffer.len() < length {
-        *buffer = Vec::new();
-        *buffer = vec![T::default(); length];
-    }
-    &mut buffer[..length]
 }
 
 /// Elements per task that sets zeros.

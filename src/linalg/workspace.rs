@@ -2,7 +2,8 @@
 //!
 //! Attention, MLP and head cut the same memory into their buffers. So it is as large as the largest of the three needs, not their sum.
 
-use super::weight::{ProductContext, grow};
+use super::buffer_pool::grow;
+use super::weight::ProductContext;
 
 /// A growing buffer of activations, and the rows of a weight that are multiplied at once.
 #[derive(Debug, Default)]

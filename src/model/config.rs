@@ -21,7 +21,7 @@ use super::projection::Projection;
 use crate::failure::Failure;
 use crate::input::{cannot_read, read_settings};
 use crate::linalg::attention::Heads;
-use keys::{Keys, LARGEST_SIZE};
+use keys::{ANOTHER_MODEL, Keys, LARGEST_SIZE};
 pub use pairs::disagreements;
 pub use rope::RopeScaling;
 
@@ -65,9 +65,6 @@ const MOST_LAYERS: u64 = 1 << 12;
 
 /// Hint for a config that was damaged or edited. It asks for no edit: a wrong value gives a wrong result.
 const TAKE_ANOTHER: &str = "take the config.json this checkpoint was published with";
-
-/// Hint for a config whose arithmetic is not computed here.
-const ANOTHER_MODEL: &str = "choose another model; a changed config.json would give wrong results";
 
 impl ModelConfig {
     /// Reads `config.json` in a model folder.
@@ -194,6 +191,28 @@ impl ModelConfig {
             num_key_value_heads: self.num_key_value_heads,
             head_dim: self.head_dim,
         }
+    }
+}
+
+impl Projection {
+    /// (out_features, in_features) in a model of this configuration.
+    pub fn shape(self, config: &ModelConfig) -> (usize, usize) {
+        let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
+        let queries = config.num_attention_heads * config.head_dim;
+        let keys = config.num_key_value_heads * config.head_dim;
+        match self {
+            Self::Q => (queries, hidden),
+            Self::K | Self::V => (keys, hidden),
+            Self::O => (hidden, queries),
+            Self::Gate | Self::Up => (intermediate, hidden),
+            Self::Down => (hidden, intermediate),
+        }
+    }
+
+    /// The number of weights in a model of this configuration.
+    pub fn elements(self, config: &ModelConfig) -> usize {
+        let (rows, columns) = self.shape(config);
+        rows * columns
     }
 }
 

@@ -5,7 +5,7 @@ use candle_core::Tensor;
 use rayon::prelude::*;
 
 use super::config::ModelConfig;
-use super::stored_dtype;
+use super::reading::stored_dtype;
 use crate::checkpoint::{TensorEntry, WeightSource};
 use crate::linalg::{StoredMatrix, tensor};
 

@@ -22,12 +22,14 @@
 use super::attention_layout::AttentionLayout;
 use super::backward::{backward_elements, kept_elements};
 use super::config::ModelConfig;
-use super::head::{largest_chunk, largest_tokens};
+use super::head::{Head, largest_chunk, largest_tokens};
 use super::observe::Observation;
 use super::projection::Projection;
+use super::reading::stored_dtype;
 use super::rotary::Rotary;
 use super::tensors::TensorRole;
 use crate::bytes::ByteSize;
+use crate::checkpoint::WeightSource;
 use crate::linalg::parts::{LEAST_ROWS, largest_part};
 use crate::linalg::product::{self, Kernel, PackedWeight, Product};
 use crate::linalg::{Linear, StoredDtype, attention};
@@ -47,6 +49,17 @@ impl Dtypes {
     pub fn all(dtype: StoredDtype) -> Self {
         Self { layers: dtype, head: dtype }
     }
+}
+
+/// Dtypes of a checkpoint's decoder layers and head, for plans, without tensors that [`DecoderLayer::check`] and [`Head::check`] refuse.
+pub fn stored_dtypes(source: &dyn WeightSource, config: &ModelConfig) -> Dtypes {
+    let of = |name: &str| stored_dtype(source.entry(name)?).ok();
+    let layers = (0..config.num_hidden_layers)
+        .flat_map(|layer| config.projections().map(move |one| one.tensor_name(layer)))
+        .filter_map(|name| of(&name))
+        .reduce(StoredDtype::wider)
+        .unwrap_or(StoredDtype::F32);
+    Dtypes { layers, head: of(Head::tensor_name(config)).unwrap_or(layers) }
 }
 
 /// Bytes of an f32.

@@ -12,7 +12,7 @@ use candle_core::Tensor;
 use super::config::ModelConfig;
 use super::context::LayerContext;
 use super::embedding::EMBEDDING;
-use super::{matrix_at_rest, read_matrix, read_vector};
+use super::reading::{matrix_at_rest, read_matrix, read_vector};
 use crate::bytes::ByteSize;
 use crate::checkpoint::WeightSource;
 use crate::linalg::linear::{LinearOutput, SingleToken, forward_all};

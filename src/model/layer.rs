@@ -36,7 +36,7 @@ use super::family::{Activation, Family};
 use super::kv_cache::LayerCache;
 use super::observe::{Observation, Observer};
 use super::projection::Projection;
-use super::{matrix_at_rest, read_matrix, read_vector};
+use super::reading::{matrix_at_rest, read_matrix, read_vector};
 use crate::checkpoint::WeightSource;
 use crate::linalg::attention::{self, Heads};
 use crate::linalg::linear::{LinearOutput, SingleToken, forward_all};

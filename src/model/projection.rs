@@ -4,7 +4,6 @@
 
 use serde::Serialize;
 
-use super::config::ModelConfig;
 use super::observe::Observation;
 
 /// A linear of a decoder layer. The order of the variants is the order in which the reference prunes them.
@@ -69,25 +68,5 @@ impl Projection {
             Self::Gate | Self::Up => Observation::MlpInput,
             Self::Down => Observation::DownInput,
         }
-    }
-
-    /// (out_features, in_features) in a model of this configuration.
-    pub fn shape(self, config: &ModelConfig) -> (usize, usize) {
-        let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
-        let queries = config.num_attention_heads * config.head_dim;
-        let keys = config.num_key_value_heads * config.head_dim;
-        match self {
-            Self::Q => (queries, hidden),
-            Self::K | Self::V => (keys, hidden),
-            Self::O => (hidden, queries),
-            Self::Gate | Self::Up => (intermediate, hidden),
-            Self::Down => (hidden, intermediate),
-        }
-    }
-
-    /// The number of weights in a model of this configuration.
-    pub fn elements(self, config: &ModelConfig) -> usize {
-        let (rows, columns) = self.shape(config);
-        rows * columns
     }
 }

@@ -4,10 +4,9 @@ use anyhow::{Context, Result, ensure};
 use candle_core::DType;
 use rayon::prelude::*;
 
-use super::allocation::Allocation;
+use super::allocation::{Allocation, CANDIDATES, TRIED};
 use super::calibrate::{Calibrator, LayerStatistics};
 use super::output_error::DenseOutput;
-use super::trial::{CANDIDATES, TRIED};
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::linalg::{StoredMatrix, Weight, tensor};

@@ -49,6 +49,11 @@ const STEPS: usize = 200;
 /// Points of a curve.
 const POINTS: usize = 7;
 
+/// Samples of a trial, and their tokens at most.
+pub(super) const TRIED: (usize, usize) = (16, 512);
+/// Allocations that are tried.
+pub const CANDIDATES: usize = 3;
+
 /// `--allocate`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]

@@ -4,10 +4,28 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Result};
 
-use super::prune::PrunedMatrix;
 use crate::checkpoint::CheckpointWriter;
+use crate::linalg::StoredMatrix;
 use crate::model::{DecoderLayer, Projection};
+use crate::pruning::{Mask, Statistics, Target};
 use crate::run::manifest::LayerReport;
+
+/// A matrix at the moment its mask is known and its zeros are not yet written.
+#[derive(Clone, Copy)]
+pub struct PrunedMatrix<'a> {
+    /// The decoder layer.
+    pub layer: usize,
+    /// The matrix within the layer.
+    pub projection: Projection,
+    /// Its weights, including the weights to remove.
+    pub weight: &'a StoredMatrix,
+    /// Statistics of its input; `None` for methods that need none.
+    pub statistics: Option<&'a Statistics>,
+    /// The ratio and the pattern.
+    pub target: Target,
+    /// The weights to remove.
+    pub mask: &'a Mask,
+}
 
 /// Sees every pruned matrix: writes masks, or compares them in tests.
 pub trait MaskObserver: Send {

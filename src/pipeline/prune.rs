@@ -13,34 +13,17 @@ use anyhow::{Context, Result};
 
 use super::calibrate::{Calibrator, LayerStatistics};
 use super::flow::{Flow, ObservationOrder, Propagation};
-use super::output::Output;
+use super::output::{Output, PrunedMatrix};
 use super::output_error::DenseOutput;
 use super::permute::permute;
 use super::targets::TargetPlan;
-use crate::linalg::{StoredMatrix, Weight};
+use crate::linalg::Weight;
 use crate::model::{DecoderLayer, Observation, Projection};
-use crate::pruning::{Mask, Request, Statistics, StatisticsKind, Target, Technique};
+use crate::pruning::{Mask, Request, StatisticsKind, Target, Technique};
 use crate::run::manifest::{LayerReport, MatrixReport, PermutationReport};
 use crate::run::memory_settings::StatisticsHeld;
 use crate::run::{Event, Events, Phase};
 use crate::runtime::{Clock, Compute, Editor, Side, memory};
-
-/// A matrix at the moment its mask is known and its zeros are not yet written.
-#[derive(Clone, Copy)]
-pub struct PrunedMatrix<'a> {
-    /// The decoder layer.
-    pub layer: usize,
-    /// The matrix within the layer.
-    pub projection: Projection,
-    /// Its weights, including the weights to remove.
-    pub weight: &'a StoredMatrix,
-    /// Statistics of its input; `None` for methods that need none.
-    pub statistics: Option<&'a Statistics>,
-    /// The ratio and the pattern.
-    pub target: Target,
-    /// The weights to remove.
-    pub mask: &'a Mask,
-}
 
 /// The pruned matrices of a layer.
 #[derive(Default)]

@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::Result;
 
 use super::output::MaskObserver;
-use super::prune::PrunedMatrix;
+use super::output::PrunedMatrix;
 use super::targets::TargetPlan;
 use crate::bytes::ByteSize;
 use crate::checkpoint::MaskWriter;

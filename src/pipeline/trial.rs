@@ -9,6 +9,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 
 use super::allocate::{copy_of, with_pruned};
+use super::allocation::CANDIDATES;
 use super::calibrate::Calibrator;
 use crate::bytes::ByteSize;
 use crate::checkpoint::WeightSource;
@@ -20,11 +21,6 @@ use crate::runtime::{Clock, Compute, Editor, HiddenStates};
 /// Rows of the head in memory at once, and logits in bytes: less than a layer, which is gone by then.
 const HEAD_ROWS: usize = 2048;
 const LOGITS: ByteSize = ByteSize(8 << 20);
-
-/// Samples of a trial, and their tokens at most.
-pub(super) const TRIED: (usize, usize) = (16, 512);
-/// Allocations that are tried.
-pub const CANDIDATES: usize = 3;
 
 /// An editor that passes some tokens through every candidate, and changes nothing.
 pub struct Trial<'a> {

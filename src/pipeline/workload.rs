@@ -2,6 +2,7 @@
 //!
 //! | file | story |
 //! | --- | --- |
+//! | `shape` | the properties of a run that decide its memory and its time |
 //! | `host` | memory of the process per phase, from `model/footprint.rs` |
 //! | `training` | memory of a training per phase |
 //! | `gpu` | memory of a GPU per phase, from `model/on_device/tiling.rs` |
@@ -11,77 +12,18 @@
 
 mod gpu;
 mod host;
+mod shape;
 mod training;
 mod work;
 
-use super::flow::{Flow, ObservationOrder, Propagation};
-use super::output_error;
 use crate::bytes::ByteSize;
-use crate::linalg::product::Kernel;
-use crate::linalg::{Products, StoredDtype};
+use crate::model::footprint;
 use crate::model::on_device::Tiling;
-use crate::model::{Dtypes, ModelConfig, footprint};
 use crate::placement::{Demand, ExecutionOption, PhaseMemory, Processors, Workload};
-use crate::pruning::{StatisticsKind, Technique};
-use crate::run::memory_settings::{GramsHeld, MemorySettings, StatisticsHeld, WeightsHeld};
-use crate::run::plan::{MemoryPart, PartKind};
-use crate::run::{HiddenStatesStorage, Phase};
-use crate::runtime::Side;
+use crate::run::HiddenStatesStorage;
+use crate::run::memory_settings::{MemorySettings, WeightsHeld};
 use host::Host;
-pub use training::TrainingShape;
-
-/// Bytes per element of hidden states on the CPU.
-const F32: usize = size_of::<f32>();
-
-/// The properties of a run that decide its memory and its time.
-#[derive(Debug, Clone)]
-pub struct RunShape<'a> {
-    /// The model's shape.
-    pub config: &'a ModelConfig,
-    /// The dtypes of its weights.
-    pub dtypes: Dtypes,
-    /// Tokens per sample and window.
-    pub seqlen: usize,
-    /// The dtype GPUs compute in.
-    pub gpu_dtype: StoredDtype,
-    /// Calibration samples; 0 for a method without calibration.
-    pub samples: usize,
-    /// Evaluation windows of a side.
-    pub windows: usize,
-    /// Sides that are evaluated.
-    pub sides: &'a [Side],
-    /// The technique; `None` where nothing is pruned.
-    pub technique: Option<Technique>,
-    /// The techniques of further runs that share the sweep and its statistics (`pipeline/shared.rs`); each run has windows of its own.
-    pub shared_with: Vec<Technique>,
-    /// The way of the calibration samples.
-    pub flow: Flow,
-    /// Measurements of a run that prunes nothing.
-    pub observes: Option<Observed>,
-    /// A training.
-    pub trains: Option<TrainingShape>,
-    /// The model is written.
-    pub saves: bool,
-    /// Worker threads.
-    pub threads: usize,
-    /// The arithmetic of products on the CPU.
-    pub products: Products,
-    /// The peak of tokenizing, tokenizer included.
-    pub tokenizing: ByteSize,
-    /// The memory that tokenizing leaves until the run ends.
-    pub retained: ByteSize,
-    /// Settings given by the user; `None` leaves the choice to the plan.
-    pub settings: Option<MemorySettings>,
-}
-
-/// Measurements for a later use.
-#[derive(Debug, Clone, Copy)]
-pub struct Observed {
-    /// The kind of statistics; `None` where samples pass through the layers only.
-    pub kind: Option<&'static dyn StatisticsKind>,
-    /// Bytes that are kept of all layers, and of their file while it is written.
-    pub kept: ByteSize,
-}
+pub use shape::{Observed, RunShape, TrainingShape};
 
 impl Workload for RunShape<'_> {
     fn num_hidden_layers(&self) -> usize {
@@ -192,149 +134,4 @@ impl Workload for RunShape<'_> {
             work: work::head(self, option),
         }
     }
-}
-
-impl RunShape<'_> {
-    /// The choices for a layer's weights: two layers in memory, one layer, or one matrix.
-    fn weight_settings(&self) -> [MemorySettings; 3] {
-        let default = MemorySettings::default();
-        let one_layer = MemorySettings { prefetch: false, ..default.clone() };
-        let one_matrix = MemorySettings { weights: WeightsHeld::Matrix, ..one_layer.clone() };
-        [default, one_layer, one_matrix]
-    }
-
-    /// The choices for the head: bytes of logits, and rows in memory.
-    fn with_heads(&self, settings: &MemorySettings) -> Vec<MemorySettings> {
-        let rows = |parts: usize| Some(self.config.vocab_size.div_ceil(parts));
-        let mut all = Vec::new();
-        for logits_bytes in [settings.logits_bytes, ByteSize(32 << 20), ByteSize(8 << 20)] {
-            for head_rows in [None, rows(4), rows(16)] {
-                all.push(MemorySettings { logits_bytes, head_rows, ..settings.clone() });
-            }
-        }
-        all
-    }
-
-    /// The choices for weights and statistics: all statistics of a layer at the same time, then the statistics of a single input; Gram
-    /// matrices on GPUs, then on the host.
-    fn statistics_settings(&self, processors: Processors) -> Vec<MemorySettings> {
-        let mut all: Vec<_> = self.weight_settings().into();
-        if self.passes_inputs_apart(StatisticsHeld::Input) && !self.is_sequential() {
-            let apart = self
-                .weight_settings()
-                .map(|settings| MemorySettings { statistics: StatisticsHeld::Input, ..settings });
-            all.extend(apart);
-        }
-        if processors != Processors::Cpu && self.sums_grams_on_gpus() {
-            let on_host = all
-                .iter()
-                .map(|settings| MemorySettings { grams: GramsHeld::Host, ..settings.clone() });
-            let on_host: Vec<_> = on_host.collect();
-            all.extend(on_host);
-        }
-        all
-    }
-
-    /// The numbers of columns of the inputs whose Gram matrices a GPU holds at the same time.
-    pub(super) fn grams_on_gpu(&self, settings: &MemorySettings) -> Vec<usize> {
-        let on_gpu = settings.grams == GramsHeld::Device && self.sums_grams_on_gpus();
-        let mut widths = output_error::widths(self.config).to_vec();
-        if self.passes_inputs_apart(settings.statistics) {
-            // The inputs are observed in turn, so the room of the largest serves all of them.
-            widths.sort_unstable();
-            widths.drain(..widths.len() - 1);
-        }
-        widths.retain(|_| on_gpu);
-        widths
-    }
-
-    /// Returns whether GPUs can sum up the statistics of large inputs.
-    fn sums_grams_on_gpus(&self) -> bool {
-        let kind = self.statistics();
-        kind.is_some_and(|kind| kind.part_beside_gram(0).is_some())
-    }
-
-    fn is_sequential(&self) -> bool {
-        self.flow.sequence == ObservationOrder::Inputs
-    }
-
-    /// Returns whether the samples pass a layer once for each of its inputs.
-    fn passes_inputs_apart(&self, held: StatisticsHeld) -> bool {
-        let is_large = self.statistics().is_some_and(|kind| kind.is_in_place());
-        let may_wait = self.flow.propagation == Propagation::Pruned;
-        self.is_sequential() || (is_large && may_wait && held == StatisticsHeld::Input)
-    }
-
-    /// The choices for key/value heads that attention computes at once: all, a half, a quarter, an eighth.
-    fn attention_heads(&self) -> Vec<Option<usize>> {
-        let groups = self.config.num_key_value_heads;
-        let parts = [2, 4, 8].into_iter().filter(|&parts| parts <= groups);
-        let parts = parts.map(|parts| Some(groups.div_ceil(parts)));
-        std::iter::once(None).chain(parts).collect()
-    }
-
-    /// Bytes of the hidden states of a sample, with elements of this size.
-    fn state(&self, element: usize) -> ByteSize {
-        ByteSize::of(self.seqlen.saturating_mul(self.config.hidden_size), element)
-    }
-
-    /// Bytes per element of hidden states.
-    fn element(&self, processors: Processors) -> usize {
-        match processors {
-            Processors::Cpu => F32,
-            Processors::Gpus(_) => self.gpu_dtype.bytes(),
-        }
-    }
-
-    /// The number of hidden states of calibration samples. A training by layers also keeps the target of each sample.
-    fn sample_states(&self) -> usize {
-        match &self.trains {
-            Some(trains) if trains.is_by_layer => 2 * self.samples,
-            _ => self.samples,
-        }
-    }
-
-    fn trains_whole(&self) -> bool {
-        self.trains.as_ref().is_some_and(|trains| !trains.is_by_layer)
-    }
-
-    /// The runs of the sweep.
-    fn runs(&self) -> usize {
-        1 + self.shared_with.len()
-    }
-
-    /// The techniques of all runs of the sweep.
-    fn techniques(&self) -> impl Iterator<Item = &Technique> {
-        self.technique.iter().chain(&self.shared_with)
-    }
-
-    /// Windows of all sides and runs.
-    fn evaluated_windows(&self) -> usize {
-        self.windows * self.sides.len() * self.runs()
-    }
-
-    fn passes_samples(&self) -> bool {
-        self.samples + self.evaluated_windows() > 0 || self.trains.is_some()
-    }
-
-    fn statistics(&self) -> Option<&'static dyn StatisticsKind> {
-        let of_method = Technique::statistics_of_all(self.techniques());
-        let kind = of_method.or(self.observes.and_then(|observed| observed.kind));
-        kind.filter(|_| self.samples > 0)
-    }
-
-    fn kernel(&self) -> Kernel {
-        self.products.kernel(self.dtypes.layers)
-    }
-}
-
-fn part(kind: PartKind, bytes: ByteSize) -> MemoryPart {
-    MemoryPart { kind, bytes }
-}
-
-/// Returns the phase in which the windows of a side pass the layers.
-fn evaluation_phases(run: &RunShape<'_>) -> impl Iterator<Item = Phase> {
-    let is_evaluated = run.windows > 0;
-    let sides = run.sides.iter().filter(move |_| is_evaluated);
-    sides.map(|side| side.phase())
 }

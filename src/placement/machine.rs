@@ -2,8 +2,8 @@
 
 use super::device_map::{Device, DeviceMap};
 use super::inventory::{Inventory, Rates};
-use super::planner::{Policy, cpu_budget, least_gpu};
-use super::workload::{Processors, Workload};
+use super::policy::{Policy, cpu_budget};
+use super::workload::{Processors, Workload, least_gpu};
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 

@@ -6,6 +6,7 @@
 //! | `system_memory` | the memory of this machine where the system has no `/proc` |
 //! | `budget` | `--max-memory` |
 //! | `device_map` | `--device-map` |
+//! | `policy` | the devices that may be used, and the user's choices |
 //! | `workload` | a run in numbers |
 //! | `machine` | the devices that may compute, and the layers on them |
 //! | `planner` | the fastest option that fits |
@@ -16,6 +17,7 @@ pub mod device_map;
 pub mod inventory;
 mod machine;
 pub mod planner;
+mod policy;
 pub mod residency;
 #[cfg(any(test, not(target_os = "linux")))]
 mod system_memory;
@@ -25,6 +27,7 @@ pub use budget::Budget;
 pub use device_map::{Device, DeviceMap};
 pub use inventory::Inventory;
 pub use machine::usable_gpus;
-pub use planner::{PlanFailure, Policy, Shortage, plan};
+pub use planner::{PlanFailure, Shortage, plan};
+pub use policy::{Policy, USABLE, cpu_budget};
 pub use residency::{Residency, Sizes};
 pub use workload::{Demand, ExecutionOption, PhaseMemory, Processors, Work, Workload};

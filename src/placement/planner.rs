@@ -16,37 +16,19 @@
 //! total     = Σ layers + before and after
 //! ```
 
-use super::budget::Budget;
-use super::device_map::{Device, DeviceMap};
+use super::device_map::Device;
 use super::inventory::{Inventory, Rates};
 use super::machine::{LayerPlacement, Machine};
-use super::workload::{Demand, ExecutionOption, PhaseMemory, Processors, Work, Workload, peak};
+use super::policy::Policy;
+use super::workload::{
+    Demand, ExecutionOption, PhaseMemory, Processors, Work, Workload, demands, least_gpu, peak,
+};
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::run::plan::{
     DevicePlan, HiddenStatesPlan, LayersPlan, MemoryPart, PhasePlan, Plan, TimeEstimate,
 };
 use crate::run::{HiddenStatesStorage, Phase};
-
-/// The devices that may be used, and the choices made by the user.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Policy {
-    /// `--max-memory`.
-    pub budget: Budget,
-    /// `--device-map`.
-    pub map: DeviceMap,
-    /// Only the CPU computes.
-    pub cpu_only: bool,
-    /// Only this GPU computes.
-    pub only_gpu: Option<usize>,
-    /// The plan fails where no GPU can compute.
-    pub must_use_gpu: bool,
-    /// The place of hidden states between layers; `None` leaves it to the plan.
-    pub storage: Option<HiddenStatesStorage>,
-}
-
-/// The share of the free memory that a plan uses without a budget; the rest is for other programs.
-pub const USABLE: f64 = 0.8;
 
 /// A workload without a plan.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -83,14 +65,6 @@ impl Shortage {
     pub fn short_by(&self) -> ByteSize {
         ByteSize(self.needed.0.saturating_sub(self.allowed.0))
     }
-}
-
-/// Returns the usable bytes of the process: the budget, or a part of the available memory. `None` where neither is known.
-pub fn cpu_budget(inventory: &Inventory, budget: &Budget) -> Option<ByteSize> {
-    budget.cpu().or_else(|| {
-        let available = inventory.cpu.memory?;
-        Some(ByteSize((available.0 as f64 * USABLE) as u64))
-    })
 }
 
 /// Plans `workload` on a machine.
@@ -138,32 +112,6 @@ pub fn least_that_works(workload: &dyn Workload) -> Least {
         gpu,
         with_gpu: smallest.map(|demand| host(&demand)).min().unwrap_or_default(),
     }
-}
-
-/// Returns the least memory of a GPU; zero where no GPU can compute.
-pub(super) fn least_gpu(workload: &dyn Workload) -> ByteSize {
-    let demands = demands(workload, Processors::Gpus(1), None);
-    let peaks = demands.map(|demand| peak(&demand.device).0);
-    peaks.min().unwrap_or_default()
-}
-
-/// The demand of every option on the given processors.
-fn demands<'w>(
-    workload: &'w dyn Workload,
-    processors: Processors,
-    storage: Option<HiddenStatesStorage>,
-) -> impl Iterator<Item = Demand> + 'w {
-    let storages = workload.storages(processors).into_iter();
-    let storages = storages.filter(move |one| storage.is_none_or(|only| only == *one));
-    storages.flat_map(move |storage| {
-        let layers = workload.layer_settings(processors).into_iter();
-        layers.flat_map(move |settings| {
-            let option = move |settings| ExecutionOption { settings, storage, processors };
-            let heads = workload.head_settings(&settings).into_iter();
-            let layers = workload.layers(&option(settings));
-            heads.map(move |settings| layers.clone().and(workload.head(&option(settings))))
-        })
-    })
 }
 
 /// An option that fits, the devices of its layers, and its demand.

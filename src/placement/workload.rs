@@ -132,3 +132,29 @@ pub fn peak(phases: &[PhaseMemory]) -> (ByteSize, Option<Phase>) {
     }
     highest
 }
+
+/// Returns the least memory of a GPU; zero where no GPU can compute.
+pub(super) fn least_gpu(workload: &dyn Workload) -> ByteSize {
+    let demands = demands(workload, Processors::Gpus(1), None);
+    let peaks = demands.map(|demand| peak(&demand.device).0);
+    peaks.min().unwrap_or_default()
+}
+
+/// The demand of every option on the given processors.
+pub(super) fn demands<'w>(
+    workload: &'w dyn Workload,
+    processors: Processors,
+    storage: Option<HiddenStatesStorage>,
+) -> impl Iterator<Item = Demand> + 'w {
+    let storages = workload.storages(processors).into_iter();
+    let storages = storages.filter(move |one| storage.is_none_or(|only| only == *one));
+    storages.flat_map(move |storage| {
+        let layers = workload.layer_settings(processors).into_iter();
+        layers.flat_map(move |settings| {
+            let option = move |settings| ExecutionOption { settings, storage, processors };
+            let heads = workload.head_settings(&settings).into_iter();
+            let layers = workload.layers(&option(settings));
+            heads.map(move |settings| layers.clone().and(workload.head(&option(settings))))
+        })
+    })
+}

@@ -7,7 +7,6 @@ use anyhow::{Context, Result};
 use super::mask::Mask;
 use super::methods::wanda;
 use super::options::{MethodOption, MethodOptions};
-use super::select::Score;
 use super::statistics::column_moments::ColumnMoments;
 use super::statistics::column_squares::ColumnSquares;
 use super::statistics::input_gram::InputGram;
@@ -16,6 +15,10 @@ use super::target::{Pattern, Target};
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::linalg::StoredMatrix;
+
+/// A score: turns a row of |W| `[in_features]`, widened to f32, into scores in place. The weights are finite; scores must be
+/// finite and ≥ 0. The lowest are removed first.
+pub type Score<'a> = dyn Fn(&mut [f32]) + Sync + 'a;
 
 /// Weights that an unstructured mask removes from a matrix `[out_features, in_features]` at a ratio.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

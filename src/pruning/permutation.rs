@@ -18,8 +18,8 @@ use anyhow::Result;
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
-use super::method::Request;
-use super::select::{Score, Scorer};
+use super::method::{Request, Score};
+use super::select::Scorer;
 use crate::bytes::ByteSize;
 use crate::linalg::StoredMatrix;
 use crate::linalg::assignment::assign;

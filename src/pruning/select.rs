@@ -7,16 +7,12 @@ use anyhow::Result;
 use rayon::prelude::*;
 
 use super::mask::{Mask, RowBits};
-use super::method::Request;
+use super::method::{Request, Score};
 use super::target::Pattern;
 use crate::failure::Failure;
 use crate::linalg::StoredMatrix;
 use crate::linalg::buffer_pool::BufferPool;
 use crate::linalg::select::{self as lowest, Radix};
-
-/// A score: turns a row of |W| `[in_features]`, widened to f32, into scores in place. The weights are finite; scores must be
-/// finite and ≥ 0. The lowest are removed first.
-pub type Score<'a> = dyn Fn(&mut [f32]) + Sync + 'a;
 
 /// The mask of [`super::SparsityRule::FromRows`]: the lowest scores of every row, ties to the lower column. N:M patterns take the N
 /// lowest of each group instead.

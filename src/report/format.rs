@@ -1,9 +1,17 @@
-//! Text as reports show it: escaped for HTML and SVG, names, numbers, durations, and moments in UTC.
+//! Text as reports show it: tables, escaped for HTML and SVG, names, numbers, durations, and moments in UTC.
 
 use chrono::DateTime;
 use minijinja::HtmlEscape;
+use serde::Serialize;
 
 use crate::failure::printable;
+
+/// A table with a header row. The first column holds names.
+#[derive(Debug, Serialize)]
+pub(super) struct Table {
+    pub(super) columns: &'static [&'static str],
+    pub(super) rows: Vec<Vec<String>>,
+}
 
 /// Text for HTML, SVG and attribute values: markup is escaped, and a control character is shown as its escape sequence.
 pub(super) fn escape(text: &str) -> String {

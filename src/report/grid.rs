@@ -2,11 +2,19 @@
 
 use std::fmt::Write as _;
 
+use serde::Serialize;
+
 use super::format::{duration, finite};
-use super::page::GridTable;
 use crate::bytes::ByteSize;
 use crate::failure::printable;
 use crate::run::grid::{CellState, GridEntry, GridRecord, mean};
+
+/// A table whose columns depend on the records. The first column holds names.
+#[derive(Debug, Serialize)]
+pub(super) struct GridTable {
+    pub(super) columns: Vec<String>,
+    pub(super) rows: Vec<Vec<String>>,
+}
 
 /// The table for the terminal, ending in a newline.
 pub fn text(record: &GridRecord) -> String {

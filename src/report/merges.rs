@@ -2,8 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::format::finite;
-use super::settings::Table;
+use super::format::{Table, finite};
 use crate::run::Manifest;
 use crate::run::merging::{MergeReport, MergedTensor};
 

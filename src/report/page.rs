@@ -11,11 +11,11 @@ use minijinja::{AutoEscape, Environment};
 use serde::Serialize;
 
 use super::comparison::{NamedRun, RunComparison, method_label};
-use super::format::{escape, finite};
-use super::grid;
+use super::format::{Table, escape, finite};
+use super::grid::{self, GridTable};
 use super::merges;
 use super::plots::{Figure, heat, memory, perplexity, phases, training};
-use super::settings::{self, Table};
+use super::settings;
 use crate::run::Manifest;
 use crate::run::grid::GridRecord;
 
@@ -53,13 +53,6 @@ struct ComparedRuns<'a> {
     /// Runs on no chart, and the reason.
     left_out: Vec<(&'a str, String)>,
     table: Table,
-}
-
-/// A table whose columns depend on the records. The first column holds names.
-#[derive(Debug, Serialize)]
-pub(super) struct GridTable {
-    pub(super) columns: Vec<String>,
-    pub(super) rows: Vec<Vec<String>>,
 }
 
 /// The part of a page that a sweep has.

@@ -1,20 +1,11 @@
 //! The tables of a report: settings and protocol, runs side by side, every matrix, and memory samples.
 
-use serde::Serialize;
-
 use super::comparison::{NamedRun, method_label};
-use super::format::{duration, finite, minute};
+use super::format::{Table, duration, finite, minute};
 use super::merges;
 use crate::bytes::ByteSize;
 use crate::run::manifest::{MatrixReport, PerplexityReport};
 use crate::run::{Manifest, TextProtocol};
-
-/// A table with a header row. The first column holds names.
-#[derive(Debug, Serialize)]
-pub(super) struct Table {
-    pub(super) columns: &'static [&'static str],
-    pub(super) rows: Vec<Vec<String>>,
-}
 
 /// Names and values of a run's settings and protocol; settings without a value are left out.
 pub(super) fn settings(manifest: &Manifest) -> Vec<(&'static str, String)> {

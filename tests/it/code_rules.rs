@@ -40,6 +40,10 @@ const FILE_LINES: usize = 500;
 const FUNCTION_LINES: usize = 100;
 const TABLES: &[&str] = &[];
 
+/// The arguments of a function at most, and the functions that may have more. Their number may only fall.
+const ARGUMENTS: usize = 5;
+const WITH_MORE_ARGUMENTS: usize = 61;
+
 /// Modules that only tests compile and that are files of their own.
 fn test_modules(sources: &[Source]) -> BTreeSet<String> {
     sources.iter().flat_map(|source| without_tests(&source.modules(), &source.text).1).collect()
@@ -268,6 +272,99 @@ fn no_function_is_longer_than_a_screen_or_two() {
         }
     }
     assert!(long.is_empty(), "{}", long.join("\n"));
+}
+
+/// The positions of the tokens after `at` up to the bracket that closes the bracket at `at`.
+fn inside(tokens: &[&str], at: usize) -> std::ops::Range<usize> {
+    let mut depth = 0usize;
+    for (place, token) in tokens.iter().enumerate().skip(at) {
+        match *token {
+            "(" | "[" | "{" => depth += 1,
+            ")" | "]" | "}" => depth -= 1,
+            _ => {}
+        }
+        if depth == 0 {
+            return at + 1..place;
+        }
+    }
+    at + 1..tokens.len()
+}
+
+/// The parts of a list, which end at commas outside brackets.
+fn parts<'t, 'a>(tokens: &'t [&'a str]) -> Vec<&'t [&'a str]> {
+    let (mut parts, mut depth, mut first) = (Vec::new(), 0usize, 0);
+    for (at, token) in tokens.iter().enumerate() {
+        match *token {
+            "(" | "[" | "{" | "<" => depth += 1,
+            // `->` ends nothing.
+            ">" if at > 0 && tokens[at - 1] == "-" => {}
+            ")" | "]" | "}" | ">" => depth -= 1,
+            "," if depth == 0 => {
+                parts.push(&tokens[first..at]);
+                first = at + 1;
+            }
+            _ => {}
+        }
+    }
+    parts.push(&tokens[first..]);
+    parts.into_iter().filter(|part| !part.is_empty()).collect()
+}
+
+/// The values of a type: a tuple has the values of its members.
+fn values_of(of: &[&str]) -> usize {
+    match of {
+        ["(", inner @ .., ")"] => parts(inner).into_iter().map(values_of).sum(),
+        _ => 1,
+    }
+}
+
+/// Every function of a file outside tests with its number of arguments. The members of a tuple count, `self` does not.
+fn arguments(source: &Source) -> Vec<(String, usize)> {
+    let (tokens, _) = without_tests(&source.modules(), &source.text);
+    let mut found = Vec::new();
+    let named = |at: &usize| tokens[*at] == "fn" && tokens[at + 1] != "(";
+    for at in (0..tokens.len() - 1).filter(named) {
+        // The first bracket after the name and the parameters of the type, which may hold `Fn(…)`.
+        let (mut open, mut angles) = (at + 2, 0usize);
+        while tokens[open] != "(" || angles > 0 {
+            match tokens[open] {
+                "<" => angles += 1,
+                ">" if tokens[open - 1] != "-" => angles -= 1,
+                _ => {}
+            }
+            open += 1;
+        }
+        let list = parts(&tokens[inside(&tokens, open)]);
+        let values = list.into_iter().filter_map(|one| {
+            // A pattern in brackets has no colon of the argument inside.
+            let pattern = match one[0] {
+                "(" | "[" => inside(one, 0).end,
+                _ => 0,
+            };
+            let colon = one[pattern..].iter().position(|token| *token == ":")?;
+            Some(values_of(&one[pattern + colon + 1..]))
+        });
+        found.push((tokens[at + 1].to_string(), values.sum()));
+    }
+    found
+}
+
+#[test]
+fn few_functions_have_many_arguments() {
+    let text = "fn a(&self, b: u8, (c, d): (u8, [u8; 2]), e: &dyn Fn(u8, u8) -> Vec<(u8, u8)>) {} fn f<T: Fn(u8)>() {}";
+    let example = Source { path: "a.rs".into(), text: text.into() };
+    assert_eq!(arguments(&example), [("a".to_string(), 4), ("f".to_string(), 0)]);
+    let sources = sources();
+    let test_modules = test_modules(&sources);
+    let mut many = Vec::new();
+    for source in sources.iter().filter(|source| !is_test(source, &test_modules)) {
+        let functions = arguments(source).into_iter().filter(|(_, count)| *count > ARGUMENTS);
+        many.extend(functions.map(|(name, count)| (count, name, &source.path)));
+    }
+    many.sort_by(|one, other| other.cmp(one));
+    let shown = many.iter().map(|(count, name, path)| format!("\n{count} src/{path}: {name}"));
+    let shown: String = shown.collect();
+    assert!(many.len() <= WITH_MORE_ARGUMENTS, "{} functions:{shown}", many.len());
 }
 
 /// The types that a file defines outside tests.

@@ -22,7 +22,7 @@ use crate::linalg::StoredDtype;
 use crate::merging::methods::{MergeMethod, MethodSettings, Scope};
 use crate::merging::pass::MergeTensor;
 use crate::merging::recipe::Parameter;
-use crate::placement::planner::cpu_budget;
+use crate::placement::cpu_budget;
 use crate::run::{Events, Moment};
 use crate::runtime::Clock;
 use crate::settings::{MergeSettings, PIECE_ELEMENTS, SaliencySource, check_device};

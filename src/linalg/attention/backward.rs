@@ -22,38 +22,20 @@
 //! ```
 
 mod block;
-
-use std::ops::Range;
+mod inputs;
 
 use rayon::prelude::*;
 
 use super::super::buffer_pool::BufferPool;
-use super::super::product::{Kernel, Line, Strided, Values};
+use super::super::product::{Kernel, Line};
 use super::super::rectangles::{self, Rectangle};
-use super::Heads;
+use super::scheme::Heads;
 use block::{GradientScratch, PackedLengths};
+pub use inputs::AttentionInputs;
+use inputs::{BackwardInputs, QUERIES};
 
-/// Queries of a block.
-const QUERIES: usize = 128;
-/// Keys of a block; at most a slab of every kernel.
-const KEYS: usize = 512;
 /// Tokens of a task that adds the gradients of query heads.
 const TOKENS_PER_TASK: usize = 16;
-
-/// The inputs and the result of attention, and the gradient of the result.
-#[derive(Debug, Clone, Copy)]
-pub struct AttentionInputs<'a> {
-    /// `[seqlen, num_heads * head_dim]`, rotary positions applied.
-    pub q: &'a [f32],
-    /// `[seqlen, num_key_value_heads * head_dim]`, rotary positions applied.
-    pub k: &'a [f32],
-    /// `[seqlen, num_key_value_heads * head_dim]`
-    pub v: &'a [f32],
-    /// The contexts, shaped as `q`.
-    pub context: &'a [f32],
-    /// The gradient with respect to the contexts, shaped as `q`.
-    pub context_gradient: &'a [f32],
-}
 
 /// The gradients with respect to queries, keys and values, in the shapes of these.
 #[derive(Debug)]
@@ -167,34 +149,6 @@ fn add_heads(heads: Heads, partial: &[f32], out: &mut [f32]) {
             }
         }
     });
-}
-
-/// The inputs of all tasks.
-struct BackwardInputs<'a> {
-    kernel: Kernel,
-    heads: Heads,
-    seqlen: usize,
-    inputs: AttentionInputs<'a>,
-}
-
-impl<'a> BackwardInputs<'a> {
-    /// A head's part of a matrix over all query heads, from a token on.
-    fn of_query(&self, values: &'a [f32], head: usize, token: usize) -> Strided<'a> {
-        let Heads { num_heads, head_dim, .. } = self.heads;
-        Strided::rows(Values::F32(values), num_heads * head_dim).at(token, head * head_dim)
-    }
-
-    /// The same by columns: `[head_dim, tokens]`.
-    fn of_query_turned(&self, values: &'a [f32], head: usize, token: usize) -> Strided<'a> {
-        let Heads { num_heads, head_dim, .. } = self.heads;
-        Strided::transposed(Values::F32(values), num_heads * head_dim).at(head * head_dim, token)
-    }
-
-    /// The blocks of the keys before `end`.
-    fn key_blocks(&self, end: usize) -> impl Iterator<Item = Range<usize>> + use<> {
-        let all = self.seqlen;
-        (0..end).step_by(KEYS).map(move |first| first..all.min(first + KEYS))
-    }
 }
 
 #[cfg(test)]

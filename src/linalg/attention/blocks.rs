@@ -8,7 +8,7 @@ use pulp::{Arch, Simd, WithSimd};
 use super::super::exp;
 use super::super::product::{Factors, Kernel, Line, Strided, Values};
 use super::super::rectangles::Rectangle;
-use super::{Heads, Inputs, Scheme};
+use super::scheme::{Heads, Inputs, Scheme};
 
 const QUERIES_AT_ONCE: usize = 128;
 /// Keys per block. Their scores take 256 KiB, which is at most half of a second-level cache.

@@ -17,6 +17,7 @@
 //! | `backward` | gradients of causal attention, from the gradient of a loss with respect to its contexts |
 //! | `blocks` | attention by products of packed factors, for kernels that round or split them |
 //! | `one_query` | attention of one token, for text generation: a row of scores per head, without blocks |
+//! | `scheme` | heads, and the interface of `blocks` and `panels` |
 //! | `panels` | attention by f32 multiply-adds |
 //!
 //! Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245): query head h reads key/value head
@@ -26,35 +27,18 @@ pub mod backward;
 mod blocks;
 mod one_query;
 mod panels;
+mod scheme;
 
 use rayon::prelude::*;
 
 use super::buffer_pool::BufferPool;
 use super::product::Kernel;
 use super::rectangles::{self, Rectangle};
+pub use scheme::Heads;
+use scheme::{Inputs, Scheme};
 
 /// The least tasks per thread, if there are enough blocks of queries.
 const TASKS_PER_THREAD: usize = 2;
-
-/// The head counts and width of an attention layer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Heads {
-    /// Query heads.
-    pub num_heads: usize,
-    /// Key and value heads; divides `num_heads`.
-    pub num_key_value_heads: usize,
-    /// Elements per head.
-    pub head_dim: usize,
-}
-
-impl Heads {
-    /// Floating-point operations of scores and context for `tokens` after `past` cached tokens: 4·head_dim for every pair of a query
-    /// and a visible key, in every query head.
-    pub fn operations(&self, past: usize, tokens: usize) -> usize {
-        let pairs = tokens * past + tokens * (tokens + 1) / 2;
-        4 * self.head_dim * self.num_heads * pairs
-    }
-}
 
 /// Bytes of scratch of [`causal`] for `queries` tokens, of which the last sees `keys`, with `threads` threads.
 pub fn scratch_bytes(
@@ -143,42 +127,6 @@ pub fn causal_columns(
         Kernel::Fused => share::<panels::PanelScratch>(&source, out, columns),
         _ => share::<blocks::BlockScratch>(&source, out, columns),
     }
-}
-
-/// The inputs of all tasks.
-struct Inputs<'a> {
-    kernel: Kernel,
-    heads: Heads,
-    /// Tokens before the first query.
-    past: usize,
-    /// Queries.
-    seqlen: usize,
-    /// Tokens visible to the last query.
-    keys: usize,
-    q: &'a [f32],
-    k: &'a [f32],
-    v: &'a [f32],
-}
-
-/// An algorithm for a head's context of a block of queries, with the scratch of a thread.
-trait Scheme: Send {
-    const QUERIES_AT_ONCE: usize;
-
-    /// Scratch for any head.
-    fn new(source: &Inputs<'_>) -> Self;
-
-    /// Packs the keys and values of a head that the last block of queries sees.
-    fn pack(&mut self, source: &Inputs<'_>, key_head: usize, rectangles: &[Rectangle<'_>]);
-
-    /// Computes a head's context of a block of queries.
-    /// `query_head` counts among the query heads of the key head, and `out` is the context of all of them.
-    fn block(
-        &mut self,
-        source: &Inputs<'_>,
-        key_head: usize,
-        query_head: usize,
-        out: &mut Rectangle<'_>,
-    );
 }
 
 /// Distributes heads and blocks of queries over threads.

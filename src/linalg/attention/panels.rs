@@ -14,7 +14,7 @@ use super::super::product::{
     InBlocks, Line, Strided, UNROLLED, Values, block_of_c, in_blocks, interleave, plus_block,
 };
 use super::super::rectangles::Rectangle;
-use super::{Heads, Inputs, Scheme};
+use super::scheme::{Heads, Inputs, Scheme};
 
 /// Queries per block, which share the keys and values in the second-level cache. A multiple of the widths of all panels.
 const QUERIES_AT_ONCE: usize = 144;

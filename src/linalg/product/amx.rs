@@ -16,9 +16,9 @@
 use std::arch::asm;
 use std::sync::OnceLock;
 
-use super::packed::{TILE, TILE_DEPTH as DEPTH, TILE_LINES};
+use super::super::rectangles::assert_holds;
+use super::packed::{Factors, Line, TILE, TILE_DEPTH as DEPTH, TILE_LINES};
 use super::tiles::ROW_PARTS;
-use super::{Factors, Line, assert_holds};
 
 /// Rows and columns of a block: two tiles.
 const BLOCK: usize = 2 * TILE;

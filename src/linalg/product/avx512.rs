@@ -5,8 +5,7 @@
 
 #![expect(unsafe_code, reason = "intrinsics on memory of checked length")]
 
-use super::packed::{TILE, TILE_DEPTH as DEPTH, TILE_LINES};
-use super::{Factors, Line};
+use super::packed::{Factors, Line, TILE, TILE_DEPTH as DEPTH, TILE_LINES};
 use std::arch::x86_64::{
     __m256i, __m512, __m512bh, __m512i, _mm512_and_si512, _mm512_castsi512_ps,
     _mm512_castsi512_si256, _mm512_cmpeq_epi16_mask, _mm512_cvtepu16_epi32, _mm512_cvtne2ps_pbh,

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::Kernel;
+use super::kernel::Kernel;
 use super::packed::{BlockSizes, Line};
 
 /// The sizes of products of a common X.

@@ -14,8 +14,7 @@ use pulp::{Arch, Simd, WithSimd};
 
 use super::super::rectangles::Rectangle;
 use super::interleave::{DEPTH, interleave};
-use super::packed::TASK_ELEMENTS;
-use super::{BlockSizes, Factors, Line, Strided};
+use super::packed::{BlockSizes, Factors, Line, Strided, TASK_ELEMENTS};
 
 /// Unrolled steps along `inner`; packed factors have a multiple of it.
 pub const UNROLLED: usize = 4;

@@ -6,8 +6,7 @@
 use half::bf16;
 use pulp::{Arch, Simd, WithSimd};
 
-use super::Line;
-use super::packed::{Strided, Values};
+use super::packed::{Line, Strided, Values};
 
 /// `inner` is packed in multiples of this, so that blocks of any size are whole lines.
 pub(super) const DEPTH: usize = 16;

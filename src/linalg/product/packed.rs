@@ -3,10 +3,8 @@
 use std::ops::Range;
 
 use half::{bf16, f16};
-use rayon::prelude::*;
 
 use super::super::rectangles::extent;
-use super::Kernel;
 
 /// 64 bytes: a cache line, and the unit of the bf16 instructions.
 #[derive(Debug, Clone, Copy, Default, bytemuck::Zeroable, bytemuck::Pod)]
@@ -86,9 +84,9 @@ impl BlockSizes {
 /// Packed factors of at most a slab.
 #[derive(Debug, Clone, Copy)]
 pub struct Factors<'a> {
-    /// X, by [`Kernel::pack_rows`].
+    /// X, by [`super::Kernel::pack_rows`].
     pub x: &'a [Line],
-    /// W, by [`Kernel::pack_columns`].
+    /// W, by [`super::Kernel::pack_columns`].
     pub w: &'a [Line],
     /// Rows of X.
     pub rows: usize,
@@ -177,69 +175,6 @@ impl<'a> Strided<'a> {
             if self.is_transposed { inner * self.stride + row } else { row * self.stride + inner };
         Self { values: self.values.from(first), ..self }
     }
-}
-
-/// A weight packed once for many products.
-#[derive(Debug)]
-pub struct PackedWeight {
-    pub(super) lines: Vec<Line>,
-    pub(super) kernel: Kernel,
-    pub(super) columns: usize,
-    pub(super) inner: usize,
-}
-
-impl PackedWeight {
-    /// Packs a weight `[columns, inner]`, row-major.
-    ///
-    /// # Panics
-    /// Panics when the elements do not fill the shape, when rows are empty, and for a kernel that does not use packed weights.
-    pub fn of(kernel: Kernel, weight: Values<'_>, columns: usize, inner: usize) -> Self {
-        assert!(
-            inner > 0 && weight.len() == columns * inner,
-            "a weight must have the elements of its shape"
-        );
-        assert!(kernel.keeps(), "{kernel:?} packs while it multiplies");
-        let shape = kernel.shape();
-        let mut lines = Vec::new();
-        resize(&mut lines, shape.packed_columns(columns, inner));
-        let weight = Strided::rows(weight, inner);
-        let mut rest = &mut lines[..];
-        for slab in shape.slabs(inner) {
-            let (packed, behind) = rest.split_at_mut(shape.packed_columns(columns, slab.len()));
-            rest = behind;
-            packed
-                .par_chunks_mut(shape.packed_columns(shape.unit, slab.len()))
-                .enumerate()
-                .for_each(|(unit, packed)| {
-                    let first = unit * shape.unit;
-                    let count = shape.unit.min(columns - first);
-                    kernel.pack_columns(weight.at(first, slab.start), count, slab.len(), packed);
-                });
-        }
-        Self { lines, kernel, columns, inner }
-    }
-
-    /// Bytes of a packed weight of this shape.
-    pub fn bytes(kernel: Kernel, columns: usize, inner: usize) -> usize {
-        let shape = kernel.shape();
-        shape.packed_columns(columns, inner) * size_of::<Line>()
-    }
-
-    /// Returns whether a product with some of the columns can begin at `column`.
-    pub fn begins_at(kernel: Kernel, column: usize) -> bool {
-        column.is_multiple_of(kernel.shape().unit)
-    }
-}
-
-/// W of a product.
-#[derive(Debug, Clone, Copy)]
-pub enum Factor<'a> {
-    /// `[columns, inner]` as stored, row-major; packed while it is multiplied.
-    Stored(Values<'a>),
-    /// `[columns, inner]` in any layout, such as the transpose of a matrix `[inner, columns]`; packed while it is multiplied.
-    Strided(Strided<'a>),
-    /// Columns of a packed weight from a first column on, at which a product may begin ([`PackedWeight::begins_at`]).
-    Packed(&'a PackedWeight, usize),
 }
 
 /// Lends lines with unspecified content.

@@ -10,8 +10,10 @@ use rayon::prelude::*;
 use super::super::buffer_pool::BufferPool;
 use super::super::rectangles::{self, Rectangle, assert_holds};
 use super::cut::TaskCut;
-use super::packed::{BlockSizes, Factor, Factors, Line, PackedWeight, Strided, Values, resize};
-use super::{Kernel, fused};
+use super::fused;
+use super::kernel::Kernel;
+use super::packed::{BlockSizes, Factors, Line, Strided, Values, resize};
+use super::packed_weight::{Factor, PackedWeight};
 
 /// A product of the common X.
 #[derive(Debug)]
@@ -293,7 +295,7 @@ impl TaskScratch {
         [rows, columns]: [Range<usize>; 2],
     ) -> &mut [f32] {
         let shape = kernel.shape();
-        let sums = super::super::weight::grow(&mut self.sums, rows.len() * columns.len());
+        let sums = super::super::buffer_pool::grow(&mut self.sums, rows.len() * columns.len());
         for slab in shape.slabs(x.inner) {
             let x_lines = &lines[shape.packed_rows(x.tokens, slab.start)..]
                 [shape.packed_rows(rows.start, slab.len())..];

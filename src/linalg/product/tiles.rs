@@ -8,8 +8,9 @@ use half::bf16;
 use pulp::{Arch, Simd, WithSimd};
 
 use super::interleave::Exchange;
-use super::packed::{TASK_ELEMENTS, TILE, TILE_DEPTH as DEPTH, TILE_LINES};
-use super::{BlockSizes, Line, Strided, Values};
+use super::packed::{
+    BlockSizes, Line, Strided, TASK_ELEMENTS, TILE, TILE_DEPTH as DEPTH, TILE_LINES, Values,
+};
 
 /// Blocks of two row tiles by three column tiles; a slab of a block of X is 64 KiB. AMX has slabs of half the size.
 pub(super) const SHAPE: BlockSizes = BlockSizes {

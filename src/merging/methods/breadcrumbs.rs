@@ -10,7 +10,8 @@
 //!
 //! Source: M. Davari, E. Belilovsky, "Model breadcrumbs" (2023, arXiv:2312.06795), section 3; mergekit 0.1.5.
 
-use super::differences::{DENSITY, DifferenceMethod, Trimming, WEIGHT, shared};
+use super::differences::{DENSITY, DifferenceMethod, WEIGHT, shared};
+use super::trim_plan::Trimming;
 use crate::merging::recipe::{Parameter, WhenMissing};
 
 /// `breadcrumbs`.

@@ -11,7 +11,8 @@
 //!
 //! Source: L. Yu, B. Yu, H. Yu, F. Huang, Y. Li, "Language models are super Mario" (2024, arXiv:2311.03099), equation 1; mergekit 0.1.5.
 
-use super::differences::{DENSITY, DifferenceMethod, Trimming, WEIGHT, shared};
+use super::differences::{DENSITY, DifferenceMethod, WEIGHT, shared};
+use super::trim_plan::Trimming;
 
 /// `dare_linear`.
 pub(super) const DARE_LINEAR: DifferenceMethod = DifferenceMethod {

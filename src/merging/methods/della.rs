@@ -10,8 +10,8 @@
 //!
 //! Source: P. Deep, R. Bhardwaj, S. Poria, "DELLA-Merging" (2024, arXiv:2406.11617), section 3; mergekit 0.1.5.
 
-use super::differences::{DENSITY, DifferenceMethod, Trimming, WEIGHT, shared};
-use super::trim_plan::EPSILON;
+use super::differences::{DENSITY, DifferenceMethod, WEIGHT, shared};
+use super::trim_plan::{EPSILON, Trimming};
 use crate::merging::recipe::{Parameter, WhenMissing};
 
 /// `della`.

@@ -27,23 +27,8 @@ use super::mixer::{Divisor, Formula, Mixer, Mixture, Share};
 use super::ranks::Counts;
 use super::sums::absolute;
 use super::trim::{Trim, Trimmer};
-use super::trim_plan::{SearchPlan, trim_of};
+use super::trim_plan::{SearchPlan, Trimming, trim_of};
 use crate::merging::recipe::{BaseModel, Declaration, Declared, Parameter, WhenMissing};
-
-/// The trimming of a method.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Trimming {
-    /// Nothing is trimmed.
-    None,
-    /// The largest magnitudes are kept.
-    Magnitude,
-    /// The smallest and the very largest magnitudes are removed.
-    Band,
-    /// Entries are removed at random.
-    Random,
-    /// Entries are removed at random, small entries more often.
-    Ramp,
-}
 
 /// A method of this kind.
 #[derive(Debug, Clone)]
@@ -189,9 +174,9 @@ impl Expert {
         source: &SourceTask<'_>,
         group: &Group,
     ) -> Result<Self> {
-        let density = source.values.get(Parameter::Density).unwrap_or(1.0);
         let weight = source.values.number(Parameter::Weight) as f32;
-        let (fixed, search) = trim_of(method, task, source, density, group)?;
+        let (fixed, search) =
+            trim_of(method.trimming, method.scope(task.settings), task, source, group)?;
         let squares = source.squares.filter(|_| task.settings.squares_vote);
         let votes = squares
             .map_or(Vec::new(), |squares| squares.iter().map(|square| weight * square).collect());

@@ -2,7 +2,8 @@
 //!
 //! Source: G. Ilharco et al., "Editing models with task arithmetic" (2023, arXiv:2212.04089), section 2; mergekit 0.1.5.
 
-use super::differences::{DifferenceMethod, Trimming, WEIGHT, shared};
+use super::differences::{DifferenceMethod, WEIGHT, shared};
+use super::trim_plan::Trimming;
 
 /// `task_arithmetic`.
 pub(super) const TASK_ARITHMETIC: DifferenceMethod = DifferenceMethod {

@@ -20,7 +20,8 @@
 //! Source: P. Yadav, D. Tam, L. Choshen, C. Raffel, M. Bansal, "TIES-Merging: Resolving interference when merging models" (2023,
 //! arXiv:2306.01708), algorithm 1, and the authors' code; mergekit 0.1.5.
 
-use super::differences::{DENSITY, DifferenceMethod, Trimming, WEIGHT, shared};
+use super::differences::{DENSITY, DifferenceMethod, WEIGHT, shared};
+use super::trim_plan::Trimming;
 
 /// `ties`.
 pub(super) const TIES: DifferenceMethod = DifferenceMethod {

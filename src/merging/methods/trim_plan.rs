@@ -1,18 +1,32 @@
 //! The trim of an expert: from the settings of a method to the rule that keeps entries, and to the order statistics that decide it.
 //!
-//! [`super::differences`] asks for it before the first read. A trim with a [`SearchPlan`] knows its edges after a search in two reads;
+//! `differences` asks for it before the first read. A trim with a [`SearchPlan`] knows its edges after a search in two reads;
 //! without a search, a trim is known at once.
 
 use anyhow::Result;
 
-use super::differences::{DifferenceMethod, Trimming};
 use super::group::Group;
-use super::method::{MergeMethod, Scope, Semantics, SourceTask, TensorTask};
+use super::method::{Scope, Semantics, SourceTask, TensorTask};
 use super::random::Stream;
 use super::ranks::OrderStatistic;
 use super::trim::{Edge, Trim};
 use crate::failure::Failure;
 use crate::merging::recipe::Parameter;
+
+/// The trimming of a method.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Trimming {
+    /// Nothing is trimmed.
+    None,
+    /// The largest magnitudes are kept.
+    Magnitude,
+    /// The smallest and the very largest magnitudes are removed.
+    Band,
+    /// Entries are removed at random.
+    Random,
+    /// Entries are removed at random, small entries more often.
+    Ramp,
+}
 
 /// Half the spread of probabilities where a recipe names none, as in mergekit.
 pub(super) const EPSILON: f64 = 0.15;
@@ -51,13 +65,14 @@ impl SearchPlan {
 
 /// The trim of an expert, and the order statistics that decide it.
 pub(super) fn trim_of(
-    method: &DifferenceMethod,
+    trimming: Trimming,
+    scope: Scope,
     task: &TensorTask<'_>,
     source: &SourceTask<'_>,
-    density: f64,
     group: &Group,
 ) -> Result<(Trim, Option<SearchPlan>)> {
-    if method.trimming == Trimming::None || density >= 1.0 {
+    let density = source.values.get(Parameter::Density).unwrap_or(1.0);
+    if trimming == Trimming::None || density >= 1.0 {
         return Ok((Trim::All, None));
     }
     if density <= 0.0 {
@@ -69,14 +84,14 @@ pub(super) fn trim_of(
         squares.iter().map(|square| square.sqrt()).collect()
     };
     let is_paper = task.settings.semantics == Semantics::Paper;
-    let trim = match method.trimming {
+    let trim = match trimming {
         Trimming::Magnitude if source.squares.is_some() => {
             Trim::Rows { count: ((density * task.columns as f64) as usize).max(1), roots: roots() }
         }
         Trimming::Magnitude | Trimming::Band => {
-            let is_exact = method.scope(task.settings) == Scope::Tensor;
+            let is_exact = scope == Scope::Tensor;
             let gamma = source.values.number(Parameter::Gamma);
-            let is_band = method.trimming == Trimming::Band;
+            let is_band = trimming == Trimming::Band;
             return Ok(search(density, gamma, group.elements(), is_band, is_exact));
         }
         Trimming::Random if source.squares.is_none() => Trim::Random {

@@ -8,6 +8,10 @@ use crate::failure::Failure;
 /// Upper bound of sizes. Products of two of them, and of a byte count, fit a u64 with room for the layers.
 pub(super) const LARGEST_SIZE: u64 = 1 << 24;
 
+/// Hint for a config whose arithmetic is not computed here.
+pub(super) const ANOTHER_MODEL: &str =
+    "choose another model; a changed config.json would give wrong results";
+
 pub(super) struct Keys<'a>(pub(super) &'a Value);
 
 impl Keys<'_> {

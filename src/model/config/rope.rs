@@ -6,8 +6,7 @@ use anyhow::Result;
 use serde::Serialize;
 use serde_json::Value;
 
-use super::ANOTHER_MODEL;
-use super::keys::Keys;
+use super::keys::{ANOTHER_MODEL, Keys};
 use super::pairs::rope_place;
 use crate::failure::Failure;
 

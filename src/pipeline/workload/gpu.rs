@@ -10,7 +10,8 @@
 //!
 //! Methods other than Wanda score weights on the host, where they are stored.
 
-use super::{RunShape, evaluation_phases, output_error, part};
+use super::super::output_error;
+use super::shape::{RunShape, evaluation_phases, part};
 use crate::bytes::ByteSize;
 use crate::model::Rotary;
 use crate::model::on_device::{CONTEXT, DeviceGrams, Tiling};

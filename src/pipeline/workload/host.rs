@@ -1,6 +1,6 @@
 //! Memory of the process in each phase: `model/footprint.rs` has what a piece of work takes.
 
-use super::{F32, RunShape, evaluation_phases, part};
+use super::shape::{F32, RunShape, evaluation_phases, part};
 use crate::bytes::ByteSize;
 use crate::model::footprint;
 use crate::pipeline::output_error;

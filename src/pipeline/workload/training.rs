@@ -10,95 +10,15 @@
 //! ```
 
 use super::host::Host;
-use super::{F32, RunShape, part};
+use super::shape::{F32, TrainingShape, part};
 use crate::bytes::ByteSize;
 use crate::linalg::attention;
-use crate::model::on_device::TrainedSizes;
+use crate::model::footprint;
 use crate::model::training_footprint::TrainingBuffers;
-use crate::model::{Dtypes, footprint};
 use crate::placement::PhaseMemory;
 use crate::run::plan::{MemoryPart, PartKind};
-use crate::run::{HiddenStatesStorage, Phase, Plan};
+use crate::run::{HiddenStatesStorage, Phase};
 use crate::runtime::memory::RETURNED_AT_ONCE;
-
-/// A training in numbers.
-#[derive(Debug, Clone, Default)]
-pub struct TrainingShape {
-    /// Each layer is trained by itself, on the calibration samples.
-    pub is_by_layer: bool,
-    /// Factors are trained, not weights.
-    pub has_factors: bool,
-    /// Examples of a step; of a training by layers 0.
-    pub per_step: usize,
-    /// Examples in memory, including the held-out examples.
-    pub examples: usize,
-    /// Held-out examples.
-    pub held_out: usize,
-    /// Examples that pass each layer forwards and backwards in the whole training.
-    pub passes: u64,
-    /// Passes over all examples, where these decide the number of steps.
-    pub epochs: Option<u64>,
-    /// Bytes of an element of a stored input.
-    pub state_element: usize,
-    /// Parameters with their gradients, states and masks that are in memory until the end.
-    pub store: ByteSize,
-    /// Values and masks of a layer that are not on the store in memory. In a training by layers they exist always, in a training of the
-    /// whole model only while they become the weights of the layer.
-    pub values: ByteSize,
-    /// Gradients of a layer in use.
-    pub gradients: ByteSize,
-    /// No layer computes activations again.
-    pub is_kept: bool,
-    /// The dtypes of the dense model whose logits are learned; `None` without a teacher.
-    pub teacher: Option<Dtypes>,
-    /// Weights and activations that stay from the forward sweep to the reverse sweep.
-    pub kept: ByteSize,
-    /// The part of an update that is not on the store in memory.
-    pub update: ByteSize,
-    /// Frozen weights of a layer, as they are read.
-    pub base: ByteSize,
-    /// Masks of the trained matrices of a layer.
-    pub masks: ByteSize,
-    /// Layers whose frozen weights stay in memory.
-    pub resident_layers: usize,
-    /// The trained part of a layer, for devices.
-    pub sizes: TrainedSizes,
-}
-
-impl TrainingShape {
-    /// Notes the number of examples, once the text is tokenized.
-    pub fn known_examples(&mut self, examples: usize, held_out: usize) {
-        (self.examples, self.held_out) = (examples, held_out);
-        if let Some(epochs) = self.epochs {
-            self.passes = epochs * (examples - held_out) as u64;
-        }
-    }
-
-    /// Layers whose frozen weights have room beside the peak of a plan without them.
-    pub fn fitting(&self, plan: &Plan, layers: usize) -> usize {
-        let cpu = plan.cpu();
-        let room = cpu.and_then(|cpu| Some(cpu.budget?.0.saturating_sub(cpu.peak.0)));
-        let fitting = room.unwrap_or(0) / self.base.0.max(1);
-        layers.min(usize::try_from(fitting).unwrap_or(usize::MAX))
-    }
-
-    /// Frozen weights of a layer while they become its weights, unless they stay in memory anyway.
-    fn read_frozen(&self) -> ByteSize {
-        match self.has_factors {
-            true => self.base,
-            false => ByteSize::ZERO,
-        }
-    }
-
-    /// Memory of the hidden states of a training of the whole model.
-    pub(super) fn states(&self, run: &RunShape<'_>) -> ByteSize {
-        let state = |element: usize, count: usize| {
-            ByteSize(run.state(element).0.saturating_mul(count as u64))
-        };
-        let inputs = (run.config.num_hidden_layers + 1).saturating_mul(self.per_step);
-        state(self.state_element, inputs) + state(F32, self.per_step + self.held_out)
-    }
-}
 
 impl Host<'_> {
     /// Memory of the phases of a training.

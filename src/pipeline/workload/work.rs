@@ -1,6 +1,6 @@
 //! Work of a run: floating-point operations of its products, bytes of its files and of its transfers to GPUs.
 
-use super::RunShape;
+use super::shape::RunShape;
 use crate::linalg::product::Kernel;
 use crate::linalg::{StoredDtype, gram};
 use crate::model::{Projection, footprint};

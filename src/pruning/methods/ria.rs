@@ -18,9 +18,9 @@ use rayon::prelude::*;
 use crate::bytes::ByteSize;
 use crate::linalg::StoredMatrix;
 use crate::pruning::mask::Mask;
-use crate::pruning::method::{PruningMethod, Request, SparsityRule};
+use crate::pruning::method::{PruningMethod, Request, Score, SparsityRule};
 use crate::pruning::options::MethodOptions;
-use crate::pruning::select::{Score, lowest_of_matrix, lowest_of_rows};
+use crate::pruning::select::{lowest_of_matrix, lowest_of_rows};
 use crate::pruning::statistics::StatisticsKind;
 use crate::pruning::statistics::column_squares::ColumnSquaresKind;
 

@@ -23,7 +23,7 @@ use candle_core::op::BackpropOp;
 use candle_core::{Device, Error as CandleError, Storage, Tensor};
 use half::{bf16, f16};
 
-use super::DeviceMemory;
+use super::device_memory::DeviceMemory;
 use crate::bytes::ByteSize;
 use crate::linalg::{StoredDtype, StoredMatrix};
 use crate::model::on_device::{ArrivingValues, copy};

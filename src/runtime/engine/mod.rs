@@ -4,10 +4,12 @@
 //! | --- | --- |
 //! | `on_candle` | candle's operators on a candle device: CUDA |
 //! | `simulated` | the host's own arithmetic, for tests of placement and fallback without a GPU |
+//! | `device_memory` | the memory of a device, as its driver counts it |
 //! | `cuda` | GPUs by number, their memory counters, the classes of their errors; only with the feature `cuda` |
 
 #[cfg(feature = "cuda")]
 pub mod cuda;
+mod device_memory;
 pub mod on_candle;
 pub mod simulated;
 
@@ -21,6 +23,7 @@ use crate::model::head::HeadChunk;
 use crate::model::on_device::{LogSumExpPart, SampleSums, TakeGram, Tiling};
 use crate::model::{DecoderLayer, LayerGradients, Observer, Projection};
 
+pub use device_memory::DeviceMemory;
 pub use on_candle::OnCandle;
 pub use simulated::Simulated;
 
@@ -167,38 +170,6 @@ pub trait Engine: Send {
 
 /// Copies a layer that has just been read. The engine uses the copy when the layer becomes the current layer.
 pub type CopyAhead = Box<dyn Fn(&DecoderLayer) + Send + Sync>;
-
-/// A device's memory, as its driver counts it.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct DeviceMemory {
-    /// Bytes in allocations of this process.
-    pub allocated: ByteSize,
-    /// The peak of these bytes.
-    pub peak_allocated: ByteSize,
-    /// Bytes that the process's pool has from the device.
-    pub reserved: ByteSize,
-    /// The peak of these bytes.
-    pub peak_reserved: ByteSize,
-    /// Free bytes of the device.
-    pub free: ByteSize,
-    /// All bytes of the device.
-    pub total: ByteSize,
-}
-
-impl DeviceMemory {
-    /// Adds up the memory of two devices.
-    #[must_use]
-    pub fn plus(&self, other: &Self) -> Self {
-        Self {
-            allocated: self.allocated + other.allocated,
-            peak_allocated: self.peak_allocated + other.peak_allocated,
-            reserved: self.reserved + other.reserved,
-            peak_reserved: self.peak_reserved + other.peak_reserved,
-            free: self.free + other.free,
-            total: self.total + other.total,
-        }
-    }
-}
 
 /// A device without memory for a unit of work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -7,8 +7,8 @@ use pulp::{Arch, Simd, WithSimd};
 use super::super::super::exp;
 use super::super::super::product::{Factors, Kernel, Line, Strided, Values};
 use super::super::super::rectangles::Rectangle;
-use super::super::Heads;
-use super::{BackwardInputs, KEYS, QUERIES};
+use super::super::scheme::Heads;
+use super::inputs::{BackwardInputs, KEYS, QUERIES};
 
 /// Lines of packed factors, of the largest blocks.
 pub(super) struct PackedLengths {

@@ -1,0 +1,67 @@
+//! Single files of a repository, without a list of its files.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+
+use super::http::Hub;
+use super::id::HubRepo;
+use super::transfer::Transfer;
+use crate::run::{Events, Meter};
+
+impl Hub {
+    /// Downloads a file of a dataset into the cache, unless it is there. Returns the folder in which its path begins.
+    ///
+    /// The file is requested without a list of files: C4 has tens of thousands.
+    ///
+    /// # Errors
+    /// Fails when the hub cannot be reached or refuses, and offline when the file is not in the cache.
+    pub fn dataset_file(&self, id: &str, file: &str, events: &dyn Events) -> Result<PathBuf> {
+        self.file(&HubRepo::dataset(id), file, events)
+    }
+
+    /// Downloads some files of a model's repository into the cache, unless they are there. Returns their folder.
+    ///
+    /// # Errors
+    /// Fails as [`Hub::dataset_file`].
+    pub fn model_files(
+        &self,
+        repo: &HubRepo,
+        files: &[&str],
+        events: &dyn Events,
+    ) -> Result<PathBuf> {
+        let mut folder = PathBuf::new();
+        for file in files {
+            folder = self.file(repo, file, events)?;
+        }
+        Ok(folder)
+    }
+
+    /// Downloads a file, unless it is in the cache.
+    fn file(&self, repo: &HubRepo, file: &str, events: &dyn Events) -> Result<PathBuf> {
+        let transfer = Transfer::new(self, repo, events);
+        let cache = &transfer.cache;
+        let cached = || cache.commit().filter(|commit| cache.has(commit, file));
+        if self.settings.offline_for(repo).is_some() {
+            let commit = cached().ok_or_else(|| transfer.not_cached(Some(file)))?;
+            return Ok(cache.snapshot(&commit));
+        }
+        let remote = match transfer.describe(None, file) {
+            Ok(remote) => remote,
+            Err(unanswered) => {
+                let commit = cached().filter(|_| unanswered.is_unreachable);
+                let commit = commit.ok_or(unanswered.failure.clone())?;
+                transfer.warn_of_cache(&unanswered.failure, &commit);
+                return Ok(cache.snapshot(&commit));
+            }
+        };
+        if !cache.has(&remote.commit, file) {
+            let total = remote.bytes.unwrap_or_default();
+            let mut meter = Meter::start(events, format!("download {}", repo.id()), total);
+            transfer.fetch(&remote, Some(&mut meter))?;
+            meter.finish();
+        }
+        cache.write_reference(&remote.commit)?;
+        Ok(cache.snapshot(&remote.commit))
+    }
+}

@@ -1,0 +1,81 @@
+//! Tensors of a checkpoint as vectors and matrices.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+
+use crate::checkpoint::{TensorEntry, WeightSource};
+use crate::failure::Failure;
+use crate::linalg::{MatrixAtRest, RowSource, StoredDtype, StoredMatrix};
+
+/// The dtype of a stored tensor.
+///
+/// # Errors
+/// Fails for all dtypes but f32, f16 and bf16, and names the tensor.
+pub fn stored_dtype(entry: &TensorEntry) -> Result<StoredDtype> {
+    match entry.dtype {
+        safetensors::Dtype::F32 => Ok(StoredDtype::F32),
+        safetensors::Dtype::F16 => Ok(StoredDtype::F16),
+        safetensors::Dtype::BF16 => Ok(StoredDtype::Bf16),
+        other => Err(Failure::new(format!("tensor `{}` is stored as {other:?}", entry.name))
+            .detail("weights of f32, f16 or bf16 can be pruned")
+            .hint("use the unquantised checkpoint of this model")
+            .into()),
+    }
+}
+
+/// Reads a `[rows, columns]` weight in its stored dtype.
+pub(crate) fn read_matrix(
+    source: &dyn WeightSource,
+    name: &str,
+    rows: usize,
+    columns: usize,
+) -> Result<StoredMatrix> {
+    let entry = source.require(name, &[rows, columns])?;
+    let mut matrix = StoredMatrix::zeros(stored_dtype(entry)?, rows, columns)?;
+    source.read(entry, 0, matrix.as_bytes_mut())?;
+    Ok(matrix)
+}
+
+struct TensorRows {
+    source: Arc<dyn WeightSource>,
+    entry: TensorEntry,
+    row_bytes: u64,
+}
+
+impl RowSource for TensorRows {
+    fn read_rows(&self, first_row: usize, bytes: &mut [u8]) -> Result<()> {
+        self.source.read(&self.entry, first_row as u64 * self.row_bytes, bytes)
+    }
+}
+
+/// Opens a `[rows, columns]` weight that stays in the checkpoint until a product reads it.
+pub(super) fn matrix_at_rest(
+    source: &Arc<dyn WeightSource>,
+    name: &str,
+    rows: usize,
+    columns: usize,
+) -> Result<MatrixAtRest> {
+    let entry = source.require(name, &[rows, columns])?.clone();
+    let dtype = stored_dtype(&entry)?;
+    let tensor = TensorRows {
+        source: Arc::clone(source),
+        entry,
+        row_bytes: (columns * dtype.bytes()) as u64,
+    };
+    Ok(MatrixAtRest::new(Arc::new(tensor), dtype, rows, columns))
+}
+
+/// Reads a vector (a norm's weight, a bias) widened to f32.
+pub(super) fn read_vector(
+    source: &dyn WeightSource,
+    name: &str,
+    length: usize,
+) -> Result<Vec<f32>> {
+    let entry = source.require(name, &[length])?;
+    let mut stored = StoredMatrix::zeros(stored_dtype(entry)?, 1, length)?;
+    source.read(entry, 0, stored.as_bytes_mut())?;
+    let mut wide = vec![0.0; length];
+    stored.widen_rows(0, &mut wide);
+    Ok(wide)
+}
