@@ -72,3 +72,17 @@ fn content_range(value: &str) -> Option<(u64, Option<u64>)> {
     };
     Some((start.trim().parse().ok()?, total))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_content_range_has_a_start_and_perhaps_a_total() {
+        assert_eq!(content_range("bytes 3-9/10"), Some((3, Some(10))));
+        assert_eq!(content_range("bytes 0-0/*"), Some((0, None)));
+        for wrong in ["bytes */10", "3-9/10", "bytes 3-9", "bytes x-9/10", "bytes 3-9/x"] {
+            assert_eq!(content_range(wrong), None, "{wrong}");
+        }
+    }
+}

@@ -265,13 +265,4 @@ mod tests {
         assert!(!error.contains("secret"), "{error}");
         assert!(message("ftp://hub/a").contains("neither http nor https"));
     }
-
-    #[test]
-    fn a_content_range_has_a_start_and_perhaps_a_total() {
-        assert_eq!(content_range("bytes 3-9/10"), Some((3, Some(10))));
-        assert_eq!(content_range("bytes 0-0/*"), Some((0, None)));
-        for wrong in ["bytes */10", "3-9/10", "bytes 3-9", "bytes x-9/10", "bytes 3-9/x"] {
-            assert_eq!(content_range(wrong), None, "{wrong}");
-        }
-    }
 }

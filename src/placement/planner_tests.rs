@@ -5,6 +5,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::placement::inventory::{Cpu, Gpu};
+use crate::placement::{Budget, DeviceMap, cpu_budget};
 use crate::run::MemorySettings;
 use crate::run::plan::PartKind;
 

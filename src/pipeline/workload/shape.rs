@@ -188,7 +188,7 @@ impl RunShape<'_> {
     }
 
     /// The numbers of columns of the inputs whose Gram matrices a GPU holds at the same time.
-    pub(super) fn grams_on_gpu(&self, settings: &MemorySettings) -> Vec<usize> {
+    pub(in crate::pipeline) fn grams_on_gpu(&self, settings: &MemorySettings) -> Vec<usize> {
         let on_gpu = settings.grams == GramsHeld::Device && self.sums_grams_on_gpus();
         let mut widths = output_error::widths(self.config).to_vec();
         if self.passes_inputs_apart(settings.statistics) {

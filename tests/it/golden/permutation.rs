@@ -19,9 +19,9 @@ use prune::model::{Embedding, ModelConfig};
 use prune::pipeline::{
     Calibrator, MaskObserver, Output, PrunedMatrix, Pruner, Selection, TargetPlan, embed,
 };
+use prune::pruning::method::Score;
 use prune::pruning::methods::ria::Ria;
 use prune::pruning::permutation::ChannelSearch;
-use prune::pruning::select::Score;
 use prune::pruning::{
     ColumnSquares, Mask, MethodOptions, Pattern, PruningMethod, Request, SparsityRule, Statistics,
     StatisticsKind, Technique,

@@ -1,6 +1,7 @@
 //! Gradients of attention against the formulas in f64.
 
 use super::super::causal;
+use super::inputs::KEYS;
 use super::*;
 
 /// dq, dk and dv straight from the formulas.

@@ -1,5 +1,6 @@
 //! Rounding: products by parts, the parts of a number, and rows that are rounded while they are packed.
 
+use super::super::super::stored::StoredDtype;
 use super::*;
 
 /// The error of a kernel for weights in a dtype: the root of the mean square and the maximum, relative to Σ|x·w|.
