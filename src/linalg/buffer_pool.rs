@@ -1,4 +1,4 @@
-//! Buffers that are used again: a pool for the tasks of a parallel loop, and [`grow`].
+//! Buffers that are used again: a pool for the tasks of a parallel loop, and a buffer that grows.
 //!
 //! A loop has more tasks than threads. The pool holds as many buffers as tasks ever ran at the same time, so never more than
 //! threads; a memory plan can count on that. (rayon's `for_each_init` makes a buffer every time it splits the loop.)

@@ -51,7 +51,8 @@ impl Dtypes {
     }
 }
 
-/// Dtypes of a checkpoint's decoder layers and head, for plans, without tensors that [`DecoderLayer::check`] and [`Head::check`] refuse.
+/// Dtypes of a checkpoint's decoder layers and head, for plans, without tensors that
+/// [`DecoderLayer::check`](super::DecoderLayer::check) and [`Head::check`] refuse.
 pub fn stored_dtypes(source: &dyn WeightSource, config: &ModelConfig) -> Dtypes {
     let of = |name: &str| stored_dtype(source.entry(name)?).ok();
     let layers = (0..config.num_hidden_layers)

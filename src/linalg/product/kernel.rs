@@ -49,7 +49,7 @@ impl Kernel {
         }
     }
 
-    /// Returns whether weights may be packed in advance ([`PackedWeight`]).
+    /// Returns whether weights may be packed in advance ([`PackedWeight`](super::PackedWeight)).
     pub fn keeps(self) -> bool {
         self != Self::Fused
     }
