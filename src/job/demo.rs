@@ -7,8 +7,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 
-use super::prune::prune;
-use super::recover::recover;
+use super::run::{prune, recover};
 use crate::checkpoint::Checkpoint;
 use crate::data::{DatasetSpec, Tokenizer};
 use crate::demo::embedded;

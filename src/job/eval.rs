@@ -2,24 +2,13 @@
 
 use anyhow::{Context, Result};
 
-use super::inputs::RunInputs;
 use super::outputs::Outputs;
 use super::record::RunResults;
 use super::recorder::Recorder;
-use super::run;
 use super::settled_run::SettledRun;
 use super::streams::Streams;
+use crate::run::Manifest;
 use crate::run::profile::PeakReport;
-use crate::run::{Events, Manifest};
-use crate::settings::Settings;
-
-/// Measures the perplexity of a checkpoint and returns the record.
-///
-/// # Errors
-/// Fails for everything that can be wrong with settings, checkpoint and text, and where a layer cannot be read.
-pub fn eval(settings: Settings, events: &dyn Events) -> Result<Manifest> {
-    run::run(settings, RunInputs::default(), events, None)
-}
 
 /// Measures, and writes the record.
 pub(super) fn measure(

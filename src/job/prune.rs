@@ -2,31 +2,15 @@
 
 use anyhow::Result;
 
-use super::inputs::RunInputs;
 use super::outputs::Outputs;
-use super::record::RunResults;
+use super::record::{RunResults, Swept};
 use super::resolved::Pruning;
-use super::run::{self, Swept};
 use super::settled_run::SettledRun;
 use super::streams::Streams;
 use crate::pipeline::{Calibrator, MaskObserver, Pruner, expected};
+use crate::run::Events;
 use crate::run::manifest::{LayerReport, Perplexities};
-use crate::run::{Events, Manifest};
 use crate::runtime::SweepReport;
-use crate::settings::Settings;
-
-/// Prunes a checkpoint as the settings say, writes the results, and returns the record. `observer` sees every mask.
-///
-/// # Errors
-/// Everything that can be wrong with settings, checkpoint, texts and folders fails before the sweep; after that, reading,
-/// writing, and weights or activations that are not finite.
-pub fn prune(
-    settings: Settings,
-    events: &dyn Events,
-    observer: Option<&mut dyn MaskObserver>,
-) -> Result<Manifest> {
-    run::run(settings, RunInputs::default(), events, observer)
-}
 
 /// Prunes the layers that are left and measures the perplexities.
 pub(super) fn sweep(

@@ -8,6 +8,7 @@ use super::outputs::Outputs;
 use super::profile;
 use super::recorder::Recorder;
 use super::settled_run::{RunTask, SettledRun};
+use crate::checkpoint::ExpectedMatrix;
 use crate::run::manifest::{
     GateReport, LayerReport, Manifest, OutputReport, Perplexities, PruningReport, SCHEMA,
     SparsityReport,
@@ -15,6 +16,13 @@ use crate::run::manifest::{
 use crate::run::profile::PeakReport;
 use crate::run::{Events, Moment, RecoveryReport};
 use crate::runtime::SweepReport;
+
+/// A run whose sweep is over.
+pub(super) struct Swept {
+    /// Facts that the read-back checks in the files.
+    pub(super) expected: Vec<ExpectedMatrix>,
+    pub(super) results: RunResults,
+}
 
 /// The results of a run.
 pub(super) struct RunResults {

@@ -1,25 +1,66 @@
 //! The story of a run: settle → outputs → streams → work → finish → record. The task of the run is its work.
 
+use std::sync::Arc;
+
 use anyhow::Result;
 
+use super::eval::measure;
 use super::inputs::RunInputs;
 use super::outputs::Outputs;
-use super::record::RunResults;
+use super::prune::sweep;
+use super::record::{RunResults, Swept};
 use super::recorder::Recorder;
+use super::recover::{GivenTraining, prepare, train};
 use super::settle::settle;
 use super::settled_run::{RunStart, RunTask, SettledRun};
-use super::{eval, interruption, profile, prune, recover, width_drop};
-use crate::checkpoint::ExpectedMatrix;
+use super::{interruption, profile, width_drop};
 use crate::pipeline::MaskObserver;
 use crate::run::profile::PeakReport;
 use crate::run::{Events, Manifest};
 use crate::settings::Settings;
 
-/// A run whose sweep is over.
-pub(super) struct Swept {
-    /// Facts that the read-back checks in the files.
-    pub(super) expected: Vec<ExpectedMatrix>,
-    pub(super) results: RunResults,
+/// Prunes a checkpoint as the settings say, writes the results, and returns the record. `observer` sees every mask.
+///
+/// # Errors
+/// Everything that can be wrong with settings, checkpoint, texts and folders fails before the sweep; after that, reading,
+/// writing, and weights or activations that are not finite.
+pub fn prune(
+    settings: Settings,
+    events: &dyn Events,
+    observer: Option<&mut dyn MaskObserver>,
+) -> Result<Manifest> {
+    run(settings, RunInputs::default(), events, observer)
+}
+
+/// Measures the perplexity of a checkpoint and returns the record.
+///
+/// # Errors
+/// Fails for everything that can be wrong with settings, checkpoint and text, and where a layer cannot be read.
+pub fn eval(settings: Settings, events: &dyn Events) -> Result<Manifest> {
+    run(settings, RunInputs::default(), events, None)
+}
+
+/// Trains what a pruned checkpoint lost, writes the results, and returns the record.
+///
+/// # Errors
+/// Everything that can be wrong with settings, checkpoints, texts and folders fails before the training; after that, reading, writing,
+/// and a loss or gradients that are not finite.
+pub fn recover(settings: Settings, events: &dyn Events) -> Result<Manifest> {
+    recover_given(settings, GivenTraining::default(), events)
+}
+
+/// Trains as [`recover`] does, with recorded data.
+///
+/// # Errors
+/// Fails as [`recover`].
+pub fn recover_given(
+    mut settings: Settings,
+    training: GivenTraining,
+    events: &dyn Events,
+) -> Result<Manifest> {
+    prepare(&mut settings)?;
+    let given = RunInputs { training: Arc::new(training), ..RunInputs::default() };
+    run(settings, given, events, None)
 }
 
 /// Does what the settings say, and returns the record.
@@ -52,17 +93,17 @@ pub(super) fn run(
     job.announce(&recorder);
     let peak = profile::measure_peak(&job);
     let manifest = match &job.task {
-        RunTask::Measure(_) => eval::measure(&job, peak, &recorder)?,
+        RunTask::Measure(_) => measure(&job, peak, &recorder)?,
         RunTask::Prune(pruning) => {
             interruption::with_outputs(&job, &recorder);
             let mut outputs = Outputs::open(&job, &recorder)?;
-            let swept = prune::sweep(&job, pruning, &mut outputs, observer, &recorder)?;
+            let swept = sweep(&job, pruning, &mut outputs, observer, &recorder)?;
             finish(&job, &mut outputs, swept, peak, &recorder)?
         }
         RunTask::Recover(recovery) => {
             interruption::with_outputs(&job, &recorder);
             let mut outputs = Outputs::open(&job, &recorder)?;
-            let swept = recover::train(&job, recovery, &mut outputs, &recorder)?;
+            let swept = train(&job, recovery, &mut outputs, &recorder)?;
             finish(&job, &mut outputs, swept, peak, &recorder)?
         }
     };

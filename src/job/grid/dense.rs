@@ -5,8 +5,8 @@ use std::path::Path;
 use anyhow::Result;
 
 use super::records::{self, CommonSettings};
-use crate::job::eval::eval;
 use crate::job::folder::RunFolder;
+use crate::job::run::eval;
 use crate::run::{Events, Manifest, Stopped};
 use crate::settings::{EvalSides, OutputSettings, Settings};
 

@@ -3,8 +3,7 @@
 use anyhow::{Context, Result};
 
 use super::super::outputs::Outputs;
-use super::super::record::RunResults;
-use super::super::run::Swept;
+use super::super::record::{RunResults, Swept};
 use super::super::settled_run::SettledRun;
 use super::super::streams::Streams;
 use super::base::FrozenBase;

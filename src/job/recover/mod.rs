@@ -22,46 +22,29 @@ mod shape;
 mod steps;
 mod teacher;
 
-use std::sync::Arc;
-
 use anyhow::Result;
 
-use super::inputs::RunInputs;
 use super::outputs::Outputs;
-use super::run::{self, Swept};
+use super::record::Swept;
 use super::settled_run::SettledRun;
 use super::streams::Streams;
-use crate::run::{Events, Manifest};
+use crate::run::Events;
 use crate::settings::Settings;
 pub use given::{GivenTraining, InitialParameters};
 pub(in crate::job) use resolved::Recovery;
 pub(in crate::job) use shape::TrainedModel;
 use steps::Trained;
 
-/// Trains what a pruned checkpoint lost, writes the results, and returns the record.
+/// Checks the settings of a training. Activations are kept by the CPU alone, so a training that keeps them uses no GPU; a flag that
+/// names a GPU is refused then.
 ///
 /// # Errors
-/// Everything that can be wrong with settings, checkpoints, texts and folders fails before the training; after that, reading, writing,
-/// and a loss or gradients that are not finite.
-pub fn recover(settings: Settings, events: &dyn Events) -> Result<Manifest> {
-    recover_given(settings, GivenTraining::default(), events)
-}
-
-/// Trains as [`recover`] does, with recorded data.
-///
-/// # Errors
-/// Fails as [`recover`].
-pub fn recover_given(
-    mut settings: Settings,
-    training: GivenTraining,
-    events: &dyn Events,
-) -> Result<Manifest> {
-    resolved::check(&settings)?;
+/// Fails for contradictory settings.
+pub(super) fn prepare(settings: &mut Settings) -> Result<()> {
+    resolved::check(settings)?;
     let keeps = settings.recovery.as_ref().map_or(0, |of| of.keep_activations);
-    // Activations are kept by the CPU alone. A flag that names a GPU is refused then.
     settings.device.use_cpu |= keeps > 0;
-    let given = RunInputs { training: Arc::new(training), ..RunInputs::default() };
-    run::run(settings, given, events, None)
+    Ok(())
 }
 
 /// Trains, then merges what was trained, and measures the perplexities.

@@ -8,7 +8,8 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor};
-use prune::job::recover::{GivenTraining, recover_given};
+use prune::job::recover::GivenTraining;
+use prune::job::recover_given;
 use prune::quantized::FourBitFormat;
 use prune::recovery::LayerParameters;
 use prune::recovery::optimizers::ScheduleShape;
