@@ -21,7 +21,7 @@ pub struct CalibrationSettings {
     pub dataset: DatasetSpec,
 
     /// Calibration samples
-    #[arg(long, value_name = "N", default_value_t = NSAMPLES, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = NSAMPLES, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub nsamples: u32,
 
     /// Seed of the sampling; the same seed picks the reference's samples
