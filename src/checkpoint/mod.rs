@@ -74,7 +74,7 @@ pub use names::{
     CONFIG_FILE, INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE, PARTIAL_SUFFIX, SINGLE_FILE,
 };
 pub use not_a_model::not_a_model;
-pub use publish::Published;
+pub use publish::{Published, replace_published};
 pub use scan::{ChangedElement, Compared, GROUP_SIZES, Scan, scan_tensor};
 pub use sealed::{check_sealed_json, open_sealed, write_sealed_json, write_sealed_with};
 pub use sidecars::{

@@ -93,6 +93,24 @@ pub(super) fn publish(
     put_late(target, published)
 }
 
+/// Replaces a file beside the weights of a published model, and its line in [`SUMS_FILE`].
+///
+/// # Errors
+/// Fails when a file cannot be read or written. A run that is continued publishes all files again.
+pub fn replace_published(target: &Path, name: &str, bytes: &[u8]) -> anyhow::Result<()> {
+    let list = target.join(SUMS_FILE);
+    let sums = fs::read_to_string(&list).map_err(|error| {
+        Failure::new(format!("cannot read `{}`", list.display())).detail(error.to_string())
+    })?;
+    write_atomic(&target.join(name), bytes)?;
+    let sum = hex(&Sha256::digest(bytes));
+    let lines = sums.lines().map(|line| match line.split_once("  ") {
+        Some((_, of)) if of == name => format!("{sum}  {name}\n"),
+        _ => format!("{line}\n"),
+    });
+    write_atomic(&list, lines.collect::<String>().as_bytes())
+}
+
 /// Copies and writes all files except the [`LATE`] files, and adds the hashes of all files to `sums`. Removes stale cards, which an
 /// earlier attempt with different settings may have left.
 fn put_early(

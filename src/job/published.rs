@@ -3,6 +3,7 @@
 //! They must tell a stranger nothing about this machine. So both are made from named fields, never from the command line, and a path
 //! is reduced to its last component.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
@@ -15,10 +16,13 @@ use super::record::{self, RunResults};
 use super::settled_run::SettledRun;
 use crate::bytes::LARGEST_RECORD;
 use crate::checkpoint::{CARD_FILE, CONFIG_FILE, OwnFiles, card_of_source, cards_in};
+use crate::data::DatasetSpec;
 use crate::hub::HubRepo;
 use crate::input::{self, Expected};
+use crate::merging::recipe::without_folders;
 use crate::pruning::Pattern;
 use crate::report::card::{self, CardSource};
+use crate::report::cards;
 use crate::report::front_matter::{self, FrontMatter};
 use crate::run::PruningRecord;
 use crate::run::pruning_record::{ForwardArithmetic, PRUNING_FILE, PrunedSource, SCHEMA};
@@ -55,7 +59,6 @@ impl SettledRun {
         }
         let folder = &self.model.folder;
         let before = read_record(folder).and_then(Result::ok);
-        let card = beginning(&folder.join(CARD_FILE));
         let record = self.pruning_record(results, before.as_ref())?;
         let mut json = serde_json::to_vec_pretty(&record).context("writing pruning.json")?;
         json.push(b'\n');
@@ -63,33 +66,14 @@ impl SettledRun {
         if let Some(whole) = &self.model.part_of {
             written.push((CONFIG_FILE, whole.config_json.clone()));
         }
-        let declined = self.settings.output.no_model_card;
-        // A card that this program wrote for the source would be wrong about this model.
-        let keeps_names = declined && !card::is_written_by_us(&card);
-        let cards = cards_in(folder).unwrap_or_default().into_iter();
-        let copied: Vec<(String, String)> = cards
-            .filter_map(|name| {
-                let new_name = match keeps_names {
-                    true => name.clone(),
-                    false => card_of_source(&name)?,
-                };
-                Some((name, new_name))
-            })
-            .collect();
-        if !declined {
-            let own = copied.iter().find(|(name, _)| name == CARD_FILE);
-            let calibration = self.settings.calibration.as_ref();
-            let source = CardSource {
-                front_matter: FrontMatter::of(&card),
-                kept_as: own.map(|(_, new_name)| new_name.clone()),
-                pruned_before: before.map(|before| before.pruning),
-                dataset: calibration
-                    .and_then(|calibration| calibration.dataset.hub_repository())
-                    .map(String::from),
-            };
-            written.push((CARD_FILE, card::text(&record, &source).into_bytes()));
+        let cards = SourceCards::of(folder, self.settings.output.no_model_card);
+        if !self.settings.output.no_model_card {
+            let pruned_before = before.as_ref().map(|before| &before.pruning);
+            let source = cards.source(self.settings.calibration.iter().map(|of| &of.dataset));
+            let card = cards::pruned(&record, pruned_before, source);
+            written.push((CARD_FILE, card.text().into_bytes()));
         }
-        Ok(OwnFiles { written, copied })
+        Ok(OwnFiles { written, copied: cards.copied })
     }
 
     fn pruning_record(
@@ -136,17 +120,22 @@ impl SettledRun {
     }
 
     /// The command that repeats this run.
-    fn command(&self) -> Result<Vec<String>> {
+    pub(super) fn command(&self) -> Result<Vec<String>> {
         let settings = &self.settings;
         let model = self.model.report()?;
         let id = model.id.clone();
+        let recovery = settings.recovery.as_ref();
         let mut command = vec!["prune".to_string()];
+        command.extend(recovery.map(|_| "recover".to_string()));
         let mut flag = |name: &str, value: String| {
             command.extend([format!("--{}", name.replace('_', "-")), value]);
         };
         flag("model", id.unwrap_or_else(|| model.name()));
         if let Some(commit) = model.commit {
             flag("revision", commit);
+        }
+        if let Some(teacher) = recovery.and_then(|of| of.teacher.as_deref()) {
+            flag("teacher", without_folders(&teacher.display().to_string()));
         }
         if let Some(calibration) = &settings.calibration {
             flag("dataset", calibration.dataset.without_folders());
@@ -163,7 +152,9 @@ impl SettledRun {
         let (by_name, changed) = (settings.by_name()?, settings.changed()?);
         let drop = settings.layer_drop.as_ref();
         let names_layers = drop.is_some_and(|drop| !drop.layers_dropped.is_empty());
+        let trains_blocks = !settings.trains_whole();
         let is_implied = |name: &str| match name {
+            "trains" => !trains_blocks,
             "drop_layers" | "drop_rule" => names_layers,
             "sparsity_ratio" => !has_ratio,
             "sparsity_type" => has_ratio,
@@ -188,7 +179,7 @@ impl SettledRun {
             };
             for value in values {
                 flag(
-                    name,
+                    if name == "trains" { "train" } else { name },
                     match value {
                         Value::String(text) => name_of_glob(&text).to_string(),
                         other => other.to_string(),
@@ -218,8 +209,51 @@ pub(super) fn read_record(folder: &Path) -> Option<Result<PruningRecord, String>
     Some(bytes.and_then(|bytes| PruningRecord::parse(&bytes)))
 }
 
+/// The cards in the folder of a source.
+pub(super) struct SourceCards {
+    front_matter: FrontMatter,
+    /// The files that are copied: their names there, and here.
+    pub(super) copied: Vec<(String, String)>,
+}
+
+impl SourceCards {
+    /// The cards in `folder`. They keep their names where the output declines a card of its own, unless this program wrote them: its
+    /// card would be wrong about the output.
+    pub(super) fn of(folder: &Path, declined: bool) -> Self {
+        let card = beginning(&folder.join(CARD_FILE));
+        let keeps_names = declined && !card::is_written_by_us(&card);
+        let copied = cards_in(folder).unwrap_or_default().into_iter().filter_map(|name| {
+            let kept = if keeps_names { name.clone() } else { card_of_source(&name)? };
+            Some((name, kept))
+        });
+        Self { front_matter: FrontMatter::of(&card), copied: copied.collect() }
+    }
+
+    /// The source for a card, with the datasets that have a repository on the hub.
+    pub(super) fn source<'a>(&self, datasets: impl Iterator<Item = &'a DatasetSpec>) -> CardSource {
+        let own = self.copied.iter().find(|(name, _)| name == CARD_FILE);
+        CardSource {
+            front_matter: self.front_matter.clone(),
+            kept_as: own.map(|(_, kept)| kept.clone()),
+            datasets: hub_datasets(datasets),
+        }
+    }
+}
+
+/// The repositories on the hub of datasets that have one, each once.
+pub(super) fn hub_datasets<'a>(datasets: impl Iterator<Item = &'a DatasetSpec>) -> Vec<String> {
+    let repositories: BTreeSet<&str> = datasets.filter_map(DatasetSpec::hub_repository).collect();
+    repositories.into_iter().map(String::from).collect()
+}
+
+/// The entries that the cards in all folders have, with equal values.
+pub(super) fn shared_front_matter<'a>(folders: impl Iterator<Item = &'a Path>) -> FrontMatter {
+    let all = folders.map(|folder| FrontMatter::of(&beginning(&folder.join(CARD_FILE))));
+    all.reduce(|shared, next| shared.shared_with(&next)).unwrap_or_default()
+}
+
 /// The first bytes of a card; none of a card that cannot be read.
-pub(super) fn beginning(card: &Path) -> Vec<u8> {
+fn beginning(card: &Path) -> Vec<u8> {
     let mut bytes = Vec::new();
     // A folder or a pipe of this name is no card.
     if card.is_file()

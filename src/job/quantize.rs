@@ -9,11 +9,12 @@ use serde_json::Value;
 
 use super::folder::RunFolder;
 use super::folder::state_file::StateFile;
+use super::published::SourceCards;
 use super::recorder::Recorder;
 use super::{disk_room, located, machine, same_run};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{
-    CHUNK_BYTES, CONFIG_FILE, Checkpoint, INDEX_FILE, Layout, MergedWriter, Published,
+    CARD_FILE, CHUNK_BYTES, CONFIG_FILE, Checkpoint, INDEX_FILE, Layout, MergedWriter, Published,
     WeightSource, check_sidecars, sidecars_in,
 };
 use crate::failure::Failure;
@@ -23,7 +24,9 @@ use crate::placement::cpu_budget;
 use crate::quantized::{
     FourBitFormat, LEAST_PIECE, PIECE, QuantizeJournal, QuantizePass, config, pass_bytes,
 };
+use crate::report::cards;
 use crate::run::command_line::quoted;
+use crate::run::manifest::name_of;
 use crate::run::plan::{
     DevicePlan, HiddenStatesPlan, MemoryPart, PartKind, PhasePlan, TimeEstimate, exceeded,
 };
@@ -86,19 +89,7 @@ pub fn quantize(settings: &QuantizeSettings, events: &dyn Events) -> Result<Quan
         }
     };
     let totals = clock.measure(Phase::Quantize, || pass.run(&writer, &mut state, &recorder))?;
-    let published = published(&job, settings.to)?;
-    clock.measure(Phase::SaveAndVerify, || writer.finish(published, &[], &recorder))?;
-    state.remove()?;
-    recorder.emit(Event::IfInterrupted(None));
-    let phases = clock.report();
-    let peak_anonymous = phases.iter().filter_map(|phase| phase.peak_anonymous).max();
-    let planned = job.plan.cpu().map(|of| (of.budget, of.peak));
-    if let Some((measured, planned)) = peak_anonymous.zip(planned)
-        && let Some(warning) = exceeded("memory", measured, planned)
-    {
-        recorder.warn(warning);
-    }
-    Ok(QuantizationReport {
+    let mut report = QuantizationReport {
         prune_version: env!("CARGO_PKG_VERSION").to_string(),
         model: job.source.display().to_string(),
         output: folder.display().to_string(),
@@ -109,15 +100,30 @@ pub fn quantize(settings: &QuantizeSettings, events: &dyn Events) -> Result<Quan
         zeros_after: totals.zeros_after,
         bytes_before: job.checkpoint.total_bytes(),
         bytes_after,
-        plan: job.plan,
-        phases,
-        peak_anonymous,
-    })
+        plan: job.plan.clone(),
+        phases: Vec::new(),
+        peak_anonymous: None,
+    };
+    let published = published(&job, settings.to, &report)?;
+    clock.measure(Phase::SaveAndVerify, || writer.finish(published, &[], &recorder))?;
+    state.remove()?;
+    recorder.emit(Event::IfInterrupted(None));
+    report.phases = clock.report();
+    report.peak_anonymous = report.phases.iter().filter_map(|phase| phase.peak_anonymous).max();
+    let planned = job.plan.cpu().map(|of| (of.budget, of.peak));
+    if let Some((measured, planned)) = report.peak_anonymous.zip(planned)
+        && let Some(warning) = exceeded("memory", measured, planned)
+    {
+        recorder.warn(warning);
+    }
+    Ok(report)
 }
 
 /// A quantisation that is settled: everything that can be wrong before weights are read is checked, and nothing is written.
 struct QuantizeJob {
     source: PathBuf,
+    /// The source's id on the hub; `None` for a folder.
+    id: Option<String>,
     /// The source's `config.json`.
     json: Value,
     checkpoint: Checkpoint,
@@ -135,7 +141,7 @@ struct QuantizeJob {
 
 impl QuantizeJob {
     fn settle(settings: &QuantizeSettings, events: &dyn Events) -> Result<Self> {
-        let (source, _) = located::model(&ModelSettings::of(&settings.model), events)?;
+        let (source, hub_model) = located::model(&ModelSettings::of(&settings.model), events)?;
         let json = ModelConfig::read_json(&source)?;
         if json.get(config::KEY).is_some_and(|value| !value.is_null()) {
             return Err(Failure::new(format!(
@@ -179,6 +185,7 @@ impl QuantizeJob {
         let target = folder.model.clone();
         Ok(Self {
             source,
+            id: hub_model.map(|hub| hub.id),
             json,
             checkpoint,
             matrices,
@@ -342,8 +349,12 @@ fn if_interrupted(settings: &QuantizeSettings, events: &dyn Events) {
     })));
 }
 
-/// The files beside the weights: the source's, with a `config.json` that names the quantisation.
-fn published(job: &QuantizeJob, format: FourBitFormat) -> Result<Published> {
+/// The files beside the weights: the source's, with a `config.json` that names the quantisation, and a card.
+fn published(
+    job: &QuantizeJob,
+    format: FourBitFormat,
+    report: &QuantizationReport,
+) -> Result<Published> {
     let dtype = job.matrices.first();
     let dtype = dtype.and_then(|name| job.checkpoint.entry(name));
     let dtype = dtype.map_or(Dtype::F32, |entry| entry.dtype);
@@ -352,9 +363,17 @@ fn published(job: &QuantizeJob, format: FourBitFormat) -> Result<Published> {
     let mut text = serde_json::to_vec_pretty(&json)?;
     text.push(b'\n');
     let sidecars = sidecars_in(&job.source)?.into_iter();
-    let copied = sidecars.filter(|name| name != CONFIG_FILE && name != INDEX_FILE);
+    let sidecars = sidecars.filter(|name| name != CONFIG_FILE && name != INDEX_FILE);
+    let cards = SourceCards::of(&job.source, false);
+    let id = job.id.as_deref();
+    let name = name_of(id.unwrap_or(&report.model));
+    let card = cards::quantized(report, (&name, id), cards.source(std::iter::empty()));
+    let copied = sidecars.map(|name| (name.clone(), name)).chain(cards.copied);
     Ok(Published {
-        written: vec![(CONFIG_FILE.to_string(), text)],
-        copied: copied.map(|name| (job.source.join(&name), name)).collect(),
+        written: vec![
+            (CONFIG_FILE.to_string(), text),
+            (CARD_FILE.to_string(), card.text().into_bytes()),
+        ],
+        copied: copied.map(|(name, new)| (job.source.join(name), new)).collect(),
     })
 }

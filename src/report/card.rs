@@ -1,30 +1,66 @@
-//! The model card of a pruned model: `README.md` beside its weights, as the hub shows it.
+//! [`Card`]: the model card, `README.md` beside the weights of every model that this program writes, as the hub shows it.
 
 use std::fmt::Write as _;
 
-use super::front_matter::{self, FrontMatter, code, quoted};
+use super::format::finite;
+use super::front_matter::{FrontMatter, code, entry_of, list_of};
 use crate::failure::printable;
-use crate::run::command_line;
-use crate::run::manifest::{PerplexityReport, PruningReport};
-use crate::run::{LayerDropReport, PruningRecord, TextProtocol, WidthDropReport};
+use crate::run::TextProtocol;
+use crate::run::command_line::quoted;
+use crate::run::manifest::PerplexityReport;
 
 /// The beginning of the line by which a card of this program is known.
-pub(super) const MARK: &str = "<!-- This card was written by prune";
+const MARK: &str = "<!-- This card was written by prune";
 
 /// Keys that are taken over from the source's card, as they are.
-pub(super) const INHERITED: [&str; 4] = ["license", "license_name", "license_link", "language"];
+const INHERITED: [&str; 4] = ["license", "license_name", "license_link", "language"];
 
-/// Facts for a card that the record does not have.
+/// A card, not yet written. Texts are Markdown except where plain text is named.
+#[derive(Debug, Clone, Default)]
+pub struct Card {
+    /// A name for the model, from [`hub_name`].
+    pub name: String,
+    /// The change in a sentence.
+    pub lead: String,
+    /// The models on the hub that it was made from, as plain text.
+    pub base_models: Vec<String>,
+    /// The hub's word for the change: `merge`, `quantized` or `finetune`.
+    pub relation: Option<&'static str>,
+    /// Tags, as plain text.
+    pub tags: Vec<String>,
+    /// The source.
+    pub source: CardSource,
+    /// Names and values of a table.
+    pub facts: Vec<(&'static str, String)>,
+    /// Names of models, and their perplexities.
+    pub perplexities: Vec<(String, PerplexityReport)>,
+    /// The text of the perplexities.
+    pub measured_on: Option<TextProtocol>,
+    /// Paragraphs after the table.
+    pub notes: Vec<String>,
+    /// The command that repeats the run, as plain text.
+    pub command: Vec<String>,
+}
+
+/// Facts about the source of a model that the record of the run does not have, as plain text.
 #[derive(Debug, Clone, Default)]
 pub struct CardSource {
     /// The front matter of the source's card.
     pub front_matter: FrontMatter,
     /// The name of the source's card beside this card; `None` if the source has no card.
     pub kept_as: Option<String>,
-    /// The record of the source, where this program pruned it before.
-    pub pruned_before: Option<PruningReport>,
-    /// The repository on the hub of the calibration text.
-    pub dataset: Option<String>,
+    /// The repositories on the hub of the texts that the weights depend on.
+    pub datasets: Vec<String>,
+}
+
+impl CardSource {
+    /// The nearest model on the hub: the source's id, else the base model that its card names.
+    pub fn base_models(&self, id: Option<&str>) -> Vec<String> {
+        match id {
+            Some(id) => vec![id.to_string()],
+            None => self.front_matter.get("base_model").to_vec(),
+        }
+    }
 }
 
 /// Returns whether this program wrote a card, from its beginning.
@@ -32,29 +68,10 @@ pub fn is_written_by_us(card: &[u8]) -> bool {
     card.windows(MARK.len()).any(|part| part == MARK.as_bytes())
 }
 
-/// A name for a pruned model, of the characters that names on the hub have.
-pub fn model_name(
-    source: &str,
-    pruning: &PruningReport,
-    (layer_drop, width_drop): (Option<&LayerDropReport>, Option<&WidthDropReport>),
-) -> String {
-    let amount = match pruning.sparsity_type.split_once(':') {
-        Some((n, m)) => format!("{n}of{m}"),
-        None => pruning.sparsity_ratio.to_string(),
-    };
-    let mut full: String = source.chars().take(50).collect();
-    if let Some(drop) = layer_drop {
-        full += &format!("-{}-layers", drop.kept.len());
-    }
-    if let Some(drop) = width_drop {
-        full += &format!("-width-{}", drop.asked);
-    }
-    let is_smaller = layer_drop.is_some() || width_drop.is_some();
-    if !is_smaller || !pruning.prunes_nothing() {
-        full += &format!("-{}-{amount}", pruning.method);
-    }
+/// Returns a name of at most 90 of the characters that names on the hub have.
+pub fn hub_name(text: &str) -> String {
     let mut name = String::new();
-    for c in full.chars() {
+    for c in text.chars() {
         let c = if c.is_ascii_alphanumeric() || "._".contains(c) { c } else { '-' };
         // The hub refuses `--` and `..`.
         if c.is_ascii_alphanumeric() || !name.ends_with(c) {
@@ -65,256 +82,143 @@ pub fn model_name(
     name.trim_end_matches(['-', '.']).to_string()
 }
 
-/// The card as Markdown.
-pub fn text(record: &PruningRecord, source: &CardSource) -> String {
-    let mut card = front_matter(record, source);
-    let drop = (record.layer_drop.as_ref(), record.width_drop.as_ref());
-    let name = model_name(&record.source.name, &record.pruning, drop);
-    // Writing to a String cannot fail.
-    let _ = write!(
-        card,
-        "\n{MARK} {}. -->\n\n# {name}\n\n{}, {}.\n\n",
-        record.prune_version,
-        source_link(record),
-        changes(record)
-    );
-    card += "| | |\n| --- | --- |\n";
-    for (name, value) in rows(record, source) {
-        let _ = writeln!(card, "| {name} | {value} |");
-    }
-    card += "\n`pruning.json` has these facts for programs, and the zeros and the hash of the mask of every matrix.\n";
-    if !is_smaller(record) || !record.pruning.prunes_nothing() {
-        card += "\nZeros do not make the files smaller: the weights are stored as in the source, zeros included.\n";
-    }
-    let _ = write!(
-        card,
-        "\n## Reproduce\n\n```sh\n{}\n```\n\nPaths are reduced to their last component.",
-        printable(&command_line::quoted(&record.command))
-    );
-    if record.pruning.layer_ratios.is_some() {
-        card += " `layer_ratios.json` is the list `pruning.layer_ratios` of `pruning.json`.";
-    }
-    let path = code(&name);
-    let path = path.trim_matches('`');
-    let _ = write!(
-        card,
-        "\n\n## Load\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\
-         model = AutoModelForCausalLM.from_pretrained(\"YOUR_NAME/{path}\")\n\
-         tokenizer = AutoTokenizer.from_pretrained(\"YOUR_NAME/{path}\")\n```\n"
-    );
-    card += "\n## Licence\n\n";
-    card += match source.front_matter.get("license") {
-        [] => {
-            "The licence of the source is not known to this card. The terms of the source apply all the same."
+impl Card {
+    /// The card as Markdown.
+    pub fn text(&self) -> String {
+        let mut text = self.front_matter();
+        // Writing to a String cannot fail.
+        let _ = write!(
+            text,
+            "\n{MARK} {}. -->\n\n# {}\n\n{}\n\n| | |\n| --- | --- |\n",
+            env!("CARGO_PKG_VERSION"),
+            self.name,
+            self.lead
+        );
+        for (name, value) in &self.facts {
+            let _ = writeln!(text, "| {name} | {value} |");
         }
-        _ => "The licence is that of the source.",
-    };
-    if let Some(kept) = &source.kept_as {
-        let _ = write!(card, " The source's card is {}.", code(kept));
-    }
-    card.push('\n');
-    card
-}
-
-/// The changes of the source in words.
-fn changes(record: &PruningRecord) -> String {
-    let (pruning, sparsity) = (&record.pruning, &record.sparsity);
-    let zeros = format!(
-        "pruned with the method {}: {} of the weights of its decoder linears are zero",
-        code(&pruning.method),
-        percent(sparsity.ratio)
-    );
-    let layers = record.layer_drop.as_ref().map(|drop| {
-        format!("with {} of its {} layers", drop.kept.len(), drop.kept.len() + drop.dropped.len())
-    });
-    let width = record.width_drop.as_ref().map(|drop| {
-        let refit = match drop.is_refitted {
-            true => "; the weights behind the dropped ones were refitted",
-            false => "",
+        let _ = writeln!(text, "| Program | prune {} |", env!("CARGO_PKG_VERSION"));
+        for note in &self.notes {
+            let _ = write!(text, "\n{note}\n");
+        }
+        text += "\n## Perplexity\n\n";
+        text += &self.perplexity();
+        let _ = write!(
+            text,
+            "\n## Reproduce\n\n```sh\n{}\n```\n\nPaths are reduced to their last component.\n\n\
+             ## Load\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\
+             model = AutoModelForCausalLM.from_pretrained(\"YOUR_NAME/{name}\")\n\
+             tokenizer = AutoTokenizer.from_pretrained(\"YOUR_NAME/{name}\")\n```\n\n## Licence\n\n",
+            printable(&quoted(&self.command)),
+            name = self.name,
+        );
+        text += match self.source.front_matter.get("license") {
+            [] => {
+                "The licence of the source is not known to this card. The terms of the source apply all the same."
+            }
+            _ => "The licence is that of the source.",
         };
-        format!("made narrower: {}{refit}", drop.in_words())
-    });
-    let smaller: Vec<String> = layers.into_iter().chain(width).collect();
-    match (smaller.is_empty(), pruning.prunes_nothing()) {
-        (true, _) => zeros,
-        (false, true) => format!("{}; no other weight was changed", smaller.join(", ")),
-        (false, false) => format!("{}, {zeros}", smaller.join(", ")),
-    }
-}
-
-/// Returns whether layers or width were dropped.
-fn is_smaller(record: &PruningRecord) -> bool {
-    record.layer_drop.is_some() || record.width_drop.is_some()
-}
-
-fn front_matter(record: &PruningRecord, source: &CardSource) -> String {
-    let pruning = &record.pruning;
-    let mut text = "---\n".to_string();
-    let mut entry = |key: &str, values: &[String]| text += &front_matter::entry_of(key, values);
-    for key in INHERITED {
-        entry(key, source.front_matter.get(key));
-    }
-    entry("base_model", &record.base_model().map(String::from).into_iter().collect::<Vec<_>>());
-    entry("library_name", &["transformers".to_string()]);
-    entry("pipeline_tag", &["text-generation".to_string()]);
-    let mut tags = vec!["prune", "pruned"];
-    let drop = record.layer_drop.as_ref();
-    tags.extend(drop.map(|_| "layer-drop"));
-    tags.extend(record.width_drop.as_ref().map(|_| "width-drop"));
-    if !is_smaller(record) || !pruning.prunes_nothing() {
-        tags.extend(["sparse", &pruning.method, &pruning.sparsity_type]);
-    }
-    let tags: Vec<String> = tags.into_iter().map(String::from).collect();
-    entry("tags", &tags);
-    if let Some(dataset) = &source.dataset {
-        text += &format!("datasets:\n- {}\n", quoted(dataset));
-    }
-    text + "---\n"
-}
-
-/// The rows of the table, with values in Markdown.
-fn rows(record: &PruningRecord, source: &CardSource) -> Vec<(&'static str, String)> {
-    let (pruning, sparsity) = (&record.pruning, &record.sparsity);
-    let mut rows = vec![("Source", source_row(record))];
-    if let Some(before) = &source.pruned_before {
-        rows.push(("Pruned before", asked_for(before)));
-    }
-    if let Some(drop) = &record.layer_drop {
-        rows.push(("Layers dropped", format!("{}; counted from 0 in the source", drop.in_words())));
-        let [before, after] = drop.parameters;
-        rows.push(("Parameters", format!("{after}, {before} in the source")));
-    }
-    if let Some(drop) = &record.width_drop {
-        rows.push(("Width dropped", drop.in_words()));
-        let [before, after] = drop.parameters;
-        rows.push(("Parameters", format!("{after}, {before} before")));
-    }
-    let globs =
-        |globs: &[String]| globs.iter().map(|glob| code(glob)).collect::<Vec<_>>().join(", ");
-    let mut matrices = format!("{} of {}", pruning.matrices, pruning.matrices_in_model);
-    for (word, texts) in [("included", &pruning.include), ("excluded", &pruning.exclude)] {
-        if !texts.is_empty() {
-            matrices += &format!("; {word}: {}", globs(texts));
+        if let Some(kept) = &self.source.kept_as {
+            let _ = write!(text, " The source's card is {}.", code(kept));
         }
+        text + "\n"
     }
-    if !is_smaller(record) || !pruning.prunes_nothing() {
-        rows.push(("Method", asked_for(pruning)));
-        rows.push(("Matrices pruned", matrices));
-    }
-    rows.push((
-        "Zeros",
-        format!("{} of {} weights ({})", sparsity.zeros, sparsity.weights, percent(sparsity.ratio)),
-    ));
-    if sparsity.zeros_before > 0 {
-        rows.push(("Zeros in the source", sparsity.zeros_before.to_string()));
-    }
-    let calibration = match &record.calibration {
-        None => "none".to_string(),
-        Some(text) => {
-            let seed = text.seed.map_or(String::new(), |seed| format!(", seed {seed}"));
-            format!("{}: {} samples of {} tokens{seed}", text_name(text), text.windows, text.seqlen)
+
+    fn front_matter(&self) -> String {
+        let mut text = "---\n".to_string();
+        for key in INHERITED {
+            text += &entry_of(key, self.source.front_matter.get(key));
         }
-    };
-    rows.push(("Calibration", calibration));
-    let measured = &record.perplexity;
-    rows.push(("Perplexity, source", perplexity(measured.dense)));
-    rows.push(("Perplexity, this model", perplexity(measured.pruned)));
-    if let Some(text) = &record.evaluation {
-        rows.push((
-            "Perplexity measured on",
-            format!(
-                "{}: {} windows of {} tokens, {} tokens in all; {}",
-                text_name(text),
-                text.windows,
-                text.seqlen,
-                text.tokens_used,
-                code(&text.convention)
-            ),
-        ));
+        text += &entry_of("base_model", &self.base_models);
+        if let Some(relation) = self.relation.filter(|_| !self.base_models.is_empty()) {
+            text += &entry_of("base_model_relation", &[relation.to_string()]);
+        }
+        text += &entry_of("library_name", &["transformers".to_string()]);
+        text += &entry_of("pipeline_tag", &["text-generation".to_string()]);
+        text += &list_of("tags", &self.tags);
+        text += &list_of("datasets", &self.source.datasets);
+        text + "---\n"
     }
-    let arithmetic = &record.arithmetic;
-    rows.push((
-        "Arithmetic",
-        format!("{} ({}), weights in {}", arithmetic.dtype, arithmetic.kernel, record.dtype),
-    ));
-    rows.push(("Program", format!("prune {}", record.prune_version)));
-    rows
-}
 
-/// Method, and ratio or pattern.
-fn asked_for(pruning: &PruningReport) -> String {
-    let (method, pattern) = (code(&pruning.method), code(&pruning.sparsity_type));
-    let layers = match pruning.layer_ratios {
-        Some(_) => ", a ratio per layer",
-        None => "",
-    };
-    format!("{method}, {} {pattern}{layers}", percent(pruning.sparsity_ratio))
-}
-
-fn source_row(record: &PruningRecord) -> String {
-    match &record.source.commit {
-        Some(commit) => format!("{}, commit {}", source_link(record), code(commit)),
-        None => source_link(record),
+    fn perplexity(&self) -> String {
+        if self.perplexities.is_empty() {
+            return "Not measured.\n".to_string();
+        }
+        let mut text = "| Model | Perplexity |\n| --- | --- |\n".to_string();
+        for (model, report) in &self.perplexities {
+            // Writing to a String cannot fail.
+            let _ = writeln!(text, "| {model} | {} |", finite(report.perplexity));
+        }
+        if let Some(of) = &self.measured_on {
+            let _ = writeln!(
+                text,
+                "\nMeasured on {}: {} windows of {} tokens, {} tokens in all; {}.",
+                text_name(of),
+                of.windows,
+                of.seqlen,
+                of.tokens_used,
+                code(&of.convention)
+            );
+        }
+        text
     }
 }
 
-fn source_link(record: &PruningRecord) -> String {
-    match &record.source.id {
-        Some(id) => format!("[{id}](https://huggingface.co/{id})"),
-        None => code(&record.source.name),
-    }
-}
-
-fn text_name(text: &TextProtocol) -> String {
+/// A text's kind and file.
+pub(super) fn text_name(text: &TextProtocol) -> String {
     format!("{} ({})", code(&text.dataset), code(&text.path))
-}
-
-fn perplexity(report: Option<PerplexityReport>) -> String {
-    match report {
-        None => "not measured".to_string(),
-        Some(report) => super::format::finite(report.perplexity),
-    }
-}
-
-/// A share in percent, with as many digits as it has, at most four.
-fn percent(ratio: f64) -> String {
-    let percent = format!("{:.4}", 100.0 * ratio);
-    format!("{} %", percent.trim_end_matches('0').trim_end_matches('.'))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn pruning(sparsity_type: &str) -> PruningReport {
-        PruningReport {
-            allocation: None,
-            method: "wanda".to_string(),
-            sparsity_ratio: 0.5,
-            sparsity_type: sparsity_type.to_string(),
-            changes_weights: false,
-            permutes_channels: false,
-            include: Vec::new(),
-            exclude: Vec::new(),
-            matrices: 14,
-            matrices_in_model: 14,
-            layer_ratios: None,
-        }
-    }
-
     #[test]
     fn names_are_those_that_the_hub_takes() {
-        let name = |source: &str| model_name(source, &pruning("unstructured"), (None, None));
-        assert_eq!(name("Llama-2-7b-hf"), "Llama-2-7b-hf-wanda-0.5");
-        assert_eq!(name("..my model--é|`"), "my-model-wanda-0.5");
-        assert_eq!(name("\u{1b}"), "wanda-0.5");
-        assert!(name(&"x".repeat(300)).len() <= 96);
-        assert_eq!(model_name("m", &pruning("2:4"), (None, None)), "m-wanda-2of4");
+        assert_eq!(hub_name("Llama-2-7b-hf-wanda-0.5"), "Llama-2-7b-hf-wanda-0.5");
+        assert_eq!(hub_name("..my model--é|`-2:4"), "my-model-2-4");
+        assert_eq!(hub_name(&"x".repeat(300)).len(), 90);
     }
 
     #[test]
-    fn a_percentage_has_no_more_digits_than_it_needs() {
-        let shown = [0.5, 1.0 / 3.0, 0.0, 1.0].map(percent);
-        assert_eq!(shown, ["50 %", "33.3333 %", "0 %", "100 %"]);
+    fn hostile_names_stay_values_of_the_front_matter() {
+        let hostile = "a\"b'\n---\nlicense: mit\n# \u{2028}: [x]";
+        let report = PerplexityReport {
+            perplexity: f64::NAN,
+            mean_loss: f64::NAN,
+            standard_error: 0.0,
+            windows: 1,
+            seqlen: 8,
+        };
+        let card = Card {
+            name: hub_name(hostile),
+            lead: code(hostile),
+            base_models: vec![hostile.to_string(), "o/m".to_string()],
+            relation: Some("merge"),
+            tags: vec![hostile.to_string()],
+            source: CardSource {
+                front_matter: FrontMatter::of(b"---\nlanguage: \"a\\nb\"\n---\n"),
+                kept_as: Some(hostile.to_string()),
+                datasets: vec![hostile.to_string()],
+            },
+            facts: vec![("Model", code(hostile))],
+            perplexities: vec![(code(hostile), report)],
+            measured_on: None,
+            notes: Vec::new(),
+            command: vec!["prune".to_string(), hostile.to_string()],
+        };
+        let text = card.text();
+        assert_eq!(text.lines().filter(|line| *line == "---").count(), 2, "{text}");
+        assert!(!text.contains("\nlicense: mit") && !text.contains('\u{2028}'), "{text}");
+        let head = FrontMatter::of(text.as_bytes());
+        assert_eq!(head.get("base_model"), [hostile, "o/m"]);
+        assert_eq!(head.get("base_model_relation"), ["merge"]);
+        assert_eq!(
+            (head.get("tags"), head.get("datasets")),
+            (&[hostile.to_string()][..], &[hostile.to_string()][..])
+        );
+        assert_eq!(head.get("language"), ["a\nb"]);
+        assert!(head.get("license").is_empty() && text.contains("is not known"));
+        assert!(text.contains("| not finite |") && is_written_by_us(text.as_bytes()));
     }
 }

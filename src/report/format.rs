@@ -9,7 +9,7 @@ use crate::failure::printable;
 /// A table with a header row. The first column holds names.
 #[derive(Debug, Serialize)]
 pub(super) struct Table {
-    pub(super) columns: &'static [&'static str],
+    pub(super) columns: Vec<String>,
     pub(super) rows: Vec<Vec<String>>,
 }
 
@@ -27,6 +27,12 @@ pub(super) fn short_name(name: &str) -> &str {
 /// A perplexity with four digits.
 pub(super) fn finite(value: f64) -> String {
     if value.is_finite() { format!("{value:.4}") } else { "not finite".to_string() }
+}
+
+/// A share in percent, with as many digits as it has, at most four.
+pub(super) fn percent(ratio: f64) -> String {
+    let percent = format!("{:.4}", 100.0 * ratio);
+    format!("{} %", percent.trim_end_matches('0').trim_end_matches('.'))
 }
 
 /// `35 ms`, `4.1 s`, `12 min 05 s`, `3 h 07 min`.
@@ -85,6 +91,12 @@ mod tests {
     fn durations_are_in_the_unit_a_person_would_choose() {
         let texts = [0.0, 0.0354, 0.3, 99.0, 725.0, 11_220.0].map(duration);
         assert_eq!(texts, ["0 ms", "35 ms", "0.3 s", "99.0 s", "12 min 05 s", "3 h 07 min"]);
+    }
+
+    #[test]
+    fn a_percentage_has_no_more_digits_than_it_needs() {
+        let shown = [0.5, 1.0 / 3.0, 0.0, 1.0].map(percent);
+        assert_eq!(shown, ["50 %", "33.3333 %", "0 %", "100 %"]);
     }
 
     #[test]

@@ -61,6 +61,13 @@ impl FrontMatter {
         Self(entries)
     }
 
+    /// The entries that both cards have, with equal values.
+    #[must_use]
+    pub fn shared_with(self, other: &Self) -> Self {
+        let shared = self.0.into_iter().filter(|(key, values)| other.get(key) == values);
+        Self(shared.collect())
+    }
+
     /// The values of a key; empty without it.
     pub fn get(&self, key: &str) -> &[String] {
         self.0.get(key).map_or(&[], Vec::as_slice)
@@ -72,11 +79,17 @@ pub(super) fn entry_of(key: &str, values: &[String]) -> String {
     match values {
         [] => String::new(),
         [one] => format!("{key}: {}\n", quoted(one)),
-        several => {
-            let items = several.iter().map(|value| format!("- {}\n", quoted(value)));
-            format!("{key}:\n{}", items.collect::<String>())
-        }
+        several => list_of(key, several),
     }
+}
+
+/// An entry as a list, also of a single value; empty without values.
+pub(super) fn list_of(key: &str, values: &[String]) -> String {
+    if values.is_empty() {
+        return String::new();
+    }
+    let items = values.iter().map(|value| format!("- {}\n", quoted(value)));
+    format!("{key}:\n{}", items.collect::<String>())
 }
 
 /// Key and rest of a line `key: value`.
@@ -153,7 +166,7 @@ fn plain(text: &str) -> Option<&str> {
 
 /// A text as a value of YAML on a single line: a JSON string that also escapes the characters that YAML does not take or takes as the
 /// end of a line.
-pub(super) fn quoted(text: &str) -> String {
+fn quoted(text: &str) -> String {
     let json = serde_json::Value::from(text).to_string();
     let is_plain = |c: char| {
         !matches!(

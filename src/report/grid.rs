@@ -2,19 +2,10 @@
 
 use std::fmt::Write as _;
 
-use serde::Serialize;
-
-use super::format::{duration, finite};
+use super::format::{Table, duration, finite};
 use crate::bytes::ByteSize;
 use crate::failure::printable;
 use crate::run::grid::{CellState, GridEntry, GridRecord, mean};
-
-/// A table whose columns depend on the records. The first column holds names.
-#[derive(Debug, Serialize)]
-pub(super) struct GridTable {
-    pub(super) columns: Vec<String>,
-    pub(super) rows: Vec<Vec<String>>,
-}
 
 /// The table for the terminal, ending in a newline.
 pub fn text(record: &GridRecord) -> String {
@@ -136,7 +127,7 @@ pub(super) fn notes(record: &GridRecord) -> Vec<String> {
 }
 
 /// The means: a row per method, a column per ratio or pattern.
-pub(super) fn means(record: &GridRecord) -> GridTable {
+pub(super) fn means(record: &GridRecord) -> Table {
     let mut columns = vec!["method".to_string()];
     columns.extend(record.columns.iter().cloned());
     columns.extend(["time", "peak memory"].map(String::from));
@@ -153,11 +144,11 @@ pub(super) fn means(record: &GridRecord) -> GridTable {
         row.push(peak.map_or_else(dash, |peak: ByteSize| peak.to_string()));
         row
     });
-    GridTable { rows: rows.collect(), columns }
+    Table { rows: rows.collect(), columns }
 }
 
 /// A table with a row for every cell.
-pub(super) fn every_cell(record: &GridRecord) -> GridTable {
+pub(super) fn every_cell(record: &GridRecord) -> Table {
     let number = |value: Option<f64>| value.map_or_else(dash, finite);
     let rows = record.cells.iter().map(|cell| {
         vec![
@@ -170,7 +161,7 @@ pub(super) fn every_cell(record: &GridRecord) -> GridTable {
             cell.peak_anonymous.map_or_else(dash, |peak| peak.to_string()),
         ]
     });
-    GridTable {
+    Table {
         rows: rows.collect(),
         columns: [
             "cell",

@@ -2,9 +2,9 @@
 
 use std::fmt::Write as _;
 
-use super::format::{Table, finite};
+use super::format::{Table, finite, three_digits};
 use crate::run::Manifest;
-use crate::run::merging::{MergeReport, MergedTensor};
+use crate::run::merging::{MergeReport, MergedLayer, MergedTensor};
 
 /// Rows of the table at the end of a run.
 pub(super) fn rows(merge: &MergeReport) -> Vec<(String, String)> {
@@ -32,11 +32,23 @@ pub(super) fn rows(merge: &MergeReport) -> Vec<(String, String)> {
     if let Some(zeros) = kept_zeros(merge) {
         rows.push(("zeros kept".to_string(), zeros));
     }
+    rows.extend(by_layer(merge).into_iter().map(|(name, value)| (name.to_string(), value)));
     rows
 }
 
 /// Rows of the settings on the page.
 pub(super) fn settings(merge: &MergeReport, row: &mut impl FnMut(&'static str, String)) {
+    facts(merge).into_iter().for_each(|(name, value)| row(name, value));
+    for measured in &merge.perplexities {
+        row("perplexity", format!("{}, of {}", finite(measured.report.perplexity), measured.model));
+    }
+    row("recipe", merge.recipe.clone());
+}
+
+/// Rows of page and card.
+pub(super) fn facts(merge: &MergeReport) -> Vec<(&'static str, String)> {
+    let mut rows = Vec::new();
+    let mut row = |name, value| rows.push((name, value));
     row("method", method(merge));
     if let Some(scope) = &merge.trim_scope {
         row("trimmed together", format!("the entries of a {scope}"));
@@ -48,17 +60,17 @@ pub(super) fn settings(merge: &MergeReport, row: &mut impl FnMut(&'static str, S
     if let Some(tokens) = vocabulary(merge) {
         row("vocabulary", tokens);
     }
-    for measured in &merge.perplexities {
-        row("perplexity", format!("{}, of {}", finite(measured.report.perplexity), measured.model));
-    }
     if let Some(errors) = output_errors(merge) {
         row("output error", errors);
     }
     if let Some(zeros) = kept_zeros(merge) {
         row("zeros kept", zeros);
     }
+    for (name, value) in by_layer(merge) {
+        row(name, value);
+    }
     row("seed of random masks", merge.seed.to_string());
-    row("recipe", merge.recipe.clone());
+    rows
 }
 
 /// A merge in one or two sentences.
@@ -80,18 +92,63 @@ pub(super) fn summary(merge: &MergeReport, model: &str) -> String {
     text
 }
 
+/// Distances from each model, and conflicts of signs, in percent by layer; empty for a merge whose layers have one source.
+fn by_layer(merge: &MergeReport) -> Vec<(&'static str, String)> {
+    let percents = |of: &dyn Fn(&MergedLayer) -> Option<f64>| {
+        let values = merge.layers.iter().map(of);
+        let text =
+            |value: Option<f64>| value.map_or("–".to_string(), |of| three_digits(100.0 * of));
+        values.map(text).collect::<Vec<_>>().join(", ")
+    };
+    if merge.layers.is_empty() {
+        return Vec::new();
+    }
+    let mut rows = Vec::new();
+    for (at, model) in merge.models.iter().enumerate() {
+        let distances = percents(&|layer| *layer.distances.get(at)?);
+        rows.push(("distance", format!("{distances} % from {}, by layer", model.name)));
+    }
+    if merge.layers.iter().any(|layer| layer.sign_conflicts.is_some()) {
+        let conflicts = percents(&|layer| layer.sign_conflicts);
+        rows.push(("sign conflicts", format!("{conflicts} % of the elements, by layer")));
+    }
+    rows
+}
+
+/// The distances of every layer from the models; without rows for a run that did not merge.
+pub(super) fn every_layer(manifest: &Manifest) -> Table {
+    let merge = manifest.merge.iter();
+    let models = merge.clone().flat_map(|merge| &merge.models);
+    let columns = models.map(|model| format!("distance from {}", model.name));
+    let number =
+        |value: Option<f64>| value.map_or_else(|| "–".to_string(), |value| format!("{value:.6}"));
+    let row = |layer: &MergedLayer| {
+        let numbers = layer.distances.iter().copied().chain([layer.sign_conflicts]).map(number);
+        std::iter::once(layer.layer.to_string()).chain(numbers).collect()
+    };
+    Table {
+        columns: std::iter::once("layer".to_string())
+            .chain(columns)
+            .chain(["sign conflicts".to_string()])
+            .collect(),
+        rows: merge.flat_map(|merge| &merge.layers).map(row).collect(),
+    }
+}
+
 /// What was counted in every tensor; empty for a run that did not merge.
 pub(super) fn every_tensor(manifest: &Manifest) -> Table {
     let tensors = manifest.merge.iter().flat_map(|merge| &merge.tensors);
     Table {
-        columns: &[
+        columns: [
             "tensor",
             "shape",
             "zeros",
             "kept entries per model",
             "output error before",
             "output error after",
-        ],
+        ]
+        .map(String::from)
+        .to_vec(),
         rows: tensors.map(tensor).collect(),
     }
 }

@@ -7,12 +7,11 @@
 //! | `inspection` | the table of `prune inspect` |
 //! | `quantization` | the result of `prune quantize` |
 //! | `card`, `front_matter` | the model card beside the weights, and the facts it takes over from the source's card |
+//! | `cards` | the cards of pruned, merged, recovered and quantised models |
 //! | `page` | the page of `prune report` for its runs |
 //! | `grid` | the table of a sweep, and the parts of its page |
 //! | `merges` | the parts of table and page that only merges have |
 //! | `recoveries` | the parts of the table that only recovery trainings have |
-//! | `recovery_card` | the model card of a recovered model |
-//! | `merge_card` | the model card of a merged model |
 //! | `comparison` | groups of runs that may share a chart |
 //! | `settings`, `format` | tables; escaped text, durations, moments |
 //! | `demo_table` | the result of `prune demo`, as records and as a table of at most 80 columns |
@@ -21,6 +20,7 @@
 //! | `training_plan` | the table of `prune plan --recover` |
 
 pub mod card;
+pub mod cards;
 pub mod comparison;
 pub mod demo_table;
 mod format;
@@ -31,7 +31,6 @@ pub mod log;
 #[cfg(test)]
 pub(crate) mod made_up;
 pub mod memory_log;
-pub mod merge_card;
 mod merges;
 pub mod page;
 pub mod plan;
@@ -39,7 +38,6 @@ pub mod plots;
 pub mod profile;
 pub mod quantization;
 mod recoveries;
-pub mod recovery_card;
 mod settings;
 pub mod table;
 pub mod training_plan;

@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use super::comparison::{NamedRun, RunComparison, method_label};
 use super::format::{Table, escape, finite};
-use super::grid::{self, GridTable};
+use super::grid;
 use super::merges;
 use super::plots::{Figure, heat, memory, perplexity, phases, training};
 use super::settings;
@@ -60,11 +60,11 @@ struct ComparedRuns<'a> {
 struct GridSection {
     lead: Vec<String>,
     warnings: Vec<String>,
-    means: GridTable,
+    means: Table,
     notes: Vec<String>,
     figures: Vec<Figure>,
     settings: Vec<(String, String)>,
-    cells: GridTable,
+    cells: Table,
 }
 
 #[derive(Serialize)]
@@ -198,6 +198,7 @@ fn section<'a>(run: &'a NamedRun, prefix: &str) -> Result<RunSection<'a>> {
     ];
     let has_errors = drawn[1].is_some();
     let details = [
+        ("Every layer in numbers", merges::every_layer(manifest)),
         ("Every matrix in numbers", settings::every_matrix(manifest)),
         ("Every tensor in numbers", merges::every_tensor(manifest)),
         ("Memory samples in numbers", settings::every_memory_sample(manifest)),

@@ -118,7 +118,7 @@ fn perplexity(report: PerplexityReport) -> String {
     )
 }
 
-/// Runs side by side, a row each.
+/// Runs side by side, a row each. The perplexity comes first: a narrow screen shows the first columns.
 pub(super) fn side_by_side(runs: &[NamedRun]) -> Table {
     let rows = runs
         .iter()
@@ -129,12 +129,12 @@ pub(super) fn side_by_side(runs: &[NamedRun]) -> Table {
                 manifest.perplexity.pruned.map(|report| report.perplexity),
             );
             vec![
+                or_dash(manifest.perplexity_of_result(), finite),
                 run.name.clone(),
                 method_label(manifest),
                 or_dash(manifest.pruning.as_ref(), |pruning| pruning.sparsity_ratio.to_string()),
                 or_dash(manifest.sparsity, |sparsity| format!("{:.4}", sparsity.ratio)),
                 or_dash(dense, finite),
-                or_dash(pruned, finite),
                 or_dash(pruned.zip(dense), |(pruned, dense)| finite(pruned / dense)),
                 or_dash(mean_output_error(manifest), |error| format!("{error:.3}")),
                 duration(manifest.seconds),
@@ -144,19 +144,21 @@ pub(super) fn side_by_side(runs: &[NamedRun]) -> Table {
         })
         .collect();
     Table {
-        columns: &[
+        columns: [
+            "perplexity",
             "run",
             "method",
             "ratio",
             "sparsity",
             "dense perplexity",
-            "pruned perplexity",
             "pruned / dense",
             "mean output error",
             "time",
             "peak memory",
             "dtype",
-        ],
+        ]
+        .map(String::from)
+        .to_vec(),
         rows,
     }
 }
@@ -189,7 +191,7 @@ pub(super) fn every_matrix(manifest: &Manifest) -> Table {
         })
         .collect();
     Table {
-        columns: &[
+        columns: [
             "matrix",
             "out × in",
             "zeros before",
@@ -197,7 +199,9 @@ pub(super) fn every_matrix(manifest: &Manifest) -> Table {
             "sparsity",
             "output error",
             "mask SHA-256",
-        ],
+        ]
+        .map(String::from)
+        .to_vec(),
         rows,
     }
 }
@@ -216,7 +220,8 @@ pub(super) fn every_memory_sample(manifest: &Manifest) -> Table {
             ]
         })
         .collect();
-    Table { columns: &["checkpoint", "seconds", "memory", "most since the last"], rows }
+    let columns = ["checkpoint", "seconds", "memory", "most since the last"];
+    Table { columns: columns.map(String::from).to_vec(), rows }
 }
 
 fn or_dash<T>(value: Option<T>, text: impl FnOnce(T) -> String) -> String {

@@ -9,7 +9,7 @@ use super::allocation::AllocationReport;
 use super::fallback::{DeviceMemoryReport, FallbackReport};
 use super::layer_drop::LayerDropReport;
 use super::measured::null_is_nan;
-use super::merging::MergeReport;
+use super::merging::{MERGED, MergeReport};
 use super::plan::{DevicePlan, HiddenStatesStorage, Plan, exceeded};
 use super::profile::ProfileReport;
 use super::recovery::{BlockLoss, RecoveryReport};
@@ -118,6 +118,19 @@ impl Manifest {
         } else {
             ["dense perplexity", "pruned perplexity"]
         }
+    }
+
+    /// The perplexity of the model that the run made, or of the model that it measured; `None` where it was not measured.
+    pub fn perplexity_of_result(&self) -> Option<f64> {
+        let report = match &self.merge {
+            Some(merge) => {
+                let mut rows = merge.perplexities.iter();
+                rows.find(|row| row.model == MERGED).map(|row| row.report)
+            }
+            None if self.command == "eval" => self.perplexity.dense,
+            None => self.perplexity.pruned,
+        };
+        report.map(|report| report.perplexity)
     }
 
     /// Returns a line per device that used more memory than it may, by any amount, or else more than planned: by more than a tenth, and by

@@ -46,6 +46,9 @@ pub struct MergeReport {
     /// beside the weights, which is written before the evaluation.
     #[serde(default)]
     pub perplexities: Vec<ModelPerplexity>,
+    /// Per layer of the output with several sources: its distances from the models. Empty in records of older versions.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layers: Vec<MergedLayer>,
     /// Per tensor of the output, in its order.
     pub tensors: Vec<MergedTensor>,
 }
@@ -188,6 +191,9 @@ pub struct MeasuredActivations {
     pub seed: u64,
 }
 
+/// The name of the merged model among [`MergeReport::perplexities`].
+pub const MERGED: &str = "merged";
+
 /// The perplexity of a model.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ModelPerplexity {
@@ -218,6 +224,68 @@ pub struct MergedTensor {
     /// Output errors; absent without statistics of its input.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub output_errors: Option<OutputErrors>,
+    /// The distances from its sources; empty outside of layers, and for a tensor with one source.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub distances: Vec<SourceDistance>,
+    /// Elements that an expert has above the base and another has below it; absent without a base and two experts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sign_conflicts: Option<u64>,
+}
+
+/// The distance of a merged tensor, as it is written, from one of its sources.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct SourceDistance {
+    /// The index of the source's model in `models`.
+    pub model: usize,
+    /// Σ (W − W_t)².
+    pub square_distance: f64,
+    /// Σ W_t².
+    pub square_norm: f64,
+}
+
+/// A layer of a merged model.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct MergedLayer {
+    /// Its index in the output.
+    pub layer: usize,
+    /// ‖W − W_t‖ / ‖W_t‖ over the linears and norms of the layer, in the order of `models`; null for a model that the layer has no
+    /// tensor of.
+    pub distances: Vec<Option<f64>>,
+    /// The share of elements that an expert has above the base and another has below it; absent without a base and two experts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sign_conflicts: Option<f64>,
+}
+
+impl MergedLayer {
+    /// The layer number `layer` of a merge of `models` models, from the sums of its tensors in the order of the output. `None` where no
+    /// tensor was compared.
+    pub fn of<'a>(
+        layer: usize,
+        models: usize,
+        tensors: impl Iterator<Item = &'a MergedTensor>,
+    ) -> Option<Self> {
+        let mut sums = vec![[0.0; 2]; models];
+        let [mut conflicts, mut elements] = [0, 0];
+        for tensor in tensors {
+            for of in &tensor.distances {
+                let sums = sums.get_mut(of.model)?;
+                sums[0] += of.square_distance;
+                sums[1] += of.square_norm;
+            }
+            if let Some(count) = tensor.sign_conflicts {
+                conflicts += count;
+                elements += tensor.shape.iter().product::<usize>() as u64;
+            }
+        }
+        let distance = |[distance, norm]: [f64; 2]| (norm > 0.0).then(|| (distance / norm).sqrt());
+        let distances: Vec<Option<f64>> = sums.into_iter().map(distance).collect();
+        let share = (elements > 0).then(|| conflicts as f64 / elements as f64);
+        distances.iter().any(Option::is_some).then_some(Self {
+            layer,
+            distances,
+            sign_conflicts: share,
+        })
+    }
 }
 
 /// Σ_t E‖x_t (W − W_t)ᵀ‖² over the experts, to diagonal order: Σ_t Σ_ij a_tj² (W − W_t)_ij², with a_tj² the mean square of input j.

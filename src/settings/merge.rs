@@ -174,20 +174,18 @@ impl MergeSettings {
 
     /// A run that measures a model of the merge, without calibration and evaluation.
     pub fn measuring(&self, model: ModelSettings) -> Settings {
-        let mut evaluation = EvaluationSettings {
-            eval_windows: self.eval_windows,
-            text_cache: self.text_cache.clone(),
-            ..EvaluationSettings::default()
-        };
-        if let Some(dataset) = &self.eval_dataset {
-            evaluation.eval_dataset = dataset.clone();
-        }
-        Settings {
-            seqlen: self.seqlen,
-            evaluation,
-            device: self.device.clone(),
-            ..Settings::measuring(model)
-        }
+        let mut settings = Settings { seqlen: self.seqlen, ..Settings::measuring(model) };
+        settings.evaluation.eval_dataset = self.evaluation_text();
+        settings.evaluation.eval_windows = self.eval_windows;
+        settings.evaluation.text_cache.clone_from(&self.text_cache);
+        settings.device = self.device.clone();
+        settings
+    }
+
+    /// The text of `--eval-dataset`, the default without the flag.
+    pub fn evaluation_text(&self) -> DatasetSpec {
+        let asked = self.eval_dataset.clone();
+        asked.unwrap_or_else(|| EvaluationSettings::default().eval_dataset)
     }
 
     /// The calibration samples of a measured model.

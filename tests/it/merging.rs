@@ -3,6 +3,7 @@
 
 mod bits;
 mod devices;
+mod distances;
 mod goldens;
 mod interrupted;
 mod memory;

@@ -9,6 +9,7 @@ use prune::report::front_matter::FrontMatter;
 use prune::run::{Inspection, PruningRecord};
 use prune::synthetic::RandomCheckpoint;
 use serde_json::Value;
+use sha2::{Digest, Sha256};
 
 use crate::support::{Place, TEXTS, assert_snapshot, ran};
 
@@ -46,10 +47,10 @@ fn the_card_is_what_the_snapshot_shows() {
     let settled: String = read(&place, "out/model/README.md")
         .lines()
         .map(|line| match line.split_once(" | ") {
-            Some((name @ ("| Perplexity, source" | "| Perplexity, this model"), _)) => {
+            Some((name @ "| Arithmetic", _)) => format!("{name} | … |\n"),
+            Some((name @ ("| Source" | "| This model"), value)) if value.contains('.') => {
                 format!("{name} | … |\n")
             }
-            Some((name @ "| Arithmetic", _)) => format!("{name} | … |\n"),
             _ => format!("{line}\n"),
         })
         .collect();
@@ -60,6 +61,68 @@ fn the_card_is_what_the_snapshot_shows() {
     for report in [record.perplexity.dense, record.perplexity.pruned] {
         let shown = format!("| {:.4} |", report.expect("both are measured").perplexity);
         assert!(card.contains(&shown), "{card}");
+    }
+}
+
+/// The command of a card.
+fn command_of(card: &str) -> &str {
+    let (_, rest) = card.split_once("```sh\n").expect("a command");
+    rest.split_once("\n```").expect("its end").0
+}
+
+#[test]
+fn cards_of_all_commands_have_the_same_parts_and_commands_that_repeat_the_run() {
+    let place = Place::new();
+    fs::write(place.path("m/README.md"), META_CARD).expect("a new file");
+    place.prune(&format!("{HALF} --eval none --save run --save-model p"));
+    fs::write(
+        place.path("p/README.md"),
+        META_CARD.replace("tags:", "base_model: owner/tiny\ntags:"),
+    )
+    .expect("a new file");
+    let recover = "recover --model p --dataset train.txt --eval-dataset test.txt --seqlen 64 --eval-windows 2 --steps 2";
+    for (line, relation) in [
+        (format!("{recover} --how full --lr 3e-3 --save out"), Some("finetune")),
+        (format!("{recover} --how blocks --teacher m --nsamples 4 --save out"), Some("finetune")),
+        ("quantize --to nf4 p --save out/model".to_string(), Some("quantized")),
+        (
+            "merge --base m --model p --method ties --density 0.5 --keep-zeros --eval-dataset test.txt --seqlen 64 --save out"
+                .to_string(),
+            None,
+        ),
+    ] {
+        let ran = place.run(&format!("{line} --force"));
+        assert_eq!(ran.code, 0, "{line}\n{}", ran.stderr);
+        let card = read(&place, "out/model/README.md");
+        let head = front_matter(&place, "out");
+        assert_eq!(head.get("library_name"), ["transformers"], "{card}");
+        assert_eq!(head.get("pipeline_tag"), ["text-generation"]);
+        assert_eq!((head.get("license"), head.get("language")), (&["llama2".to_string()][..], &["en".to_string()][..]));
+        let base = relation.map(|_| "owner/tiny".to_string());
+        assert_eq!(head.get("base_model"), base.as_slice(), "{line}");
+        assert_eq!(head.get("base_model_relation").first().map(String::as_str), relation);
+        assert!(!head.get("tags").is_empty() && card.contains("from_pretrained("), "{card}");
+        // The list of hashes has the card that is there, also where it was written again.
+        let sum = prune::bytes::hex(&Sha256::digest(card.as_bytes()));
+        assert!(read(&place, "out/model/SHA256SUMS").contains(&format!("{sum}  README.md")));
+        let weights = fs::read(place.path("out/model/model.safetensors")).expect("weights");
+        if line.starts_with("merge") {
+            let measured = place.manifest("out").merge.expect("a merge").perplexities;
+            assert_eq!(measured.len(), 3);
+            for row in measured {
+                let shown = format!("| `{}` | {:.4} |", row.model, row.report.perplexity);
+                assert!(card.contains(&shown), "{shown}\n{card}");
+            }
+            fs::copy(place.path("out/model/merge_config.yml"), place.path("merge_config.yml"))
+                .expect("a copy");
+        }
+        let quantizes = line.starts_with("quantize");
+        let command = command_of(&card).strip_prefix("prune ").expect("this program");
+        let ran = place.run(&format!("{command} --force"));
+        assert_eq!(ran.code, 0, "{command}\n{}", ran.stderr);
+        let again = if quantizes { "out/model.safetensors" } else { "out/model/model.safetensors" };
+        assert!(fs::read(place.path(again)).expect("weights") == weights, "{command}");
+        fs::remove_dir_all(place.path("out")).expect("it was written");
     }
 }
 

@@ -8,7 +8,7 @@ use super::models::InputModels;
 use crate::job::folder::RunFolder;
 use crate::job::same_run;
 use crate::merging::recipe::Recipe;
-use crate::settings::{DATASET, MergeEval, MergeSettings};
+use crate::settings::{MergeEval, MergeSettings};
 
 /// The measurements of perplexity; the state of a run keeps their results.
 fn evaluation_of(settings: &MergeSettings) -> String {
@@ -16,8 +16,7 @@ fn evaluation_of(settings: &MergeSettings) -> String {
         return "none".to_string();
     }
     let windows = settings.eval_windows.map_or("all".to_string(), |windows| windows.to_string());
-    let dataset = settings.eval_dataset.as_ref();
-    let dataset = dataset.map_or(DATASET.to_string(), ToString::to_string);
+    let dataset = settings.evaluation_text();
     let seqlen = settings.seqlen.map_or("default".to_string(), |seqlen| seqlen.to_string());
     format!("{:?}, {}, windows: {windows}, seqlen: {seqlen}", settings.eval, dataset)
 }

@@ -17,11 +17,8 @@ use crate::job::pass::settle_pass;
 use crate::job::recorder::Recorder;
 use crate::job::streams::Streams;
 use crate::run::Events;
-use crate::run::merging::ModelPerplexity;
+use crate::run::merging::{MERGED, ModelPerplexity};
 use crate::settings::{EvalSides, MergeEval, ModelSettings};
-
-/// The merged model's name in the table.
-const MERGED: &str = "merged";
 
 impl MergeJob {
     /// Measures the models that are merged.

@@ -95,6 +95,7 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
     let (mut state, output) = outputs.finish(&job, &report, &recorder)?;
     job.evaluate_merged(&mut state, &mut weighed.devices, &recorder)?;
     report.perplexities = state.perplexities_of_models().to_vec();
+    job.publish_perplexities(&report)?;
     let manifest = job.record(report, weighed.devices, (state, output), &recorder)?;
     events.emit(Event::IfInterrupted(None));
     Ok(manifest)

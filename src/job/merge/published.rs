@@ -10,15 +10,20 @@ use super::layer_settings;
 use super::models::InputModels;
 use super::vocabulary::OutputVocabulary;
 use crate::checkpoint::{
-    CARD_FILE, CONFIG_FILE, INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE, Published, sidecars_in,
+    CARD_FILE, CONFIG_FILE, INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE, Published,
+    replace_published, sidecars_in,
 };
+use crate::data::DatasetSpec;
+use crate::job::published::{hub_datasets, shared_front_matter};
 use crate::linalg::StoredDtype;
 use crate::merging::pass::MergeTensor;
 use crate::merging::recipe::{Recipe, without_folders};
 use crate::merging::vocabulary::TOKENIZER_FILES;
 use crate::model::{EMBEDDING, HEAD};
-use crate::report::merge_card;
+use crate::report::card::{Card, CardSource};
+use crate::report::cards;
 use crate::run::merging::MergeReport;
+use crate::settings::MergeEval;
 
 /// The model whose configuration and tokenizer the output gets: the base, else the first.
 pub(super) struct Donor {
@@ -73,11 +78,80 @@ pub(super) fn widest(tensors: &[MergeTensor]) -> StoredDtype {
 }
 
 impl MergeJob {
+    /// Writes the card again, with the perplexities of a finished evaluation.
+    ///
+    /// # Errors
+    /// Fails when a file cannot be written.
+    pub(super) fn publish_perplexities(&self, report: &MergeReport) -> Result<()> {
+        if report.perplexities.is_empty() || self.settings.no_model_card {
+            return Ok(());
+        }
+        let folder = self.folder.model.as_ref().context("a merge has a folder")?;
+        let card = self.card(&self.without_paths(report));
+        replace_published(folder, CARD_FILE, card.text().as_bytes())
+    }
+
+    fn without_paths(&self, report: &MergeReport) -> MergeReport {
+        report.without_paths(self.recipe.to_yaml(without_folders), without_folders)
+    }
+
+    /// The card, from a record without paths.
+    fn card(&self, public: &MergeReport) -> Card {
+        let source = CardSource {
+            front_matter: shared_front_matter(self.inputs.folders().into_iter()),
+            kept_as: None,
+            datasets: hub_datasets(self.datasets()),
+        };
+        cards::merged(public, source, self.command(public))
+    }
+
+    /// The texts whose activations decide the weights.
+    fn datasets(&self) -> impl Iterator<Item = &DatasetSpec> {
+        self.settings.dataset.iter().filter(|_| self.settings.saliency.is_some())
+    }
+
+    /// The command that repeats the merge.
+    fn command(&self, public: &MergeReport) -> Vec<String> {
+        let settings = &self.settings;
+        let mut command = ["prune", "merge", MERGE_CONFIG_FILE].map(String::from).to_vec();
+        let mut flag = |name: &str, value: &str| {
+            command.extend([format!("--{name}"), value.to_string()]);
+        };
+        flag("semantics", &public.semantics);
+        if settings.trim_scope.is_some()
+            && let Some(scope) = &public.trim_scope
+        {
+            flag("trim-scope", scope);
+        }
+        if let Some(majority) = settings.majority_sign {
+            flag("majority-sign", majority.name());
+        }
+        if let Some(of) = public.saliency.as_ref().and_then(|saliency| saliency.of.as_deref()) {
+            flag("saliency", of);
+            self.datasets().for_each(|of| flag("dataset", &of.without_folders()));
+            flag("nsamples", &settings.nsamples.to_string());
+        }
+        flag("seed", &settings.seed.to_string());
+        if settings.eval != MergeEval::None {
+            flag("eval-dataset", &settings.evaluation_text().without_folders());
+        }
+        if let Some(seqlen) = settings.seqlen {
+            flag("seqlen", &seqlen.to_string());
+        }
+        flag("save", "out");
+        let switches = [
+            ("--keep-zeros", settings.keep_zeros),
+            ("--unsafe-truncate-embeddings", settings.unsafe_truncate_embeddings),
+        ];
+        command.extend(switches.into_iter().filter(|(_, on)| *on).map(|(name, _)| name.into()));
+        command
+    }
+
     /// The files that are published with the merged model.
     pub(super) fn published(&self, report: &MergeReport) -> Result<Published> {
         let mut config = serde_json::to_vec_pretty(&self.donor.config)?;
         config.push(b'\n');
-        let public = report.without_paths(self.recipe.to_yaml(without_folders), without_folders);
+        let public = self.without_paths(report);
         let mut record = serde_json::to_vec_pretty(&public)?;
         record.push(b'\n');
         let mut written = vec![
@@ -86,7 +160,7 @@ impl MergeJob {
             (MERGING_FILE.to_string(), record),
         ];
         if !self.settings.no_model_card {
-            written.push((CARD_FILE.to_string(), merge_card::text(&public).into_bytes()));
+            written.push((CARD_FILE.to_string(), self.card(&public).text().into_bytes()));
         }
         if let Some(index) = self.layout.index_json() {
             written.push((INDEX_FILE.to_string(), index));

@@ -17,7 +17,7 @@ use crate::merging::methods::Scope;
 use crate::merging::recipe::Parameter;
 use crate::model::EMBEDDING;
 use crate::run::manifest::{Arithmetic, Manifest, ModelReport, OutputReport, Perplexities, SCHEMA};
-use crate::run::merging::{InputModel, MergeReport, MergedTensor};
+use crate::run::merging::{InputModel, MergeReport, MergedLayer, MergedTensor};
 use crate::run::{Events, HiddenStatesStorage, Moment};
 
 impl MergeJob {
@@ -62,6 +62,12 @@ impl MergeJob {
                 counted.cloned()
             })
             .collect();
+        let tensors = tensors?;
+        let layers = (0..self.num_hidden_layers).filter_map(|layer| {
+            let of_layer = self.tensors.iter().zip(&tensors);
+            let of_layer = of_layer.filter(|(tensor, _)| tensor.recipe.layer == Some(layer));
+            MergedLayer::of(layer, self.inputs.models.len(), of_layer.map(|(_, merged)| merged))
+        });
         let embedding = self.tensors.iter().find(|tensor| tensor.recipe.name == EMBEDDING);
         Ok(MergeReport {
             method: self.recipe.merge_method.clone(),
@@ -79,7 +85,8 @@ impl MergeJob {
             saliency: self.saliency.as_ref().map(|saliency| saliency.report(&weighed.used)),
             combined_adapter: None,
             perplexities: Vec::new(),
-            tensors: tensors?,
+            layers: layers.collect(),
+            tensors,
         })
     }
 

@@ -7,14 +7,13 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde::Serialize;
 
-use super::super::published::beginning;
+use super::super::published::SourceCards;
 use super::super::record::RunResults;
 use super::super::settled_run::SettledRun;
 use crate::bytes::LARGEST_RECORD;
-use crate::checkpoint::{CARD_FILE, OwnFiles, card_of_source, cards_in};
+use crate::checkpoint::{CARD_FILE, OwnFiles};
 use crate::input::{self, Expected};
-use crate::report::front_matter::FrontMatter;
-use crate::report::recovery_card;
+use crate::report::cards;
 use crate::run::RecoveryReport;
 use crate::run::manifest::Perplexities;
 use crate::run::pruning_record::PRUNING_FILE;
@@ -59,27 +58,20 @@ impl SettledRun {
                 .map_err(|error| input::cannot_read(&pruning, &error))?;
             written.push((PRUNING_FILE, bytes));
         }
-        let declined = self.settings.output.no_model_card;
-        let cards = cards_in(folder).unwrap_or_default().into_iter();
-        let copied: Vec<(String, String)> = cards
-            .filter_map(|name| {
-                let new_name = match declined {
-                    true => name.clone(),
-                    false => card_of_source(&name)?,
-                };
-                Some((name, new_name))
-            })
-            .collect();
-        if !declined {
-            let front_matter = FrontMatter::of(&beginning(&folder.join(CARD_FILE)));
-            let card = recovery_card::text(
-                &published.model,
+        let cards = SourceCards::of(folder, self.settings.output.no_model_card);
+        if !self.settings.output.no_model_card {
+            let id = self.model.hub_model.as_ref().map(|hub| hub.id.as_str());
+            let evaluation = self.texts.windows.as_ref().map(|text| &text.protocol);
+            let card = cards::recovered(
+                (&published.model, id),
                 (&published.recovery, published.perplexity),
-                &front_matter,
+                evaluation,
+                cards.source(self.settings.calibration.iter().map(|of| &of.dataset)),
+                self.command()?,
             );
-            written.push((CARD_FILE, card.into_bytes()));
+            written.push((CARD_FILE, card.text().into_bytes()));
         }
-        Ok(OwnFiles { written, copied })
+        Ok(OwnFiles { written, copied: cards.copied })
     }
 }
 

@@ -44,7 +44,7 @@ pub use method::{
 };
 pub use mixer::{Divisor, Formula, Mixer, Mixture, OnCpu, Share, WeightedSum};
 pub use random::{Stream, uniform};
-pub use sums::{dot, weighted_square_distance};
+pub use sums::{dot, sign_conflicts, square_distance, weighted_square_distance};
 
 /// All methods, in the order of the help text.
 pub const METHODS: [&dyn MergeMethod; 13] = [

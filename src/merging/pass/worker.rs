@@ -9,14 +9,15 @@ use super::merge_pass::{Groups, MergePass, MergeTensor};
 use super::rows::SourceRows;
 use crate::failure::Failure;
 use crate::linalg::StoredDtype;
-use crate::linalg::convert::narrow;
+use crate::linalg::convert::{narrow, widen};
 use crate::linalg::select::first_not_finite;
 use crate::merging::methods::{
-    MethodSettings, Mixer, OnCpu, RowBlock, SourceTask, TensorMerge, TensorTask,
-    weighted_square_distance,
+    MethodSettings, Mixer, OnCpu, RowBlock, SourceTask, TensorMerge, TensorTask, sign_conflicts,
+    square_distance, weighted_square_distance,
 };
+use crate::merging::recipe::{TensorRecipe, TensorSource};
 use crate::run::Stopped;
-use crate::run::merging::{MergedTensor, OutputErrors};
+use crate::run::merging::{MergedTensor, OutputErrors, SourceDistance};
 
 /// The largest finite number of f16.
 const LARGEST_F16: f32 = 65504.0;
@@ -197,6 +198,10 @@ impl<'p> Worker<'p> {
             counts.add(tensor, &block, columns, &self.merged);
             narrow(tensor.dtype, &self.merged, &mut self.bytes);
             stream.write(&self.bytes)?;
+            if !counts.distances.is_empty() {
+                widen(tensor.dtype, &self.bytes, &mut self.merged);
+                counts.compare(tensor, &block, columns, &self.merged);
+            }
         }
         stream.finish()?;
         Ok(counts.of(tensor, merge.kept(), self.pass.keep_zeros))
@@ -295,6 +300,8 @@ struct TensorCounts {
     zeros: u64,
     kept_zeros: u64,
     errors: Option<OutputErrors>,
+    distances: Vec<SourceDistance>,
+    sign_conflicts: Option<u64>,
 }
 
 impl TensorCounts {
@@ -302,9 +309,16 @@ impl TensorCounts {
         let observed = tensor.observed.iter().enumerate();
         let is_observed =
             |(at, of): (usize, &Option<_>)| of.is_some() && Some(at) != tensor.recipe.base;
+        let TensorRecipe { sources, base, layer, .. } = &tensor.recipe;
+        // A tensor with one source is a copy of it.
+        let compared = if layer.is_some() && sources.len() > 1 { &sources[..] } else { &[] };
+        let distance =
+            |source: &TensorSource| SourceDistance { model: source.model, ..Default::default() };
         Self {
             zeros: 0,
             kept_zeros: 0,
+            distances: compared.iter().map(distance).collect(),
+            sign_conflicts: (base.is_some() && compared.len() > 2).then_some(0),
             errors: observed
                 .into_iter()
                 .any(is_observed)
@@ -335,6 +349,28 @@ impl TensorCounts {
         }
     }
 
+    /// Adds rows as they are written to the distances from the sources, and the conflicts of the sources' signs.
+    fn compare(
+        &mut self,
+        tensor: &MergeTensor,
+        rows: &RowBlock<'_>,
+        columns: usize,
+        written: &[f32],
+    ) {
+        for (of, source) in self.distances.iter_mut().zip(rows.sources) {
+            for (written, source) in written.chunks(columns).zip(source.chunks(columns)) {
+                let [distance, norm] = square_distance(written, source);
+                of.square_distance += distance;
+                of.square_norm += norm;
+            }
+        }
+        if let (Some(conflicts), Some(base)) = (&mut self.sign_conflicts, tensor.recipe.base) {
+            let experts = rows.sources.iter().enumerate().filter(|(at, _)| *at != base);
+            let experts: Vec<&[f32]> = experts.map(|(_, source)| *source).collect();
+            *conflicts += sign_conflicts(rows.sources[base], &experts);
+        }
+    }
+
     fn of(self, tensor: &MergeTensor, kept: Vec<u64>, keeps_zeros: bool) -> MergedTensor {
         MergedTensor {
             name: tensor.recipe.name.clone(),
@@ -343,6 +379,8 @@ impl TensorCounts {
             kept_zeros: keeps_zeros.then_some(self.kept_zeros),
             kept,
             output_errors: self.errors,
+            distances: self.distances,
+            sign_conflicts: self.sign_conflicts,
         }
     }
 }
