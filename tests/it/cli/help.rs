@@ -31,7 +31,7 @@ fn the_short_help_has_one_line_per_flag() {
         "--dataset",
         "--eval-dataset",
         "--save",
-        "--verify",
+        "--force",
     ] {
         let line = help.lines().find(|line| line.trim_start().starts_with(&format!("{flag} ")));
         assert!(

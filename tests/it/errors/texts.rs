@@ -140,7 +140,7 @@ fn an_unknown_dataset_is_refused() {
         &place,
         "--dataset wikitext2:",
         2,
-        "error: invalid value 'wikitext2:' for '--dataset <NAME[:PATH]>': `wikitext2:` has no path after the colon",
+        "error: invalid value 'wikitext2:' for '--dataset <TEXT>': `wikitext2:` has no path after the colon",
         "hint: write it like wikitext2:PATH, c4:PATH, demo or the path of a text file",
     );
 }
