@@ -1,5 +1,5 @@
 //! `prune` removes the weights that matter least from Llama-family checkpoints, layer by layer within a memory budget, and
-//! measures what that cost. The binary is a thin shell over this library; docs/architecture.md shows the rooms.
+//! measures what that cost. The binary is a thin shell over this library; docs/dev/architecture.md shows the rooms.
 
 pub mod adapter;
 pub mod bytes;

@@ -9,7 +9,7 @@
 //! The last command writes the two texts that the program contains.
 //!
 //! Two threads each take half of every batch; candle's own threads inside an operator would only wait for each other. The files of
-//! `src/demo/assets` were trained this way; docs/demo.md has times and results. The seed is fixed, and so is the order of every sum: each
+//! `src/demo/assets` were trained this way; docs/dev/demo.md has times and results. The seed is fixed, and so is the order of every sum: each
 //! batch has [`THREADS`] parts on every machine, and the gradients of the parts are added in their order.
 
 #![expect(clippy::print_stdout, reason = "an example that prints the progress of training")]

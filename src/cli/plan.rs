@@ -166,7 +166,7 @@ pub fn command(args: &PlanArgs, console: &Console) -> Result<()> {
     );
     text += &report::plan::text(&record.plan);
     if record.plan.devices.len() > 1 {
-        text += "Figures for GPUs are predicted by formula; docs/gpu-results.md says what was measured.\n";
+        text += "Figures for GPUs are predicted by formula; docs/dev/gpu-results.md says what was measured.\n";
     }
     console.record(&record, &text)
 }

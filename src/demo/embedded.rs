@@ -1,7 +1,7 @@
 //! The model of `prune demo`, compiled into the binary: a Llama of 1.05 M parameters that writes simple stories, with its tokenizer and
 //! configuration. It is written to a folder before use, so that the real reader reads it.
 //!
-//! `examples/train_demo` wrote the files; docs/demo.md describes the training.
+//! `examples/train_demo` wrote the files; docs/dev/demo.md describes the training.
 
 use std::fs;
 use std::path::Path;

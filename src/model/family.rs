@@ -2,7 +2,7 @@
 //!
 //! [`identify`] finds the record of a `config.json`, and [`ModelConfig`](super::ModelConfig) keeps it. The configuration, the
 //! layers on CPU and GPU, the memory formulas and the random checkpoints of tests read the record; none of them asks for a
-//! family's name. A record can express only what the arithmetic of a layer computes. docs/adding-a-family.md shows how to add a family.
+//! family's name. A record can express only what the arithmetic of a layer computes. docs/dev/adding-a-family.md shows how to add a family.
 
 use anyhow::Result;
 use serde::{Serialize, Serializer};

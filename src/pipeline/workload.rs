@@ -8,7 +8,7 @@
 //! | `gpu` | memory of a GPU per phase, from `model/on_device/tiling.rs` |
 //! | `work` | floating-point operations, and bytes of files and transfers |
 //!
-//! docs/memory-model.md has the formulas and compares them with measurements.
+//! docs/dev/memory-formulas.md has the formulas and compares them with measurements.
 
 mod gpu;
 mod host;

@@ -6,7 +6,7 @@
 //!
 //! The planner first chooses the fastest settings of the layers' phases that fit, then the settings of the head. It tries the next slower
 //! settings of the layers only where no settings of the head fit, or where they could still be faster. Time, by the rates of the
-//! inventory (docs/memory-model.md has the model and its limits):
+//! inventory (docs/dev/memory-formulas.md has the model and its limits):
 //!
 //! ```text
 //! compute   = flop / (threads · thread rate)      on the CPU, or flop / (GPUs · rate): they share the samples. Solvers and their like

@@ -238,7 +238,7 @@ impl fmt::Display for PartKind {
     }
 }
 
-/// Seconds by a stated model; docs/memory-model.md has it.
+/// Seconds by a stated model; docs/dev/memory-formulas.md has it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct TimeEstimate {
     /// The time of the run. It is less than `compute + disk + transfers` if reading overlaps computing.

@@ -127,7 +127,7 @@ impl Bench {
     #[cfg(not(feature = "cuda"))]
     fn cuda(_index: usize) -> Result<Self> {
         Err(Failure::usage("this build has no CUDA")
-            .hint("docs/building.md says how to build with CUDA")
+            .hint("docs/install.md says how to build with CUDA")
             .into())
     }
 

@@ -202,7 +202,7 @@ fn a_gpu_that_is_not_there_or_too_small_is_refused_with_the_fix() {
         let ran = run(&place, "--device cuda:0");
         assert_eq!(ran.code, 2);
         assert!(ran.stderr.contains("this build has no CUDA"), "{}", ran.stderr);
-        assert!(ran.stderr.contains("docs/building.md"), "{}", ran.stderr);
+        assert!(ran.stderr.contains("docs/install.md"), "{}", ran.stderr);
     }
     // A card that is too small is no reason to stop where the CPU will do; the plan says so.
     let small = manifest(&place, r#"--simulate {"gpus":["400MiB"]}"#);

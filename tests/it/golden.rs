@@ -1,6 +1,6 @@
 //! The results of the reference: every f32 run of locuslab/wanda in `goldens/` is repeated and compared.
 //!
-//! `cargo test --test it golden -- --nocapture` prints the tables of docs/parity.md. `support::shared` finds the files.
+//! `cargo test --test it golden -- --nocapture` prints the tables of docs/dev/parity.md. `support::shared` finds the files.
 
 mod allocation;
 mod compare;
@@ -63,7 +63,7 @@ const HEADER: &str = "\
 | golden | matrices equal | bits equal | worst matrix | statistics median / max | perplexity ours / reference | relative difference |
 | --- | --- | --- | --- | --- | --- | --- |";
 
-#[expect(clippy::print_stdout, reason = "the table is what docs/parity.md shows")]
+#[expect(clippy::print_stdout, reason = "the table is what docs/dev/parity.md shows")]
 pub(crate) fn show(text: &str) {
     println!("{text}");
 }

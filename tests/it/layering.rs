@@ -1,4 +1,4 @@
-//! The import table: the rooms that each room may import. docs/architecture.md shows the same table.
+//! The import table: the rooms that each room may import. docs/dev/architecture.md shows the same table.
 //!
 //! Imports are found as paths: `crate::room…`, the entries of `use crate::{…}`, and chains of `super` that leave a room.
 //! Comments and strings do not count. Tests inside the source keep the same table.
@@ -13,7 +13,7 @@ use crate::source_tree::{Source, sources, tokens};
 const LEAVES: &[&str] = &["bytes", "disk", "failure", "input"];
 
 /// Room → what it may import besides itself and [`LEAVES`]. A room that is missing here is refused: a new one needs a line
-/// here and in docs/architecture.md.
+/// here and in docs/dev/architecture.md.
 const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("failure", &[]),
     ("bytes", &[]),
@@ -263,7 +263,7 @@ fn the_table_names_the_rooms_that_exist() {
 
 #[test]
 fn the_documentation_shows_the_same_table() {
-    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/architecture.md");
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/dev/architecture.md");
     let page = fs::read_to_string(page).expect("the page is in the repository");
     let shown: Vec<(String, Vec<String>)> = page
         .lines()

@@ -1,6 +1,6 @@
 //! The licences of all dependencies, as their authors declare them, allow redistribution.
 //!
-//! Known weaknesses of dependencies are not tested: their list is on the network, and the tests use no network (docs/building.md).
+//! Known weaknesses of dependencies are not tested: their list is on the network, and the tests use no network (docs/dev/ci.md).
 
 use std::process::Command;
 

@@ -148,7 +148,7 @@ fn devices_this_build_does_not_have_are_refused() {
         (
             2,
             "error: --device cuda:1: this build has no CUDA\n\
-             hint: use --use-cpu, or leave --device out; docs/building.md says how to build with CUDA\n"
+             hint: use --use-cpu, or leave --device out; docs/install.md says how to build with CUDA\n"
         )
     );
     assert_eq!(run("--device tpu").code, 2);

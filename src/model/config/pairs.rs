@@ -1,7 +1,7 @@
 //! Keys of a `config.json` that state a fact twice: the key that counts, and a warning where the two keys differ.
 //!
 //! The precedence follows transformers. Pairs that the weights decide (head sizes, rows of the vocabulary, layers) are checked
-//! against the tensors' shapes; docs/reliability.md has the table of all pairs.
+//! against the tensors' shapes; docs/dev/robustness.md has the table of all pairs.
 
 use serde_json::Value;
 

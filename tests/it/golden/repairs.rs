@@ -94,7 +94,7 @@ fn alps() -> Vec<Case> {
         method: "alps",
         limits: Limits {
             masks: None,
-            // A method of iterations may end better than the reference: the deviation over seeds is 7 % at 70 % (docs/repairing.md).
+            // A method of iterations may end better than the reference: the deviation over seeds is 7 % at 70 % (docs/dev/parity.md).
             perplexity: -1.0..=0.03,
             output_error: Some(0.02),
             weights: None,

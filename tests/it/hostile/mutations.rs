@@ -1,6 +1,6 @@
 //! Damaged files of every kind: each is read or refused quickly, without a panic.
 //!
-//! `fuzz/` does the same for longer (docs/reliability.md).
+//! `fuzz/` does the same for longer (docs/dev/robustness.md).
 
 use std::fs;
 use std::path::{Path, PathBuf};
