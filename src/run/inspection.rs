@@ -1,4 +1,4 @@
-//! The findings of `prune inspect`, as plain records. docs/inspect.md documents them.
+//! The findings of `prune inspect`, as plain records. docs/dev/records.md documents them.
 
 use serde::{Deserialize, Serialize};
 

@@ -1,4 +1,4 @@
-//! A plan. It is printed before a run and by `prune plan`, and is part of `run.json`. Schema: docs/run-json.md.
+//! A plan. It is printed before a run and by `prune plan`, and is part of `run.json`. Schema: docs/dev/records.md.
 
 use std::fmt;
 

@@ -1,7 +1,7 @@
 //! `unfinished.json`: the finished work of a run that has not ended, so that a later process can continue it.
 //!
 //! The file is replaced after every layer, once the layer's bytes are on the disk. So it is true at any moment, however the
-//! process ends. Its first line has the length and the hash of the rest. docs/run-json.md documents the schema.
+//! process ends. Its first line has the length and the hash of the rest. docs/dev/records.md documents the schema.
 
 use std::collections::BTreeMap;
 
