@@ -152,9 +152,8 @@ impl SettledRun {
         let (by_name, changed) = (settings.by_name()?, settings.changed()?);
         let drop = settings.layer_drop.as_ref();
         let names_layers = drop.is_some_and(|drop| !drop.layers_dropped.is_empty());
-        let trains_blocks = !settings.trains_whole();
         let is_implied = |name: &str| match name {
-            "trains" => !trains_blocks,
+            "trains" => settings.trains_whole(),
             "drop_layers" | "drop_rule" => names_layers,
             "sparsity_ratio" => !has_ratio,
             "sparsity_type" => has_ratio,

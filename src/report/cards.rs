@@ -102,7 +102,7 @@ pub fn merged(report: &MergeReport, source: CardSource, command: Vec<String>) ->
             .iter()
             .map(|row| (code(&row.model), row.report))
             .collect(),
-        measured_on: last.map(|row| row.text.published()),
+        measured_on: last.map(|row| row.text.clone()),
         notes: vec![format!(
             "`merge_config.yml` has the recipe, and `merging.json` has counts and distances of every tensor.\n\n```yaml\n{}\n```",
             report.recipe.trim_end()

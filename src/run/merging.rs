@@ -84,8 +84,14 @@ impl MergeReport {
             .vocabulary
             .as_ref()
             .map(|of| VocabularyReport { source: name_of(&of.source), ..of.clone() });
+        let perplexities = self.perplexities.iter().map(|row| ModelPerplexity {
+            model: name_of(&row.model),
+            text: row.text.published(),
+            ..row.clone()
+        });
         Self {
             models: models.collect(),
+            perplexities: perplexities.collect(),
             recipe,
             vocabulary,
             combined_adapter: self

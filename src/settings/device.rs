@@ -240,7 +240,9 @@ pub fn check_device(device: &DeviceSettings) -> Result<()> {
     }
     if !cfg!(feature = "cuda") && device.simulate.is_none() {
         return Err(Failure::usage(format!("--device {name}: this build has no CUDA"))
-            .hint("use --use-cpu, or leave --device out; docs/install.md says how to build with CUDA")
+            .hint(
+                "use --use-cpu, or leave --device out; docs/install.md says how to build with CUDA",
+            )
             .into());
     }
     Ok(())

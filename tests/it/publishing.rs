@@ -86,8 +86,12 @@ fn cards_of_all_commands_have_the_same_parts_and_commands_that_repeat_the_run() 
         (format!("{recover} --how blocks --teacher m --nsamples 4 --save out"), Some("finetune")),
         ("quantize --to nf4 p --save out/model".to_string(), Some("quantized")),
         (
-            "merge --base m --model p --method ties --density 0.5 --keep-zeros --eval-dataset test.txt --seqlen 64 --save out"
-                .to_string(),
+            format!(
+                "merge --base {} --model p --method ties --density 0.5 --keep-zeros \
+                 --eval-dataset {} --eval-windows 2 --seqlen 64 --save out",
+                place.path("m").display(),
+                place.path("test.txt").display()
+            ),
             None,
         ),
     ] {
@@ -97,7 +101,10 @@ fn cards_of_all_commands_have_the_same_parts_and_commands_that_repeat_the_run() 
         let head = front_matter(&place, "out");
         assert_eq!(head.get("library_name"), ["transformers"], "{card}");
         assert_eq!(head.get("pipeline_tag"), ["text-generation"]);
-        assert_eq!((head.get("license"), head.get("language")), (&["llama2".to_string()][..], &["en".to_string()][..]));
+        assert_eq!(
+            (head.get("license"), head.get("language")),
+            (&["llama2".to_string()][..], &["en".to_string()][..])
+        );
         let base = relation.map(|_| "owner/tiny".to_string());
         assert_eq!(head.get("base_model"), base.as_slice(), "{line}");
         assert_eq!(head.get("base_model_relation").first().map(String::as_str), relation);
@@ -110,9 +117,12 @@ fn cards_of_all_commands_have_the_same_parts_and_commands_that_repeat_the_run() 
             let measured = place.manifest("out").merge.expect("a merge").perplexities;
             assert_eq!(measured.len(), 3);
             for row in measured {
-                let shown = format!("| `{}` | {:.4} |", row.model, row.report.perplexity);
+                let name = row.model.rsplit('/').next().expect("a name");
+                let shown = format!("| `{name}` | {:.4} |", row.report.perplexity);
                 assert!(card.contains(&shown), "{shown}\n{card}");
             }
+            let folder = place.path("").display().to_string();
+            assert!(!card.contains(folder.trim_end_matches('/')), "{card}");
             fs::copy(place.path("out/model/merge_config.yml"), place.path("merge_config.yml"))
                 .expect("a copy");
         }

@@ -134,6 +134,9 @@ impl MergeJob {
         flag("seed", &settings.seed.to_string());
         if settings.eval != MergeEval::None {
             flag("eval-dataset", &settings.evaluation_text().without_folders());
+            if let Some(windows) = settings.eval_windows {
+                flag("eval-windows", &windows.to_string());
+            }
         }
         if let Some(seqlen) = settings.seqlen {
             flag("seqlen", &seqlen.to_string());

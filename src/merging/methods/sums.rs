@@ -72,8 +72,8 @@ pub fn weighted_square_distance(a: &[f32], b: &[f32], squares: &[f32]) -> f64 {
 
 /// Returns Σⱼ (aⱼ − bⱼ)² and Σⱼ bⱼ² of a row.
 pub fn square_distance(a: &[f32], b: &[f32]) -> [f64; 2] {
-    struct Distance<'a>(&'a [f32], &'a [f32]);
-    impl WithSimd for Distance<'_> {
+    struct Distances<'a>(&'a [f32], &'a [f32]);
+    impl WithSimd for Distances<'_> {
         type Output = [f64; 2];
         #[inline(always)]
         fn with_simd<S: Simd>(self, _: S) -> [f64; 2] {
@@ -99,7 +99,7 @@ pub fn square_distance(a: &[f32], b: &[f32]) -> [f64; 2] {
             [distances.iter().sum(), norms.iter().sum()]
         }
     }
-    Arch::new().dispatch(Distance(a, b))
+    Arch::new().dispatch(Distances(a, b))
 }
 
 /// Counts the elements that one of the `experts` has above the base and another has below it.
