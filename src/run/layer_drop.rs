@@ -1,4 +1,4 @@
-//! The record of dropped layers: scores, choice, and sizes before and after. docs/run-json.md documents it.
+//! The record of dropped layers: scores, choice, and sizes before and after. docs/dev/records.md documents it.
 
 use serde::{Deserialize, Serialize};
 

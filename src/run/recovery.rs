@@ -1,4 +1,4 @@
-//! The record of a recovery training: settings as resolved, losses, held-out measurements. Part of `run.json`; schema: docs/run-json.md.
+//! The record of a recovery training: settings as resolved, losses, held-out measurements. Part of `run.json`; schema: docs/dev/records.md.
 
 use serde::{Deserialize, Serialize};
 

@@ -1,4 +1,4 @@
-//! The record of dropped width: sizes before and after, and what was lost. docs/run-json.md documents it.
+//! The record of dropped width: sizes before and after, and what was lost. docs/dev/records.md documents it.
 
 use serde::{Deserialize, Serialize};
 
