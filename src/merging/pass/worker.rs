@@ -311,14 +311,7 @@ impl TensorCounts {
             |(at, of): (usize, &Option<_>)| of.is_some() && Some(at) != tensor.recipe.base;
         let TensorRecipe { sources, base, layer, .. } = &tensor.recipe;
         // A tensor with one source is a copy of it.
-        let compared = if std::env::var_os("PRUNE_NO_DISTANCES").is_none()
-            && layer.is_some()
-            && sources.len() > 1
-        {
-            &sources[..]
-        } else {
-            &[]
-        };
+        let compared = if layer.is_some() && sources.len() > 1 { &sources[..] } else { &[] };
         let distance =
             |source: &TensorSource| SourceDistance { model: source.model, ..Default::default() };
         Self {
