@@ -78,7 +78,7 @@ impl AdaptedSource {
     ) -> Result<StoredMatrix> {
         let dtype = stored_dtype(entry)?;
         wide.resize(rows.len() * change.columns, 0.0);
-        read_rows(&*self.base, entry, dtype, rows.clone(), change.columns, wide)?;
+        read_rows(&*self.base, entry, rows.clone(), change.columns, wide)?;
         change.apply(rows.clone(), wide)?;
         Ok(StoredMatrix::from_f32(dtype, rows.len(), change.columns, wide))
     }

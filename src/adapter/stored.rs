@@ -97,7 +97,7 @@ impl Stored {
         columns: usize,
         values: &mut [f32],
     ) -> Result<()> {
-        read_rows(&*self.file, &self.entry, self.dtype, rows, columns, values)?;
+        read_rows(&*self.file, &self.entry, rows, columns, values)?;
         let Some(at) = first_not_finite(values) else {
             return Ok(());
         };
@@ -116,11 +116,11 @@ impl Stored {
 pub(super) fn read_rows(
     source: &dyn WeightSource,
     entry: &TensorEntry,
-    dtype: StoredDtype,
     rows: Range<usize>,
     columns: usize,
     values: &mut [f32],
 ) -> Result<()> {
+    let dtype = stored_dtype(entry)?;
     let start = rows.start as u64 * columns as u64 * dtype.bytes() as u64;
     if dtype == StoredDtype::F32 {
         return source.read(entry, start, bytemuck::cast_slice_mut(values));

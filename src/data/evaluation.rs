@@ -30,55 +30,57 @@ pub struct Evaluation {
     pub protocol: TextProtocol,
 }
 
-/// Cuts the evaluation text into windows of `seqlen` tokens, at most `max_windows`.
-///
-/// # Errors
-/// Fails when the text cannot be read (see [`Source::check`]), has too few tokens for a window, or cannot be tokenized.
-pub fn evaluation(
-    source: &Source,
-    tokenizer: &Tokenizer,
-    seqlen: usize,
-    max_windows: Option<usize>,
-    cache: &TextCache,
-    events: &dyn Events,
-) -> Result<Evaluation> {
-    if seqlen == 0 || max_windows == Some(0) {
-        return Err(Failure::usage("no windows to evaluate: seqlen or --eval-windows is 0")
-            .hint("use numbers above zero, or prune with --eval none")
+impl Source {
+    /// Cuts the evaluation text into windows of `seqlen` tokens, at most `max_windows`.
+    ///
+    /// # Errors
+    /// Fails when the text cannot be read (see [`Source::check`]), has too few tokens for a window, or cannot be tokenized.
+    pub fn evaluation(
+        &self,
+        tokenizer: &Tokenizer,
+        seqlen: usize,
+        max_windows: Option<usize>,
+        cache: &TextCache,
+        events: &dyn Events,
+    ) -> Result<Evaluation> {
+        if seqlen == 0 || max_windows == Some(0) {
+            return Err(Failure::usage("no windows to evaluate: seqlen or --eval-windows is 0")
+                .hint("use numbers above zero, or prune with --eval none")
+                .into());
+        }
+        let text = tokenize_joined(self, tokenizer, cache, events)?;
+        let mut tokens = text.ids;
+        let available = tokens.len() / seqlen;
+        if available == 0 {
+            return Err(Failure::new(format!(
+                "the evaluation text is too short for one window of {seqlen} tokens"
+            ))
+            .detail(format!("`{}` has {} tokens", self.path(), tokens.len()))
+            .hint(shorter(
+                tokens.len(),
+                "name a longer text with --eval-dataset, or prune with --eval none",
+            ))
             .into());
-    }
-    let text = tokenize_joined(source, tokenizer, cache, events)?;
-    let mut tokens = text.ids;
-    let available = tokens.len() / seqlen;
-    if available == 0 {
-        return Err(Failure::new(format!(
-            "the evaluation text is too short for one window of {seqlen} tokens"
-        ))
-        .detail(format!("`{}` has {} tokens", source.path(), tokens.len()))
-        .hint(shorter(
-            tokens.len(),
-            "name a longer text with --eval-dataset, or prune with --eval none",
-        ))
-        .into());
-    }
-    let most = if text.is_of_documents { DOCUMENT_WINDOWS } else { usize::MAX };
-    let windows = available.min(most).min(max_windows.unwrap_or(usize::MAX));
-    tokens.truncate(windows * seqlen);
-    tokens.shrink_to_fit();
-    if source.dataset == "wikitext2" && text.protocol.text_sha256 != PUBLISHED_WIKITEXT_2 {
-        events.warn(format!(
+        }
+        let most = if text.is_of_documents { DOCUMENT_WINDOWS } else { usize::MAX };
+        let windows = available.min(most).min(max_windows.unwrap_or(usize::MAX));
+        tokens.truncate(windows * seqlen);
+        tokens.shrink_to_fit();
+        if self.dataset == "wikitext2" && text.protocol.text_sha256 != PUBLISHED_WIKITEXT_2 {
+            events.warn(format!(
             "`{}` is not the raw test split of WikiText-2 that the hub publishes (wikitext-2-raw-v1): its perplexity does not compare with \
              published numbers. The tokenised edition (`<unk>`), a part, another split and WikiText-103 give other numbers; name such a text \
              by its path alone",
-            source.path()
+            self.path()
         ));
+        }
+        let protocol = TextProtocol {
+            tokens_used: tokens.len() as u64,
+            windows: windows as u64,
+            seqlen: seqlen as u64,
+            tokens_sha256: digest::of_ids(&tokens),
+            ..text.protocol
+        };
+        Ok(Evaluation { tokens, windows, seqlen, protocol })
     }
-    let protocol = TextProtocol {
-        tokens_used: tokens.len() as u64,
-        windows: windows as u64,
-        seqlen: seqlen as u64,
-        tokens_sha256: digest::of_ids(&tokens),
-        ..text.protocol
-    };
-    Ok(Evaluation { tokens, windows, seqlen, protocol })
 }

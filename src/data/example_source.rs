@@ -78,62 +78,62 @@ impl Source {
             documents::of_array(failure, path, &line)
         })?)
     }
-}
 
-/// Makes the training examples of a text, in its order.
-///
-/// A source of [`Role::Calibration`] gives the training split. Examples without a token that loss counts on are left out, and documents
-/// of more than `seqlen` tokens are cut if each is an example; a warning states their number.
-///
-/// # Arguments
-/// * `chat`: the model's template, for lines with `messages`, or with `prompt` and `completion`
-///
-/// # Errors
-/// Fails when the text cannot be read or tokenized, when a line is not a training example (the message names it), when the template
-/// refuses a conversation or is missing, when a joined text shall be divided into documents, and when there are fewer examples than
-/// `at_least`.
-pub fn examples(
-    source: &Source,
-    tokenizer: &Tokenizer,
-    chat: Option<&ChatTemplate>,
-    request: ExampleRequest,
-    cache: &TextCache,
-    events: &dyn Events,
-) -> Result<Examples> {
-    check_seqlen(request.seqlen)?;
-    if let Some(at_most) = request.at_most
-        && at_most < request.at_least.max(1)
-    {
-        return Err(Failure::usage(format!(
-            "at most {at_most} examples are to be used, but {} are needed",
-            request.at_least.max(1)
-        ))
-        .hint("use more examples, or a smaller --batch-size")
-        .into());
-    }
-    match (&source.files, request.packing) {
-        (Files::Documents(path, format), _) => {
-            source.check_examples(chat)?;
-            let documents = Documents::open(path, *format, cache, events)?;
-            let lines = Lines::OfFile(documents, source.path());
-            of_lines(source, &lines, tokenizer, chat, request, events)
-        }
-        (Files::Demo, Packing::PerDocument) => {
-            let lines = Lines::Stories(demo_text::text(source.role)?);
-            of_lines(source, &lines, tokenizer, chat, request, events)
-        }
-        (Files::Rows(_) | Files::Sentences(_) | Files::Plain(_), Packing::PerDocument) => {
-            Err(Failure::new(format!(
-                "`{}` is one text, and has no documents to make an example of each",
-                source.path()
+    /// Makes the training examples of a text, in its order.
+    ///
+    /// A source of [`Role::Calibration`] gives the training split. Examples without a token that loss counts on are left out, and documents
+    /// of more than `seqlen` tokens are cut if each is an example; a warning states their number.
+    ///
+    /// # Arguments
+    /// * `chat`: the model's template, for lines with `messages`, or with `prompt` and `completion`
+    ///
+    /// # Errors
+    /// Fails when the text cannot be read or tokenized, when a line is not a training example (the message names it), when the template
+    /// refuses a conversation or is missing, when a joined text shall be divided into documents, and when there are fewer examples than
+    /// `at_least`.
+    pub fn examples(
+        &self,
+        tokenizer: &Tokenizer,
+        chat: Option<&ChatTemplate>,
+        request: ExampleRequest,
+        cache: &TextCache,
+        events: &dyn Events,
+    ) -> Result<Examples> {
+        check_seqlen(request.seqlen)?;
+        if let Some(at_most) = request.at_most
+            && at_most < request.at_least.max(1)
+        {
+            return Err(Failure::usage(format!(
+                "at most {at_most} examples are to be used, but {} are needed",
+                request.at_least.max(1)
             ))
-            .hint(format!(
-                "pack it into windows, or name a file of JSON lines with {} jsonl:PATH",
-                Role::Calibration.flag()
-            ))
-            .into())
+            .hint("use more examples, or a smaller --batch-size")
+            .into());
         }
-        (_, Packing::Packed) => of_joined(source, tokenizer, request, cache, events),
+        match (&self.files, request.packing) {
+            (Files::Documents(path, format), _) => {
+                self.check_examples(chat)?;
+                let documents = Documents::open(path, *format, cache, events)?;
+                let lines = Lines::OfFile(documents, self.path());
+                lines.examples(self, tokenizer, chat, request, events)
+            }
+            (Files::Demo, Packing::PerDocument) => {
+                let lines = Lines::Stories(demo_text::text(self.role)?);
+                lines.examples(self, tokenizer, chat, request, events)
+            }
+            (Files::Rows(_) | Files::Sentences(_) | Files::Plain(_), Packing::PerDocument) => {
+                Err(Failure::new(format!(
+                    "`{}` is one text, and has no documents to make an example of each",
+                    self.path()
+                ))
+                .hint(format!(
+                    "pack it into windows, or name a file of JSON lines with {} jsonl:PATH",
+                    Role::Calibration.flag()
+                ))
+                .into())
+            }
+            (_, Packing::Packed) => of_joined(self, tokenizer, request, cache, events),
+        }
     }
 }
 
@@ -242,63 +242,65 @@ struct Tally {
     unmatched: usize,
 }
 
-/// Makes examples of lines, line by line.
-fn of_lines(
-    source: &Source,
-    lines: &Lines,
-    tokenizer: &Tokenizer,
-    chat: Option<&ChatTemplate>,
-    request: ExampleRequest,
-    events: &dyn Events,
-) -> Result<Examples> {
-    let started = Instant::now();
-    let phase = format!("tokenize {}", source.label);
-    let (unit, steps) = match request.at_most {
-        Some(examples) => ("examples", examples as u64),
-        None => ("documents", lines.count()),
-    };
-    events.emit(Event::PhaseStarted { phase: phase.clone(), unit, steps });
-    let mut builder = ExampleBuilder::new(request.seqlen, request.at_most);
-    let mut stream = MarkedTokens::default();
-    let mut tally = Tally::default();
-    let mut done = 0;
-    lines.for_each(&mut |line| {
-        events.check()?;
-        match line {
-            TrainingLine::Text(_) => tally.texts += 1,
-            TrainingLine::Conversation(_) => tally.conversations += 1,
-            TrainingLine::Completion { .. } => tally.completions += 1,
+impl Lines {
+    /// Makes examples of lines, line by line.
+    fn examples(
+        &self,
+        source: &Source,
+        tokenizer: &Tokenizer,
+        chat: Option<&ChatTemplate>,
+        request: ExampleRequest,
+        events: &dyn Events,
+    ) -> Result<Examples> {
+        let started = Instant::now();
+        let phase = format!("tokenize {}", source.label);
+        let (unit, steps) = match request.at_most {
+            Some(examples) => ("examples", examples as u64),
+            None => ("documents", self.count()),
+        };
+        events.emit(Event::PhaseStarted { phase: phase.clone(), unit, steps });
+        let mut builder = ExampleBuilder::new(request.seqlen, request.at_most);
+        let mut stream = MarkedTokens::default();
+        let mut tally = Tally::default();
+        let mut done = 0;
+        self.for_each(&mut |line| {
+            events.check()?;
+            match line {
+                TrainingLine::Text(_) => tally.texts += 1,
+                TrainingLine::Conversation(_) => tally.conversations += 1,
+                TrainingLine::Completion { .. } => tally.completions += 1,
+            }
+            let marked = marked_tokens(&line, tokenizer, chat)?;
+            tally.tokens += marked.tokens.len();
+            tally.unmatched += marked.unmatched;
+            match request.packing {
+                Packing::PerDocument => builder.push(&marked.tokens, &marked.is_target)?,
+                Packing::Packed => pack(&mut stream, &marked, request.seqlen, &mut builder)?,
+            }
+            done += 1;
+            if done % REPORTED == 0 {
+                let done = request.at_most.map_or(done, |_| builder.len() as u64);
+                events.emit(Event::Progress { done });
+            }
+            Ok(!builder.is_full())
+        })?;
+        events.emit(Event::PhaseDone { phase, elapsed: started.elapsed() });
+        warn_of_losses(&builder, &tally, request, tokenizer, events);
+        if builder.len() < request.at_least.max(1) {
+            let (found, left_out) = (builder.len(), builder.left_out);
+            return Err(too_few(source, request, found, tally.tokens, left_out).into());
         }
-        let marked = marked_tokens(&line, tokenizer, chat)?;
-        tally.tokens += marked.tokens.len();
-        tally.unmatched += marked.unmatched;
-        match request.packing {
-            Packing::PerDocument => builder.push(&marked.tokens, &marked.is_target)?,
-            Packing::Packed => pack(&mut stream, &marked, request.seqlen, &mut builder)?,
-        }
-        done += 1;
-        if done % REPORTED == 0 {
-            let done = request.at_most.map_or(done, |_| builder.len() as u64);
-            events.emit(Event::Progress { done });
-        }
-        Ok(!builder.is_full())
-    })?;
-    events.emit(Event::PhaseDone { phase, elapsed: started.elapsed() });
-    warn_of_losses(&builder, &tally, request, tokenizer, events);
-    if builder.len() < request.at_least.max(1) {
-        let (found, left_out) = (builder.len(), builder.left_out);
-        return Err(too_few(source, request, found, tally.tokens, left_out).into());
+        let protocol = TextProtocol {
+            dataset: source.dataset.to_owned(),
+            path: source.path(),
+            convention: convention(source, &tally, request, tokenizer, chat),
+            text_sha256: self.sha256(),
+            tokenizer_sha256: tokenizer.sha256().to_owned(),
+            total_tokens: tally.tokens as u64,
+            ..TextProtocol::default()
+        };
+        Ok(builder.finish().recorded_as(protocol))
     }
-    let protocol = TextProtocol {
-        dataset: source.dataset.to_owned(),
-        path: source.path(),
-        convention: convention(source, &tally, request, tokenizer, chat),
-        text_sha256: lines.sha256(),
-        tokenizer_sha256: tokenizer.sha256().to_owned(),
-        total_tokens: tally.tokens as u64,
-        ..TextProtocol::default()
-    };
-    Ok(builder.finish().recorded_as(protocol))
 }
 
 /// Adds tokens to the stream, and moves its complete windows to the examples.

@@ -3,7 +3,7 @@
 //! The room's promise is sameness: the same text, tokenizer and seed give the ids that the Python reference (locuslab/wanda
 //! over Hugging Face `datasets`) gives, and a [`TextProtocol`](crate::run::TextProtocol) records enough to prove it. Texts are read
 //! from local files only, which the caller downloaded, or are built in. [`Source::find`] finds the files of a text,
-//! [`Source::check`] and [`Source::outlook`] look at them before any work starts, and [`calibration()`] and [`evaluation()`] read
+//! [`Source::check`] and [`Source::outlook`] look at them before any work starts, and [`calibration()`] and [`Source::evaluation`] read
 //! them when the ids are needed.
 //!
 //! | file | content |
@@ -89,9 +89,9 @@ pub use cache::TextCache;
 pub use calibration::{Calibration, Draw, calibration};
 pub use chat::ChatTemplate;
 pub use dataset::{DatasetSpec, HubFile};
-pub use evaluation::{Evaluation, evaluation};
+pub use evaluation::Evaluation;
 pub use example_order::ExampleOrder;
-pub use example_source::{ExampleRequest, Packing, examples};
+pub use example_source::{ExampleRequest, Packing};
 pub use examples::{Examples, HeldOut};
 pub use line_memory::LineMemory;
 pub use outlook::TextOutlook;

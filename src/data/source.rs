@@ -1,7 +1,7 @@
 //! The files of a dataset for a role, found once and handed on.
 //!
 //! [`Source::find`] turns the value of `--dataset` into paths. [`Source::check`] reads the beginning of each file, before any work
-//! starts. [`calibration()`](super::calibration()) and [`evaluation()`](super::evaluation()) read the whole text.
+//! starts. [`calibration()`](super::calibration()) and [`Source::evaluation`] read the whole text.
 
 use std::fs;
 use std::path::{Path, PathBuf};

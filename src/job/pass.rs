@@ -9,7 +9,6 @@ use super::folder::RunFolder;
 use super::inputs::RunInputs;
 use super::opened::OpenedModel;
 use super::planned::Planning;
-use super::planned_texts::texts_and_plan;
 use super::resolved::Pruning;
 use super::settled_run::{RunTask, SettledRun, offload_folder, sides_left};
 use crate::pipeline::{Flow, Observed, RunShape};
@@ -42,7 +41,7 @@ pub(super) fn settle_pass(
     let folder = RunFolder::at(&[source], &settings.output, false)?;
     let planning = Planning::new(&settings.device, model.threads)?;
     let shape = RunShape { observes, ..early_shape(&settings, &model, None, &inputs, &folder) };
-    let (texts, plan, _) = texts_and_plan(&settings, &model, &planning, shape, &inputs, events)?;
+    let (texts, plan, _) = planning.texts_and_plan(&settings, &model, shape, &inputs, events)?;
     planning.check_spill(&plan, &offload_folder(&settings), events)?;
     let run = SettledRun {
         settings,

@@ -37,54 +37,56 @@ pub(super) fn plan_early(
     Err(refusal)
 }
 
-/// Tokenizes the texts and plans the run with them. `shape` is the run before its texts are known. `given` may have an earlier run's record
-/// of the dense perplexity. If this run would measure a different perplexity, the plan has room for the measurement.
-///
-/// Returns the number of layers whose frozen weights stay in memory during a training, too.
-///
-/// # Errors
-/// Fails as [`tokenize`], and where the run does not fit.
-pub(super) fn texts_and_plan(
-    settings: &Settings,
-    model: &OpenedModel,
-    planning: &Planning<'_>,
-    mut shape: RunShape<'_>,
-    given: &RunInputs<'_>,
-    events: &dyn Events,
-) -> Result<(Arc<Texts>, Plan, usize)> {
-    let dense = given.dense;
-    plan_early(planning, &mut shape, model)?;
-    let mut texts = tokenize(settings, model, planning, &mut shape, events)?;
-    given.training.replace(&mut texts, settings, model)?;
-    memory::release_freed();
-    model.clock.mark(Moment::ModelLoaded, events);
-    if shape.samples > 0 {
-        shape.samples = texts.samples();
-    }
-    if shape.windows > 0 {
-        shape.windows = texts.windows();
-    }
-    if let (Some(trains), Some((examples, held))) = (&mut shape.trains, &texts.examples) {
-        let held = held.as_ref().map_or(0, Examples::len);
-        trains.known_examples(examples.len() + held, held);
-    }
-    let mut plan = planning.plan(&shape)?;
-    let is_usable = |dense: &Manifest| {
-        same_run::dense_of(dense, &texts, model, &settings.device, &plan).is_some()
-    };
-    if dense.is_some_and(|dense| !is_usable(dense)) {
-        shape.sides = sides_left(settings.evaluation.eval, model, false);
-        plan = planning.plan(&shape)?;
-    }
-    let mut resident = 0;
-    if let Some(trains) = &mut shape.trains {
-        trains.resident_layers = trains.fitting(&plan, model.config.num_hidden_layers);
-        resident = trains.resident_layers;
-        if resident > 0 {
-            plan = planning.plan(&shape)?;
+impl Planning<'_> {
+    /// Tokenizes the texts and plans the run with them. `shape` is the run before its texts are known. `given` may have an earlier run's record
+    /// of the dense perplexity. If this run would measure a different perplexity, the plan has room for the measurement.
+    ///
+    /// Returns the number of layers whose frozen weights stay in memory during a training, too.
+    ///
+    /// # Errors
+    /// Fails as [`tokenize`], and where the run does not fit.
+    pub(super) fn texts_and_plan(
+        &self,
+        settings: &Settings,
+        model: &OpenedModel,
+        mut shape: RunShape<'_>,
+        given: &RunInputs<'_>,
+        events: &dyn Events,
+    ) -> Result<(Arc<Texts>, Plan, usize)> {
+        let dense = given.dense;
+        plan_early(self, &mut shape, model)?;
+        let mut texts = tokenize(settings, model, self, &mut shape, events)?;
+        given.training.replace(&mut texts, settings, model)?;
+        memory::release_freed();
+        model.clock.mark(Moment::ModelLoaded, events);
+        if shape.samples > 0 {
+            shape.samples = texts.samples();
         }
+        if shape.windows > 0 {
+            shape.windows = texts.windows();
+        }
+        if let (Some(trains), Some((examples, held))) = (&mut shape.trains, &texts.examples) {
+            let held = held.as_ref().map_or(0, Examples::len);
+            trains.known_examples(examples.len() + held, held);
+        }
+        let mut plan = self.plan(&shape)?;
+        let is_usable = |dense: &Manifest| {
+            same_run::dense_of(dense, &texts, model, &settings.device, &plan).is_some()
+        };
+        if dense.is_some_and(|dense| !is_usable(dense)) {
+            shape.sides = sides_left(settings.evaluation.eval, model, false);
+            plan = self.plan(&shape)?;
+        }
+        let mut resident = 0;
+        if let Some(trains) = &mut shape.trains {
+            trains.resident_layers = trains.fitting(&plan, model.config.num_hidden_layers);
+            resident = trains.resident_layers;
+            if resident > 0 {
+                plan = self.plan(&shape)?;
+            }
+        }
+        Ok((Arc::new(texts), plan, resident))
     }
-    Ok((Arc::new(texts), plan, resident))
 }
 
 /// Tokenizes the texts. Their memory is planned before the tokenizer is loaded. Only a loaded tokenizer tells whether texts can be

@@ -36,35 +36,37 @@ pub(super) fn sweep(
     let swept = streams.sweep(job, finished, Some(&mut pruner), events)?;
     let layers = pruner.into_layers();
     let perplexity = measured.unwrap_or_else(|| streams.perplexities(job));
-    conclude(pruning, outputs, layers, (perplexity, swept), events)
+    pruning.conclude(outputs, layers, (perplexity, swept), events)
 }
 
-/// The outcome of a sweep that has pruned these layers. The state of the run records what was measured.
-///
-/// # Errors
-/// Fails when the state cannot be written.
-pub(super) fn conclude(
-    pruning: &Pruning,
-    outputs: &mut Outputs<'_>,
-    layers: Vec<LayerReport>,
-    (perplexity, swept): (Perplexities, SweepReport),
-    events: &dyn Events,
-) -> Result<Swept> {
-    if let Some(missed) = pruning.targets.missed(&pruning.technique, &layers) {
-        events.warn(missed);
+impl Pruning {
+    /// The outcome of a sweep that has pruned these layers. The state of the run records what was measured.
+    ///
+    /// # Errors
+    /// Fails when the state cannot be written.
+    pub(super) fn conclude(
+        &self,
+        outputs: &mut Outputs<'_>,
+        layers: Vec<LayerReport>,
+        (perplexity, swept): (Perplexities, SweepReport),
+        events: &dyn Events,
+    ) -> Result<Swept> {
+        if let Some(missed) = self.targets.missed(&self.technique, &layers) {
+            events.warn(missed);
+        }
+        if let Some(state) = &mut outputs.state {
+            state.measured(perplexity.clone(), &layers)?;
+        }
+        Ok(Swept {
+            expected: expected::expected_of(&layers, self.targets.pattern),
+            results: RunResults {
+                peak: None,
+                swept,
+                perplexity,
+                layers: Some(layers),
+                output: None,
+                recovery: None,
+            },
+        })
     }
-    if let Some(state) = &mut outputs.state {
-        state.measured(perplexity.clone(), &layers)?;
-    }
-    Ok(Swept {
-        expected: expected::expected_of(&layers, pruning.targets.pattern),
-        results: RunResults {
-            peak: None,
-            swept,
-            perplexity,
-            layers: Some(layers),
-            output: None,
-            recovery: None,
-        },
-    })
 }

@@ -11,7 +11,7 @@ use super::inputs::{RunInputs, Sharing};
 use super::opened::OpenedModel;
 use super::pass::early_shape;
 use super::planned::Planning;
-use super::planned_texts::{plan_early, texts_and_plan};
+use super::planned_texts::plan_early;
 use super::recover::Recovery;
 use super::resolved::{Pruning, allocates};
 use super::same_run;
@@ -99,7 +99,7 @@ fn settle_opened(
         Sharing::Alone | Sharing::First(_) => {
             let mut shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
             shape.trains = Recovery::shape_of(recovery.as_ref(), &settings, &model);
-            texts_and_plan(&settings, &model, &planning, shape, &given, events)?
+            planning.texts_and_plan(&settings, &model, shape, &given, events)?
         }
     };
     planning.check_spill(&plan, &offload_folder(&settings), events)?;

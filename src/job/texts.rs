@@ -183,7 +183,7 @@ impl TextSources {
             let windows = settings.evaluation.eval_windows;
             let windows = windows.map(|windows| usize::try_from(windows).unwrap_or(usize::MAX));
             let windows = model.clock.measure(Phase::Tokenize, || {
-                data::evaluation(dataset, tokenizer, seqlen, windows, cache, events)
+                dataset.evaluation(tokenizer, seqlen, windows, cache, events)
             })?;
             model.check_ids(&windows.tokens, tokenizer, "evaluation")?;
             texts.windows = Some(windows);
@@ -217,7 +217,7 @@ impl TextSources {
         };
         let examples = model.clock.measure(Phase::Tokenize, || {
             let chat = self.chat.as_ref();
-            data::examples(dataset, tokenizer, chat, request, &self.cache, events)
+            dataset.examples(tokenizer, chat, request, &self.cache, events)
         })?;
         for example in 0..examples.len() {
             model.check_ids(examples.tokens_of(example), tokenizer, "training")?;

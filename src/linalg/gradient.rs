@@ -13,7 +13,7 @@ use anyhow::Result;
 
 use super::Linear;
 use super::parts::{LEAST_COLUMNS, parts};
-use super::product::{Factor, ProductJob, Strided, Values, products_of};
+use super::product::{Factor, ProductJob, Strided, Values};
 use super::profile::Part;
 use super::weight::{ProductContext, Weight};
 
@@ -53,7 +53,7 @@ impl Linear {
                 stride: columns,
                 adds,
             }];
-            products_of(kernel, dy, (tokens, inner), &mut job, packed);
+            kernel.products_of(dy, (tokens, inner), &mut job, packed);
         };
         context.watch.count(2 * tokens * inner * columns);
         match self.weight() {
@@ -113,7 +113,7 @@ impl Linear {
         }];
         let dy = Strided::transposed(Values::F32(dy), rows);
         context.watch.count(2 * tokens * rows * columns);
-        products_of(kernel, dy, (rows, tokens), &mut job, &mut context.packed);
+        kernel.products_of(dy, (rows, tokens), &mut job, &mut context.packed);
     }
 }
 

@@ -23,68 +23,71 @@ pub struct Update {
     e: BufferPool<(Vec<f32>, Vec<Line>)>,
 }
 
-/// Subtracts E·U from the columns of C from `first` on.
-///
-/// # Arguments
-/// * `c`: `[rows, columns]`
-/// * `e`: `[rows, inner]`
-/// * `u`: the first element of U; its rows begin `columns` elements apart
-///
-/// # Panics
-/// Panics when the slices are smaller than their shapes.
-pub fn subtract_product(
-    c: &mut [f32],
-    columns: usize,
-    first: usize,
-    e: &[f32],
-    u: &[f32],
-    update: &mut Update,
-) {
-    let (kernel, width) = (f32_kernel(), columns - first);
-    let inner = e.len() * columns / c.len().max(1);
-    if width == 0 || inner == 0 {
-        return;
-    }
-    // Longer blocks of columns are multiplied slab by slab.
-    for slab in (0..inner).step_by(kernel.slab()) {
-        let steps = kernel.slab().min(inner - slab);
-        let unit_lines = kernel.column_lines(UNIT, steps);
-        let lines = unit_lines * width.div_ceil(UNIT);
-        if update.u.len() < lines {
-            update.u = bytemuck::allocation::zeroed_vec(lines);
+impl Update {
+    /// Subtracts E·U from the columns of C from `first` on.
+    ///
+    /// # Arguments
+    /// * `c`: `[rows, columns]`
+    /// * `e`: `[rows, inner]`
+    /// * `u`: the first element of U; its rows begin `columns` elements apart
+    ///
+    /// # Panics
+    /// Panics when the slices are smaller than their shapes.
+    pub fn subtract_product(
+        &mut self,
+        c: &mut [f32],
+        columns: usize,
+        first: usize,
+        e: &[f32],
+        u: &[f32],
+    ) {
+        let (kernel, width) = (f32_kernel(), columns - first);
+        let inner = e.len() * columns / c.len().max(1);
+        if width == 0 || inner == 0 {
+            return;
         }
-        let from = Strided::transposed(Values::F32(&u[slab * columns..]), columns);
-        update.u[..lines].par_chunks_mut(unit_lines).enumerate().for_each(|(at, lines)| {
-            let count = UNIT.min(width - at * UNIT);
-            let lines = &mut lines[..kernel.column_lines(count, steps)];
-            kernel.pack_columns(from.at(at * UNIT, 0), count, steps, lines);
-        });
-        let packed_u = &update.u[..lines];
-        c.par_chunks_mut(ROWS * columns).zip(e.par_chunks(ROWS * inner)).with_max_len(1).for_each(
-            |(c, e)| {
-                update.e.lend(Default::default, |(negative, lines)| {
-                    let rows = e.len() / inner;
-                    negative.clear();
-                    for row in e.chunks_exact(inner) {
-                        negative.extend(row[slab..slab + steps].iter().map(|value| -value));
-                    }
-                    let needed = kernel.row_lines(rows, steps);
-                    if lines.len() < needed {
-                        *lines = bytemuck::allocation::zeroed_vec(needed);
-                    }
-                    let x = Strided::rows(Values::F32(negative), steps);
-                    kernel.pack_rows(x, rows, steps, &mut lines[..needed]);
-                    let factors = Factors {
-                        x: &lines[..needed],
-                        w: packed_u,
-                        rows,
-                        columns: width,
-                        inner: steps,
-                    };
-                    kernel.multiply(factors, &mut c[first..], columns, true);
+        // Longer blocks of columns are multiplied slab by slab.
+        for slab in (0..inner).step_by(kernel.slab()) {
+            let steps = kernel.slab().min(inner - slab);
+            let unit_lines = kernel.column_lines(UNIT, steps);
+            let lines = unit_lines * width.div_ceil(UNIT);
+            if self.u.len() < lines {
+                self.u = bytemuck::allocation::zeroed_vec(lines);
+            }
+            let from = Strided::transposed(Values::F32(&u[slab * columns..]), columns);
+            self.u[..lines].par_chunks_mut(unit_lines).enumerate().for_each(|(at, lines)| {
+                let count = UNIT.min(width - at * UNIT);
+                let lines = &mut lines[..kernel.column_lines(count, steps)];
+                kernel.pack_columns(from.at(at * UNIT, 0), count, steps, lines);
+            });
+            let packed_u = &self.u[..lines];
+            c.par_chunks_mut(ROWS * columns)
+                .zip(e.par_chunks(ROWS * inner))
+                .with_max_len(1)
+                .for_each(|(c, e)| {
+                    self.e.lend(Default::default, |(negative, lines)| {
+                        let rows = e.len() / inner;
+                        negative.clear();
+                        for row in e.chunks_exact(inner) {
+                            negative.extend(row[slab..slab + steps].iter().map(|value| -value));
+                        }
+                        let needed = kernel.row_lines(rows, steps);
+                        if lines.len() < needed {
+                            *lines = bytemuck::allocation::zeroed_vec(needed);
+                        }
+                        let x = Strided::rows(Values::F32(negative), steps);
+                        kernel.pack_rows(x, rows, steps, &mut lines[..needed]);
+                        let factors = Factors {
+                            x: &lines[..needed],
+                            w: packed_u,
+                            rows,
+                            columns: width,
+                            inner: steps,
+                        };
+                        kernel.multiply(factors, &mut c[first..], columns, true);
+                    });
                 });
-            },
-        );
+        }
     }
 }
 
@@ -103,7 +106,7 @@ mod tests {
             let u: Vec<f32> = (0..inner * columns).map(|at| number(at * 3 + 1)).collect();
             let mut out = c.clone();
             let mut update = Update::default();
-            subtract_product(&mut out, columns, first, &e, &u[first..], &mut update);
+            update.subtract_product(&mut out, columns, first, &e, &u[first..]);
             for row in 0..rows {
                 for column in 0..columns {
                     let at = row * columns + column;

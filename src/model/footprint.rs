@@ -8,14 +8,14 @@
 //! | [`layer_weights`] | a decoder layer, in use or waiting: weights, or masks; norms and biases |
 //! | [`layer_packed`] | the packed weights of a layer, if products keep them |
 //! | [`context`] | the rotary tables, from the first layer to the end of the run |
-//! | [`products`] | the packed factors of products, from the first product on |
-//! | [`forward`], [`capture`] | a sample inside a layer |
+//! | [`products`](SamplePass::products) | the packed factors of products, from the first product on |
+//! | [`forward`](SamplePass::forward) | a sample inside a layer |
 //! | [`score`] | a matrix that is scored |
 //! | [`head`] | the head, logits, and three numbers per token of the windows |
 //! | [`hidden_states`] | the states of a sample between layers |
 //!
 //! A plan adds the parts that exist together: `layer_weights` (twice when reading ahead) + `context` + a phase + hidden states.
-//! The head's phase has no layer. The workspace of [`forward`] stays until the run ends, so [`score`] is added to it
+//! The head's phase has no layer. The workspace of [`forward`](SamplePass::forward) stays until the run ends, so [`score`] is added to it
 //! ([`workspace`]), and [`head`] uses it. Counted elsewhere: statistics and rows for output errors (`pipeline`), a state per stream on
 //! its way to disk, the program, tokens and the tokenizer.
 
@@ -126,67 +126,130 @@ pub fn keeps_packed(kernel: Kernel, settings: &MemorySettings) -> bool {
     kernel.keeps() && settings.keeps_packed()
 }
 
-/// Memory of the packed factors of products: X, and per thread a slab of W unless W stays packed.
-/// `head` is the kernel of the head, if logits are computed.
-pub fn products(
-    config: &ModelConfig,
-    kernel: Kernel,
-    seqlen: usize,
-    threads: usize,
-    settings: &MemorySettings,
-    head: Option<Kernel>,
-) -> ByteSize {
-    let of_head = head.map(|kernel| {
-        let rows = largest_chunk(config.vocab_size, settings.head_rows);
-        Product {
-            kernel,
-            tokens: largest_tokens(seqlen, settings.logits_bytes, rows),
-            columns: vec![rows],
-            inner: config.hidden_size,
-            is_kept: false,
-            is_in_parts: false,
-        }
-    });
-    let others = of_head.into_iter().collect();
-    let all = forward_products(config, kernel, seqlen, settings, others);
-    ByteSize::of(product::packed_bytes(&all, threads), 1)
+/// A sample's pass through a layer, and the settings of the memory for it.
+#[derive(Clone, Copy)]
+pub struct SamplePass<'a> {
+    /// The shape of the model.
+    pub config: &'a ModelConfig,
+    /// The kernel of the products of activations.
+    pub kernel: Kernel,
+    /// Tokens of the sample.
+    pub seqlen: usize,
+    /// Threads that compute.
+    pub threads: usize,
+    /// The sizes of parts.
+    pub settings: &'a MemorySettings,
 }
 
-/// The products of a layer, and `others`.
-pub(super) fn forward_products(
-    config: &ModelConfig,
-    kernel: Kernel,
-    seqlen: usize,
-    settings: &MemorySettings,
-    others: Vec<Product>,
-) -> Vec<Product> {
-    let mlp_tokens = largest_part(seqlen, settings.mlp_tokens, LEAST_ROWS);
-    // Heads whose first row is inside a packed unit are packed again.
-    let begins_within =
-        settings.attention_heads.is_some() && !PackedWeight::begins_at(kernel, config.head_dim);
-    let layout = AttentionLayout::new(config.heads(), seqlen, config.hidden_size, settings);
-    // Linears with the same input are multiplied together.
-    let of_layer = Observation::ALL.into_iter().flat_map(|point| {
-        let is_mlp = matches!(point, Observation::MlpInput | Observation::DownInput);
-        let shapes = config
-            .projections()
-            .filter(move |projection| projection.observed_at() == point)
-            .map(|projection| projection.shape(config));
-        let columns: Vec<Vec<usize>> = match point {
-            Observation::AttentionInput => layout.group_columns().map(Vec::from).collect(),
-            _ => vec![shapes.clone().map(|(rows, _)| rows).collect()],
+impl SamplePass<'_> {
+    /// Memory of the packed factors of products: X, and per thread a slab of W unless W stays packed.
+    /// `head` is the kernel of the head, if logits are computed.
+    pub fn products(self, head: Option<Kernel>) -> ByteSize {
+        let Self { config, seqlen, threads, settings, .. } = self;
+        let of_head = head.map(|kernel| {
+            let rows = largest_chunk(config.vocab_size, settings.head_rows);
+            Product {
+                kernel,
+                tokens: largest_tokens(seqlen, settings.logits_bytes, rows),
+                columns: vec![rows],
+                inner: config.hidden_size,
+                is_kept: false,
+                is_in_parts: false,
+            }
+        });
+        let others = of_head.into_iter().collect();
+        let all = self.forward_products(others);
+        ByteSize::of(product::packed_bytes(&all, threads), 1)
+    }
+
+    /// The products of a layer, and `others`.
+    pub(super) fn forward_products(self, others: Vec<Product>) -> Vec<Product> {
+        let Self { config, kernel, seqlen, settings, .. } = self;
+        let mlp_tokens = largest_part(seqlen, settings.mlp_tokens, LEAST_ROWS);
+        // Heads whose first row is inside a packed unit are packed again.
+        let begins_within =
+            settings.attention_heads.is_some() && !PackedWeight::begins_at(kernel, config.head_dim);
+        let layout = AttentionLayout::new(config.heads(), seqlen, config.hidden_size, settings);
+        // Linears with the same input are multiplied together.
+        let of_layer = Observation::ALL.into_iter().flat_map(|point| {
+            let is_mlp = matches!(point, Observation::MlpInput | Observation::DownInput);
+            let shapes = config
+                .projections()
+                .filter(move |projection| projection.observed_at() == point)
+                .map(|projection| projection.shape(config));
+            let columns: Vec<Vec<usize>> = match point {
+                Observation::AttentionInput => layout.group_columns().map(Vec::from).collect(),
+                _ => vec![shapes.clone().map(|(rows, _)| rows).collect()],
+            };
+            let product = move |columns| Product {
+                kernel,
+                tokens: if is_mlp { mlp_tokens } else { seqlen },
+                columns,
+                inner: shapes.clone().map(|(_, columns)| columns).max().unwrap_or(0),
+                is_kept: keeps_packed(kernel, settings) && (is_mlp || !begins_within),
+                is_in_parts: false,
+            };
+            columns.into_iter().map(product)
+        });
+        of_layer.chain(others).collect()
+    }
+
+    /// Memory of a sample that passes a layer (calibrate, propagate, evaluate): the [`workspace`], and the larger of attention's scratch
+    /// ([`attention::scratch_bytes`]) and the output 4·L·H. The owner of the input counts the input.
+    /// Observation takes no more, because attention's output is also the MLP's input.
+    pub fn forward(self, dtype: StoredDtype) -> ByteSize {
+        let Self { config, kernel, seqlen, threads, settings } = self;
+        let scratch = attention::scratch_bytes(kernel, config.head_dim, seqlen, seqlen, threads);
+        workspace(config, dtype, seqlen, settings)
+            + ByteSize::of(scratch, 1).max(hidden_states(config, seqlen))
+    }
+
+    /// Memory of a sample's backward pass through a layer: [`backward_elements`] · 4, scratch of attention, the sample, the gradient of the
+    /// output and the gradient of the input, 3·4·L·H. Gradients of weights come in addition, and kept activations ([`kept_activations`]).
+    pub fn backward(self, is_kept: bool) -> ByteSize {
+        let Self { config, kernel, seqlen, threads, settings } = self;
+        let elements = backward_elements(config, seqlen, settings.mlp_tokens, is_kept);
+        let scratch =
+            attention::backward::backward_scratch_bytes(kernel, config.head_dim, seqlen, threads);
+        let state = hidden_states(config, seqlen);
+        ByteSize::of(elements, F32) + ByteSize::of(scratch, 1) + state + state + state
+    }
+
+    /// Memory of the packed factors of the products of a backward pass, beyond [`products`](SamplePass::products): dy·W and dyᵀ·x of the largest matrix,
+    /// the second by the kernel `of_gradients`.
+    pub fn backward_products(self, of_gradients: Kernel, is_of_factors: bool) -> ByteSize {
+        let all = self.gradient_products(of_gradients, is_of_factors);
+        let forward = self.products(None);
+        let backward = ByteSize::of(product::packed_bytes(&all, self.threads), 1);
+        ByteSize(backward.0.saturating_sub(forward.0))
+    }
+
+    /// The products of a layer's backward pass.
+    pub(super) fn gradient_products(
+        self,
+        of_gradients: Kernel,
+        is_of_factors: bool,
+    ) -> Vec<Product> {
+        let Self { config, kernel, seqlen, settings, .. } = self;
+        let mlp_tokens = largest_part(seqlen, settings.mlp_tokens, LEAST_ROWS);
+        let of_matrix = |projection: Projection| {
+            let (out, inner) = projection.shape(config);
+            let tokens = match projection.is_attention() {
+                true => seqlen,
+                false => mlp_tokens,
+            };
+            let product = |kernel, tokens, inner_of_product, is_in_parts| Product {
+                kernel,
+                tokens,
+                columns: vec![inner],
+                inner: inner_of_product,
+                is_kept: false,
+                is_in_parts,
+            };
+            [product(kernel, tokens, out, false), product(of_gradients, out, tokens, is_of_factors)]
         };
-        let product = move |columns| Product {
-            kernel,
-            tokens: if is_mlp { mlp_tokens } else { seqlen },
-            columns,
-            inner: shapes.clone().map(|(_, columns)| columns).max().unwrap_or(0),
-            is_kept: keeps_packed(kernel, settings) && (is_mlp || !begins_within),
-            is_in_parts: false,
-        };
-        columns.into_iter().map(product)
-    });
-    of_layer.chain(others).collect()
+        config.projections().flat_map(of_matrix).collect()
+    }
 }
 
 /// Memory of the workspace after the first sample: [`activations`] and [`rows_read`].
@@ -223,23 +286,7 @@ pub fn rows_read(config: &ModelConfig, dtype: StoredDtype, settings: &MemorySett
     bytes.max().unwrap_or_default()
 }
 
-/// Memory of a sample that passes a layer (propagate, evaluate): the [`workspace`], and the larger of attention's scratch
-/// ([`attention::scratch_bytes`]) and the output 4·L·H. The owner of the input counts the input.
-/// `kernel` computes products of activations.
-pub fn forward(
-    config: &ModelConfig,
-    dtype: StoredDtype,
-    seqlen: usize,
-    threads: usize,
-    settings: &MemorySettings,
-    kernel: Kernel,
-) -> ByteSize {
-    let scratch = attention::scratch_bytes(kernel, config.head_dim, seqlen, seqlen, threads);
-    workspace(config, dtype, seqlen, settings)
-        + ByteSize::of(scratch, 1).max(hidden_states(config, seqlen))
-}
-
-/// Memory of text generation: the prompt passes in blocks of `block` tokens as in [`forward`], and the last block sees `capacity` cached
+/// Memory of text generation: the prompt passes in blocks of `block` tokens as in [`forward`](SamplePass::forward), and the last block sees `capacity` cached
 /// tokens; a row of logits, 4·V; the [`context`] of all positions.
 pub fn generation(
     config: &ModelConfig,
@@ -253,79 +300,13 @@ pub fn generation(
     let scratch = |keys| attention::scratch_bytes(kernel, config.head_dim, block, keys, threads);
     let behind_a_cache = scratch(capacity).saturating_sub(scratch(block));
     let settings = MemorySettings::default();
-    forward(config, dtype, block, threads, &settings, kernel)
+    let pass = SamplePass { config, kernel, seqlen: block, threads, settings: &settings };
+    pass.forward(dtype)
         + ByteSize::of(behind_a_cache, 1)
         + ByteSize::of(config.vocab_size, F32)
-        + products(config, kernel, block, threads, &settings, None)
+        + pass.products(None)
         + ByteSize::of(threads, PACKED_PER_THREAD)
         + context(config, capacity)
-}
-
-/// Memory of a sample's backward pass through a layer: [`backward_elements`] · 4, scratch of attention, the sample, the gradient of the
-/// output and the gradient of the input, 3·4·L·H. Gradients of weights come in addition, and kept activations ([`kept_activations`]).
-pub fn backward(
-    config: &ModelConfig,
-    seqlen: usize,
-    threads: usize,
-    settings: &MemorySettings,
-    kernel: Kernel,
-    is_kept: bool,
-) -> ByteSize {
-    let elements = backward_elements(
-        config.heads(),
-        config.hidden_size,
-        config.intermediate_size,
-        seqlen,
-        (settings.mlp_tokens, is_kept),
-    );
-    let scratch =
-        attention::backward::backward_scratch_bytes(kernel, config.head_dim, seqlen, threads);
-    let state = hidden_states(config, seqlen);
-    ByteSize::of(elements, F32) + ByteSize::of(scratch, 1) + state + state + state
-}
-
-/// Memory of the packed factors of the products of a backward pass, beyond [`products`]: dy·W and dyᵀ·x of the largest matrix,
-/// with the kernel of each.
-pub fn backward_products(
-    config: &ModelConfig,
-    kernels: (Kernel, Kernel),
-    seqlen: usize,
-    threads: usize,
-    settings: &MemorySettings,
-    is_of_factors: bool,
-) -> ByteSize {
-    let all = gradient_products(config, kernels, seqlen, settings, is_of_factors);
-    let forward = products(config, kernels.0, seqlen, threads, settings, None);
-    let backward = ByteSize::of(product::packed_bytes(&all, threads), 1);
-    ByteSize(backward.0.saturating_sub(forward.0))
-}
-
-/// The products of a layer's backward pass.
-pub(super) fn gradient_products(
-    config: &ModelConfig,
-    (kernel, of_gradients): (Kernel, Kernel),
-    seqlen: usize,
-    settings: &MemorySettings,
-    is_of_factors: bool,
-) -> Vec<Product> {
-    let mlp_tokens = largest_part(seqlen, settings.mlp_tokens, LEAST_ROWS);
-    let of_matrix = |projection: Projection| {
-        let (out, inner) = projection.shape(config);
-        let tokens = match projection.is_attention() {
-            true => seqlen,
-            false => mlp_tokens,
-        };
-        let product = |kernel, tokens, inner_of_product, is_in_parts| Product {
-            kernel,
-            tokens,
-            columns: vec![inner],
-            inner: inner_of_product,
-            is_kept: false,
-            is_in_parts,
-        };
-        [product(kernel, tokens, out, false), product(of_gradients, out, tokens, is_of_factors)]
-    };
-    config.projections().flat_map(of_matrix).collect()
 }
 
 /// Memory of the activations of a layer and a sample that are kept for the backward pass.
@@ -338,19 +319,6 @@ pub fn kept_activations(config: &ModelConfig, seqlen: usize) -> ByteSize {
 /// Memory of the head's weight in its stored dtype: e·V·H.
 pub fn head_weight(config: &ModelConfig, dtype: StoredDtype) -> ByteSize {
     ByteSize::of(config.vocab_size * config.hidden_size, dtype.bytes())
-}
-
-/// Memory of a sample that is observed inside a layer (calibrate): the same as [`forward`], because attention's output is also the MLP's
-/// input.
-pub fn capture(
-    config: &ModelConfig,
-    dtype: StoredDtype,
-    seqlen: usize,
-    threads: usize,
-    settings: &MemorySettings,
-    kernel: Kernel,
-) -> ByteSize {
-    forward(config, dtype, seqlen, threads, settings, kernel)
 }
 
 /// Memory of scoring a matrix, in addition to layer and workspace:

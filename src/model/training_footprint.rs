@@ -10,7 +10,7 @@
 
 use super::backward::backward_elements;
 use super::config::ModelConfig;
-use super::footprint::{self, Dtypes};
+use super::footprint::{self, Dtypes, SamplePass};
 use super::head::largest_tokens;
 use crate::bytes::ByteSize;
 use crate::linalg::low_rank::applying_bytes;
@@ -63,13 +63,7 @@ impl TrainingBuffers<'_> {
     /// Memory of the activations of layers and head, which use it in turn.
     pub fn activations(&self) -> ByteSize {
         let Self { config, settings, .. } = *self;
-        let backward = backward_elements(
-            config.heads(),
-            config.hidden_size,
-            config.intermediate_size,
-            self.seqlen,
-            (settings.mlp_tokens, self.is_kept),
-        );
+        let backward = backward_elements(config, self.seqlen, settings.mlp_tokens, self.is_kept);
         // Held-out examples have no teacher.
         let models = 1..=1 + usize::from(self.has_teacher);
         let head = models
@@ -84,15 +78,10 @@ impl TrainingBuffers<'_> {
         let Self { config, settings, .. } = *self;
         let kernel = self.products.kernel(self.dtypes.layers);
         let of_gradients = self.products.of_gradients(self.dtypes.layers);
-        let mut all =
-            footprint::forward_products(config, kernel, self.seqlen, settings, Vec::new());
-        all.extend(footprint::gradient_products(
-            config,
-            (kernel, of_gradients),
-            self.seqlen,
-            settings,
-            self.has_factors,
-        ));
+        let pass =
+            SamplePass { config, kernel, seqlen: self.seqlen, threads: self.threads, settings };
+        let mut all = pass.forward_products(Vec::new());
+        all.extend(pass.gradient_products(of_gradients, self.has_factors));
         let (rows, columns) = (self.head_rows(), config.hidden_size);
         let product = |columns, inner| Product {
             kernel: self.products.kernel(self.dtypes.head),

@@ -64,7 +64,7 @@ fn evaluation(
     events: &dyn Events,
 ) -> Result<Evaluation> {
     let source = Source::find(spec, Role::Evaluation)?;
-    super::evaluation(&source, tokenizer, seqlen, max_windows, cache, events)
+    source.evaluation(tokenizer, seqlen, max_windows, cache, events)
 }
 
 fn message<T>(result: Result<T>) -> String {

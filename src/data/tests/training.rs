@@ -3,9 +3,7 @@
 use std::path::Path;
 
 use crate::data::testing::{RecordedEvents, shared};
-use crate::data::{
-    ExampleRequest, Examples, Packing, Role, Source, TextCache, Tokenizer, examples,
-};
+use crate::data::{ExampleRequest, Examples, Packing, Role, Source, TextCache, Tokenizer};
 use crate::failure::Failure;
 
 const REQUEST: ExampleRequest =
@@ -25,7 +23,7 @@ fn read(file: &Path, tokenizer: &Tokenizer, request: ExampleRequest) -> anyhow::
     let source = Source::find(&spec, Role::Calibration)?;
     let cache = TextCache::open(file.parent().map(|folder| folder.join("cache")));
     let events = RecordedEvents::default();
-    examples(&source, tokenizer, None, request, &cache, &events)
+    source.examples(tokenizer, None, request, &cache, &events)
 }
 
 /// The tokens of all examples.

@@ -12,7 +12,6 @@ use crate::eval::Perplexity;
 use crate::job::inputs::{RunInputs, Sharing};
 use crate::job::outputs::Outputs;
 use crate::job::profile;
-use crate::job::prune::conclude;
 use crate::job::recorder::Recorder;
 use crate::job::resolved::Pruning;
 use crate::job::run::finish;
@@ -169,7 +168,7 @@ fn pass(jobs: &[SettledCell], recorders: &[Recorder<'_>], outcomes: &mut Outcome
         let before = outputs.measured().cloned();
         let perplexity = before.unwrap_or_else(|| job.perplexities(windows));
         let results = (perplexity, swept.clone());
-        measured.push(conclude(pruning_of(job)?, outputs, layers, results, &recorders[*at]));
+        measured.push(pruning_of(job)?.conclude(outputs, layers, results, &recorders[*at]));
     }
     for (((at, job), outputs), pruned) in jobs.iter().zip(&mut outputs).zip(measured) {
         let finish = |pruned| finish(job, outputs, pruned, peak, &recorders[*at]);

@@ -15,80 +15,95 @@ use crate::pipeline::expected;
 use crate::pruning::Pattern;
 use crate::recovery::optimizers::rounding::Bf16Rounding;
 use crate::recovery::{BlockTrainer, BufferReuse, Diverged, LayerOutput, Merger};
-use crate::run::manifest::{LayerReport, Perplexities};
+use crate::run::manifest::LayerReport;
 use crate::run::{Events, RecoveryReport};
-use crate::runtime::{Editor, HiddenStates, SweepReport};
+use crate::runtime::{Editor, HiddenStates};
 
-/// Trains or merges the layers that are left, and measures the perplexities.
-///
-/// # Errors
-/// Fails when the run is asked to stop, for a loss or gradients that are not finite, and where files cannot be read or written.
-pub(super) fn sweep(
-    job: &SettledRun,
-    recovery: &Recovery,
-    (outputs, streams): (&mut Outputs<'_>, &mut Streams<'_>),
-    trained: Option<&Trained>,
-    events: &dyn Events,
-) -> Result<Swept> {
-    let finished = outputs.finished()?;
-    let measured = outputs.measured().cloned();
-    let output = LayerOutput {
-        layers: outputs.layers_before.clone(),
-        norms: norms_dtype(job, recovery),
-        output: outputs.receivers(),
-    };
-    let rounding = match recovery.settings.stochastic_rounding {
-        true => Bf16Rounding::Stochastic { seed: job.seed(), step: 0 },
-        false => Bf16Rounding::Nearest,
-    };
-    let (swept, layers) = match trained {
-        Some(trained) => {
-            let mut merger = Merger {
-                part: &recovery.part,
-                config: &job.model.config,
-                store: &trained.store,
-                base: trained.base.layers(job, recovery, 0),
-                rounding,
-                output,
-                events,
-            };
-            let editor: &mut dyn Editor = &mut merger;
-            let swept = streams.sweep(job, finished, Some(editor), events)?;
-            (swept, merger.output.layers)
+impl Recovery {
+    /// Trains or merges the layers that are left, and measures the perplexities.
+    ///
+    /// # Errors
+    /// Fails when the run is asked to stop, for a loss or gradients that are not finite, and where files cannot be read or written.
+    pub(super) fn sweep_layers(
+        &self,
+        job: &SettledRun,
+        (outputs, streams): (&mut Outputs<'_>, &mut Streams<'_>),
+        trained: Option<&Trained>,
+        events: &dyn Events,
+    ) -> Result<Swept> {
+        let finished = outputs.finished()?;
+        let measured = outputs.measured().cloned();
+        let output = LayerOutput {
+            layers: outputs.layers_before.clone(),
+            norms: norms_dtype(job, self),
+            output: outputs.receivers(),
+        };
+        let rounding = match self.settings.stochastic_rounding {
+            true => Bf16Rounding::Stochastic { seed: job.seed(), step: 0 },
+            false => Bf16Rounding::Nearest,
+        };
+        let (swept, layers) = match trained {
+            Some(trained) => {
+                let mut merger = Merger {
+                    part: &self.part,
+                    config: &job.model.config,
+                    store: &trained.store,
+                    base: trained.base.layers(job, self, 0),
+                    rounding,
+                    output,
+                    events,
+                };
+                let editor: &mut dyn Editor = &mut merger;
+                let swept = streams.sweep(job, finished, Some(editor), events)?;
+                (swept, merger.output.layers)
+            }
+            None => {
+                let mut trainer = block_trainer(job, self, streams, output, events)?;
+                trainer.rounding = rounding;
+                let editor: &mut dyn Editor = &mut trainer;
+                let swept = streams.sweep(job, finished, Some(editor), events);
+                let swept = swept.map_err(|error| match error.downcast_ref::<Diverged>() {
+                    Some(diverged) => {
+                        let detail = "not all layers are trained, so there is no model";
+                        without_model(job, diverged, detail).into()
+                    }
+                    None => error,
+                })?;
+                (swept, trainer.output.layers)
+            }
+        };
+        let swept = match trained {
+            Some(trained) => trained.devices.clone().and(swept),
+            None => swept,
+        };
+        let perplexity = measured.unwrap_or_else(|| streams.perplexities(job));
+        if let Some(state) = &mut outputs.state {
+            state.measured(perplexity.clone(), &layers)?;
         }
-        None => {
-            let states = streams.calibration.take();
-            let mut trainer = block_trainer(job, recovery, (states, streams), output, events)?;
-            trainer.rounding = rounding;
-            let editor: &mut dyn Editor = &mut trainer;
-            let swept = streams.sweep(job, finished, Some(editor), events);
-            let swept = swept.map_err(|error| match error.downcast_ref::<Diverged>() {
-                Some(diverged) => {
-                    let detail = "not all layers are trained, so there is no model";
-                    without_model(job, diverged, detail).into()
-                }
-                None => error,
-            })?;
-            (swept, trainer.output.layers)
-        }
-    };
-    let swept = match trained {
-        Some(trained) => trained.devices.clone().and(swept),
-        None => swept,
-    };
-    let perplexity = measured.unwrap_or_else(|| streams.perplexities(job));
-    conclude(job, recovery, outputs, (layers, trained), (perplexity, swept))
+        let report = report(job, self, &layers, trained)?;
+        Ok(Swept {
+            expected: expected::expected_of(&layers, Pattern::Unstructured),
+            results: RunResults {
+                peak: None,
+                swept,
+                perplexity,
+                layers: Some(layers),
+                output: None,
+                recovery: Some(report),
+            },
+        })
+    }
 }
 
 /// The editor that trains layer by layer.
 fn block_trainer<'t>(
     job: &'t SettledRun,
     recovery: &'t Recovery,
-    (states, streams): (Option<HiddenStates>, &Streams<'_>),
+    streams: &mut Streams<'_>,
     output: LayerOutput<'t>,
     events: &'t dyn Events,
 ) -> Result<BlockTrainer<'t>> {
-    let model = &job.model;
+    let (model, states) = (&job.model, streams.calibration.take());
     let teacher = recovery.teacher.as_ref().context("blocks have a teacher")?;
     let samples = job.texts.samples();
     let schedule = recovery.schedule(samples);
@@ -133,31 +148,6 @@ fn norms_dtype(job: &SettledRun, recovery: &Recovery) -> StoredDtype {
     let entry = names.first().and_then(|name| job.model.source.entry(name));
     let dtype = entry.and_then(|entry| crate::model::stored_dtype(entry).ok());
     dtype.unwrap_or(job.model.dtype())
-}
-
-/// The outcome of the sweep. The state of the run records what was measured.
-fn conclude(
-    job: &SettledRun,
-    recovery: &Recovery,
-    outputs: &mut Outputs<'_>,
-    (layers, trained): (Vec<LayerReport>, Option<&Trained>),
-    (perplexity, swept): (Perplexities, SweepReport),
-) -> Result<Swept> {
-    if let Some(state) = &mut outputs.state {
-        state.measured(perplexity.clone(), &layers)?;
-    }
-    let report = report(job, recovery, &layers, trained)?;
-    Ok(Swept {
-        expected: expected::expected_of(&layers, Pattern::Unstructured),
-        results: RunResults {
-            peak: None,
-            swept,
-            perplexity,
-            layers: Some(layers),
-            output: None,
-            recovery: Some(report),
-        },
-    })
 }
 
 fn report(

@@ -63,7 +63,7 @@ pub(super) fn train(
         state.diverged(divergence.clone())?;
     }
     let mut streams = Streams::embed(job, outputs, events)?;
-    let swept = layers::sweep(job, recovery, (outputs, &mut streams), trained.as_ref(), events)?;
+    let swept = recovery.sweep_layers(job, (outputs, &mut streams), trained.as_ref(), events)?;
     drop(streams);
     if let Some((trained, folder)) = trained.as_ref().zip(job.adapter_folder(recovery)) {
         trained.write_adapter(job, recovery, &folder)?;

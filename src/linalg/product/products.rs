@@ -94,36 +94,39 @@ pub fn products(
 ) {
     assert!(inner > 0 && x.len().is_multiple_of(inner), "x must be [tokens, inner]");
     let rows = Strided::rows(Values::F32(x), inner);
-    products_of(kernel, rows, (x.len() / inner, inner), jobs, packed);
+    kernel.products_of(rows, (x.len() / inner, inner), jobs, packed);
 }
 
-/// [`products`] of an x in any layout, `[tokens, inner]`, such as a matrix `[inner, tokens]` that is read by columns.
-///
-/// # Panics
-/// Panics when a slice does not have the size of its shape, when `inner` is 0, and when x is not f32.
-pub fn products_of(
-    kernel: Kernel,
-    x: Strided<'_>,
-    (tokens, inner): (usize, usize),
-    jobs: &mut [ProductJob<'_>],
-    packed: &mut Packed,
-) {
-    assert!(
-        inner > 0 && x.holds(tokens, inner) && matches!(x.values, Values::F32(_)),
-        "x must be [tokens, inner], f32"
-    );
-    let x = Activations { values: x, tokens, inner };
-    if x.tokens == 0 {
-        return;
-    }
-    for job in &*jobs {
-        check(kernel, job, x);
-    }
-    let mut tasks = cut_into_tasks(kernel.shape(), x.tokens, jobs);
-    match kernel {
-        Kernel::Fused => multiply_by_slabs(x, &mut tasks, packed),
-        Kernel::Split(_) | Kernel::Amx | Kernel::Avx512 => {
-            multiply_in_scratch(kernel, x, &mut tasks, packed);
+impl Kernel {
+    /// [`products`] of an x in any layout, `[tokens, inner]`, such as a matrix `[inner, tokens]` that is read by columns.
+    ///
+    /// # Panics
+    /// Panics when a slice does not have the size of its shape, when `inner` is 0, and when x is not f32.
+    pub fn products_of(
+        self,
+        x: Strided<'_>,
+        (tokens, inner): (usize, usize),
+        jobs: &mut [ProductJob<'_>],
+        packed: &mut Packed,
+    ) {
+        let kernel = self;
+        assert!(
+            inner > 0 && x.holds(tokens, inner) && matches!(x.values, Values::F32(_)),
+            "x must be [tokens, inner], f32"
+        );
+        let x = Activations { values: x, tokens, inner };
+        if x.tokens == 0 {
+            return;
+        }
+        for job in &*jobs {
+            check(kernel, job, x);
+        }
+        let mut tasks = cut_into_tasks(kernel.shape(), x.tokens, jobs);
+        match kernel {
+            Kernel::Fused => multiply_by_slabs(x, &mut tasks, packed),
+            Kernel::Split(_) | Kernel::Amx | Kernel::Avx512 => {
+                multiply_in_scratch(kernel, x, &mut tasks, packed);
+            }
         }
     }
 }
@@ -178,8 +181,7 @@ fn multiply_by_slabs(x: Activations<'_>, tasks: &mut [Task<'_>], packed: &mut Pa
             scratch.lend(TaskScratch::default, |scratch| {
                 let (rows, columns) = (task.out.rows(), task.out.columns());
                 let packed_x = &lines[shape.packed_rows(rows.start, slab.len())..];
-                let w = pack_part(
-                    kernel,
+                let w = kernel.pack_part(
                     task.weight,
                     columns.clone(),
                     (x.inner, slab.clone()),
@@ -301,7 +303,7 @@ impl TaskScratch {
                 [shape.packed_rows(rows.start, slab.len())..];
             let w = match weight {
                 Factor::Stored(_) | Factor::Strided(_) => {
-                    pack_part(kernel, weight, columns.clone(), (x.inner, slab.clone()), &mut self.w)
+                    kernel.pack_part(weight, columns.clone(), (x.inner, slab.clone()), &mut self.w)
                 }
                 Factor::Packed(weight, first) => {
                     &weight.lines[shape.packed_columns(weight.columns, slab.start)..]
@@ -342,20 +344,22 @@ fn pack_slab(
     began.elapsed()
 }
 
-fn pack_part<'l>(
-    kernel: Kernel,
-    weight: Factor<'_>,
-    columns: Range<usize>,
-    (inner, slab): (usize, Range<usize>),
-    lines: &'l mut Vec<Line>,
-) -> &'l [Line] {
-    let weight = match weight {
-        Factor::Stored(weight) => Strided::rows(weight, inner),
-        Factor::Strided(weight) => weight,
-        Factor::Packed(..) => unreachable!("a packed weight is not packed again"),
-    };
-    let lines = resize(lines, kernel.column_lines(columns.len(), slab.len()));
-    let weight = weight.at(columns.start, slab.start);
-    kernel.pack_columns(weight, columns.len(), slab.len(), lines);
-    lines
+impl Kernel {
+    fn pack_part<'l>(
+        self,
+        weight: Factor<'_>,
+        columns: Range<usize>,
+        (inner, slab): (usize, Range<usize>),
+        lines: &'l mut Vec<Line>,
+    ) -> &'l [Line] {
+        let weight = match weight {
+            Factor::Stored(weight) => Strided::rows(weight, inner),
+            Factor::Strided(weight) => weight,
+            Factor::Packed(..) => unreachable!("a packed weight is not packed again"),
+        };
+        let lines = resize(lines, self.column_lines(columns.len(), slab.len()));
+        let weight = weight.at(columns.start, slab.start);
+        self.pack_columns(weight, columns.len(), slab.len(), lines);
+        lines
+    }
 }

@@ -3,6 +3,7 @@
 use crate::linalg::attention::Heads;
 use crate::linalg::attention::backward::partial_elements;
 use crate::linalg::parts::{LEAST_ROWS, largest_part};
+use crate::model::ModelConfig;
 
 /// Sizes of a layer and a sample.
 #[derive(Debug, Clone, Copy)]
@@ -81,13 +82,13 @@ impl PassSizes {
 /// * `mlp_tokens`: tokens of the MLP at once, of the memory settings
 /// * `is_kept`: activations come from the forward pass
 pub fn backward_elements(
-    heads: Heads,
-    hidden_size: usize,
-    intermediate_size: usize,
+    config: &ModelConfig,
     seqlen: usize,
-    (mlp_tokens, is_kept): (usize, bool),
+    mlp_tokens: usize,
+    is_kept: bool,
 ) -> usize {
-    PassSizes::new(heads, hidden_size, intermediate_size, seqlen)
+    let heads = config.heads();
+    PassSizes::new(heads, config.hidden_size, config.intermediate_size, seqlen)
         .buffers(heads, mlp_tokens, is_kept)
         .iter()
         .sum()

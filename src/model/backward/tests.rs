@@ -262,9 +262,9 @@ fn frozen_matrices_have_no_gradient_and_wrong_shapes_are_refused() {
     // Computed by hand: 150·(2·48 + 2·48 + 2·16) + max(70·(2·48 + 3·76), 150·(4·48 + 2·16)), with two parts of 75 tokens.
     let heads = layer.heads();
     assert_eq!(
-        backward_elements(heads, 48, 76, SEQLEN, (80, false)),
+        backward_elements(&config, SEQLEN, 80, false),
         150 * (96 + 96 + 32) + 150 * (192 + 32)
     );
-    assert_eq!(backward_elements(heads, 48, 76, SEQLEN, (80, true)), 150 * 48 + 150 * (192 + 32));
+    assert_eq!(backward_elements(&config, SEQLEN, 80, true), 150 * 48 + 150 * (192 + 32));
     assert_eq!(kept_elements(heads, 48, 76, SEQLEN), 150 * (96 + 32 + 48 + 152));
 }

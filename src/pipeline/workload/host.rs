@@ -2,7 +2,8 @@
 
 use super::shape::{F32, RunShape, evaluation_phases, part};
 use crate::bytes::ByteSize;
-use crate::model::footprint;
+use crate::linalg::product::Kernel;
+use crate::model::footprint::{self, SamplePass};
 use crate::pipeline::output_error;
 use crate::placement::{ExecutionOption, PhaseMemory, Processors, Workload};
 use crate::pruning::Technique;
@@ -38,18 +39,17 @@ impl<'r> Host<'r> {
         Self { run, option }
     }
 
+    /// The pass of a sample through a layer with this kernel.
+    pub(super) fn pass(&self, kernel: Kernel) -> SamplePass<'r> {
+        let RunShape { config, seqlen, threads, .. } = *self.run;
+        SamplePass { config, kernel, seqlen, threads, settings: &self.option.settings }
+    }
+
     /// Memory of every phase but the head's.
     pub(super) fn layers(&self) -> Vec<PhaseMemory> {
         let (run, settings) = (self.run, &self.option.settings);
         let (config, dtype) = (run.config, run.dtypes.layers);
-        let kernel = run.products.of_activations();
-        let sample = (config, dtype, run.seqlen, run.threads);
-        let forward = |(config, dtype, seqlen, threads)| {
-            footprint::forward(config, dtype, seqlen, threads, settings, kernel)
-        };
-        let capture = |(config, dtype, seqlen, threads)| {
-            footprint::capture(config, dtype, seqlen, threads, settings, kernel)
-        };
+        let forward = self.pass(run.products.of_activations()).forward(dtype);
         let mut phases =
             vec![self.phase(Phase::Tokenize, vec![part(PartKind::Tokenizer, run.tokenizing)])];
         if run.passes_samples() {
@@ -62,11 +62,11 @@ impl<'r> Host<'r> {
             let mut kept = Vec::new();
             match run.statistics() {
                 Some(_) => {
-                    phases.push(self.passing(Phase::Calibrate, capture(sample), statistics));
+                    phases.push(self.passing(Phase::Calibrate, forward, statistics));
                 }
                 None => kept = statistics,
             }
-            phases.push(self.passing(Phase::Propagate, forward(sample), kept));
+            phases.push(self.passing(Phase::Propagate, forward, kept));
         }
         if run.technique.is_some() {
             let mut parts = vec![part(PartKind::Scores, self.score())];
@@ -81,7 +81,7 @@ impl<'r> Host<'r> {
             phases.extend(self.training(trains));
         }
         for phase in evaluation_phases(run) {
-            phases.push(self.passing(phase, forward(sample), Vec::new()));
+            phases.push(self.passing(phase, forward, Vec::new()));
         }
         if run.saves {
             let model = footprint::parameters(config).saturating_mul(dtype.bytes() as u64);
@@ -209,14 +209,7 @@ impl<'r> Host<'r> {
     pub(super) fn context(&self, has_head: bool) -> MemoryPart {
         let run = self.run;
         let head = has_head.then(|| run.products.kernel(run.dtypes.head));
-        let packed = footprint::products(
-            run.config,
-            run.kernel(),
-            run.seqlen,
-            run.threads,
-            &self.option.settings,
-            head,
-        );
+        let packed = self.pass(run.kernel()).products(head);
         part(PartKind::Context, footprint::context(run.config, run.seqlen) + packed)
     }
 

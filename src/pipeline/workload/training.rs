@@ -154,28 +154,18 @@ impl Host<'_> {
 
     /// Memory of the phases of a training by layers.
     fn training_by_layer(&self, trains: &TrainingShape) -> Vec<PhaseMemory> {
-        let (run, settings) = (self.run, &self.option.settings);
+        let run = self.run;
         let (config, dtype) = (run.config, run.dtypes.layers);
-        let kernel = run.products.of_activations();
+        let pass = self.pass(run.products.of_activations());
         let state = run.state(F32);
         // A sample, and what the layer makes of it.
-        let forward =
-            footprint::forward(config, dtype, run.seqlen, run.threads, settings, kernel) + state;
+        let forward = pass.forward(dtype) + state;
         // Blocks pass a sample forwards and backwards at once.
         let kept = footprint::kept_activations(config, run.seqlen);
-        let backward =
-            footprint::backward(config, run.seqlen, run.threads, settings, kernel, trains.is_kept)
-                + state
-                + state
-                + kept;
-        let packed = footprint::backward_products(
-            config,
-            (run.kernel(), run.products.of_gradients(dtype)),
-            run.seqlen,
-            run.threads,
-            settings,
-            trains.has_factors,
-        );
+        let backward = pass.backward(trains.is_kept) + state + state + kept;
+        let packed = self
+            .pass(run.kernel())
+            .backward_products(run.products.of_gradients(dtype), trains.has_factors);
         let workspace = |bytes| part(PartKind::Workspace, bytes);
         let gradients = part(PartKind::Gradients, trains.gradients);
         vec![

@@ -28,7 +28,7 @@ use crate::failure::Failure;
 use crate::linalg::StoredMatrix;
 use crate::linalg::factor::{self, NotPositive, inverse_factor};
 use crate::linalg::gram::GramMatrix;
-use crate::linalg::update::{Update, subtract_product};
+use crate::linalg::update::Update;
 use crate::pruning::mask::Mask;
 use crate::pruning::method::{PruningMethod, Request, SparsityRule};
 use crate::pruning::options::{MethodOption, MethodOptions, OptionValue};
@@ -144,7 +144,7 @@ impl PruningMethod for SparseGpt {
                 |weights| request.target.count_of(weights) as u64,
             );
             let behind = &factor.u[first * columns + last..];
-            subtract_product(&mut values, columns, last, &errors, behind, &mut update);
+            update.subtract_product(&mut values, columns, last, &errors, behind);
         }
         weight.set_f32(&values);
         mask_of(&is_kept, rows, columns)

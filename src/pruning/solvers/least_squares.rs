@@ -131,7 +131,7 @@ pub(crate) fn refit(
     for ((target, x), is_kept) in
         target.chunks(ROWS * n).zip(x.chunks_mut(ROWS * n)).zip(is_kept.chunks(ROWS * n))
     {
-        refit_rows(gram, target, x, is_kept, steps, &mut buffers);
+        gram.refit_rows(target, x, is_kept, steps, &mut buffers);
     }
 }
 
@@ -148,69 +148,71 @@ struct Buffers {
     packed: Packed,
 }
 
-fn refit_rows(
-    gram: &ScaledGram,
-    target: &[f32],
-    x: &mut [f32],
-    is_kept: &[bool],
-    steps: usize,
-    buffers: &mut Buffers,
-) {
-    let n = gram.width().max(1);
-    let Buffers { residual, direction, product, packed } = buffers;
-    for buffer in [&mut *residual, &mut *direction, &mut *product] {
-        buffer.resize(x.len(), 0.0);
-    }
-    x.par_chunks_mut(n).zip(is_kept.par_chunks(n)).for_each(|(x, is_kept)| {
-        for (x, is_kept) in x.iter_mut().zip(is_kept) {
-            *x = if *is_kept { *x } else { 0.0 };
+impl ScaledGram {
+    fn refit_rows(
+        &self,
+        target: &[f32],
+        x: &mut [f32],
+        is_kept: &[bool],
+        steps: usize,
+        buffers: &mut Buffers,
+    ) {
+        let n = self.width().max(1);
+        let Buffers { residual, direction, product, packed } = buffers;
+        for buffer in [&mut *residual, &mut *direction, &mut *product] {
+            buffer.resize(x.len(), 0.0);
         }
-    });
-    gram.product(x, product, packed);
-    // r = (target − x·Gs) on the mask, p = r, and r·r of every row.
-    let mut norms: Vec<f64> = residual
-        .par_chunks_mut(n)
-        .zip(direction.par_chunks_mut(n))
-        .zip(product.par_chunks(n))
-        .zip(target.par_chunks(n).zip(is_kept.par_chunks(n)))
-        .map(|(((residual, direction), product), (target, is_kept))| {
-            let mut norm = 0.0;
-            for at in 0..residual.len() {
-                let value = if is_kept[at] { target[at] - product[at] } else { 0.0 };
-                residual[at] = value;
-                direction[at] = value;
-                norm += f64::from(value) * f64::from(value);
+        x.par_chunks_mut(n).zip(is_kept.par_chunks(n)).for_each(|(x, is_kept)| {
+            for (x, is_kept) in x.iter_mut().zip(is_kept) {
+                *x = if *is_kept { *x } else { 0.0 };
             }
-            norm
-        })
-        .collect();
-    for _ in 0..steps {
-        gram.product(direction, product, packed);
-        x.par_chunks_mut(n)
-            .zip(residual.par_chunks_mut(n))
-            .zip(direction.par_chunks_mut(n).zip(product.par_chunks(n)))
-            .zip(is_kept.par_chunks(n).zip(norms.par_iter_mut()))
-            .for_each(|(((x, residual), (direction, product)), (is_kept, norm))| {
-                let pairs = direction.iter().zip(product);
-                let curvature: f64 = pairs.map(|(p, q)| f64::from(*p) * f64::from(*q)).sum();
-                // A row that is solved, or has no weights, stays.
-                if *norm <= 0.0 || curvature <= 0.0 {
-                    return;
+        });
+        self.product(x, product, packed);
+        // r = (target − x·Gs) on the mask, p = r, and r·r of every row.
+        let mut norms: Vec<f64> = residual
+            .par_chunks_mut(n)
+            .zip(direction.par_chunks_mut(n))
+            .zip(product.par_chunks(n))
+            .zip(target.par_chunks(n).zip(is_kept.par_chunks(n)))
+            .map(|(((residual, direction), product), (target, is_kept))| {
+                let mut norm = 0.0;
+                for at in 0..residual.len() {
+                    let value = if is_kept[at] { target[at] - product[at] } else { 0.0 };
+                    residual[at] = value;
+                    direction[at] = value;
+                    norm += f64::from(value) * f64::from(value);
                 }
-                let alpha = (*norm / curvature) as f32;
-                let mut next = 0.0;
-                for at in 0..x.len() {
-                    x[at] += alpha * direction[at];
-                    let change = if is_kept[at] { alpha * product[at] } else { 0.0 };
-                    residual[at] -= change;
-                    next += f64::from(residual[at]) * f64::from(residual[at]);
-                }
-                let beta = (next / *norm) as f32;
-                for (direction, residual) in direction.iter_mut().zip(&*residual) {
-                    *direction = residual + beta * *direction;
-                }
-                *norm = next;
-            });
+                norm
+            })
+            .collect();
+        for _ in 0..steps {
+            self.product(direction, product, packed);
+            x.par_chunks_mut(n)
+                .zip(residual.par_chunks_mut(n))
+                .zip(direction.par_chunks_mut(n).zip(product.par_chunks(n)))
+                .zip(is_kept.par_chunks(n).zip(norms.par_iter_mut()))
+                .for_each(|(((x, residual), (direction, product)), (is_kept, norm))| {
+                    let pairs = direction.iter().zip(product);
+                    let curvature: f64 = pairs.map(|(p, q)| f64::from(*p) * f64::from(*q)).sum();
+                    // A row that is solved, or has no weights, stays.
+                    if *norm <= 0.0 || curvature <= 0.0 {
+                        return;
+                    }
+                    let alpha = (*norm / curvature) as f32;
+                    let mut next = 0.0;
+                    for at in 0..x.len() {
+                        x[at] += alpha * direction[at];
+                        let change = if is_kept[at] { alpha * product[at] } else { 0.0 };
+                        residual[at] -= change;
+                        next += f64::from(residual[at]) * f64::from(residual[at]);
+                    }
+                    let beta = (next / *norm) as f32;
+                    for (direction, residual) in direction.iter_mut().zip(&*residual) {
+                        *direction = residual + beta * *direction;
+                    }
+                    *norm = next;
+                });
+        }
     }
 }
 

@@ -13,6 +13,7 @@ use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::eval::Perplexity;
 use prune::linalg::product::Kernel;
 use prune::linalg::{StoredDtype, Weight, tensor};
+use prune::model::footprint::SamplePass;
 use prune::model::{
     DecoderLayer, Dtypes, Head, LayerContext, ModelConfig, Observation, Observer, Projection,
     footprint,
@@ -106,15 +107,9 @@ fn phase(
     };
     let context = || LayerContext::with_settings(config, SEQLEN, settings.clone());
     let kernel = Kernel::Fused;
-    let beside = footprint::context(config, SEQLEN)
-        + footprint::products(
-            config,
-            kernel,
-            SEQLEN,
-            THREADS,
-            settings,
-            (name == "head").then_some(kernel),
-        );
+    let pass = SamplePass { config, kernel, seqlen: SEQLEN, threads: THREADS, settings };
+    let beside =
+        footprint::context(config, SEQLEN) + pass.products((name == "head").then_some(kernel));
     let (mut layer, held) = counted(|| load(&source, config, settings))?;
     match name {
         "layer" => {
@@ -128,8 +123,7 @@ fn phase(
         }
         "forward" => {
             let state = state()?;
-            let predicted =
-                footprint::forward(config, dtype, SEQLEN, THREADS, settings, kernel) + beside;
+            let predicted = pass.forward(dtype) + beside;
             let counted = counted(|| {
                 let mut context = context();
                 // A second sample meets a workspace that the first one's MLP grew.
@@ -141,8 +135,7 @@ fn phase(
         }
         "capture" => {
             let state = state()?;
-            let predicted =
-                footprint::capture(config, dtype, SEQLEN, THREADS, settings, kernel) + beside;
+            let predicted = pass.forward(dtype) + beside;
             let counted = counted(|| {
                 let mut context = context();
                 layer.capture(&state, &mut context, &mut Nobody)?;

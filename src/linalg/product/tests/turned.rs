@@ -26,7 +26,7 @@ fn factors_read_by_columns_give_the_bits_of_those_read_by_rows() {
                     let mut out = vec![0.5; tokens * stride];
                     let mut jobs = [ProductJob { weight, columns, out: &mut out, stride, adds }];
                     let mut packed = Packed::default();
-                    products_of(kernel, x, (tokens, inner), &mut jobs, &mut packed);
+                    kernel.products_of(x, (tokens, inner), &mut jobs, &mut packed);
                     out
                 };
                 let straight = Strided::rows(Values::F32(&x), inner);
@@ -66,7 +66,7 @@ fn a_part_of_the_columns_of_a_factor_is_a_factor() {
             stride: columns,
             adds: false,
         }];
-        products_of(kernel, x, (tokens, inner), &mut jobs, &mut Packed::default());
+        kernel.products_of(x, (tokens, inner), &mut jobs, &mut Packed::default());
         out
     };
     let of_whole = run(Strided::rows(Values::F32(&x), wide).at(0, first));
@@ -88,5 +88,5 @@ fn a_factor_beyond_its_slice_is_refused() {
     let rows = Strided::rows(Values::F32(&x), 3);
     let kernel = Kernel::split(StoredDtype::F32);
     let kernel = if Kernel::has_split() { kernel } else { Kernel::Fused };
-    products_of(kernel, rows, (2, 3), &mut jobs, &mut Packed::default());
+    kernel.products_of(rows, (2, 3), &mut jobs, &mut Packed::default());
 }
