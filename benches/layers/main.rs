@@ -215,7 +215,9 @@ fn attention_of(criterion: &mut Criterion<OfPeak>, kernel: Kernel) {
         );
         let mut out = vec![0.0; q.len()];
         group.bench_function(name, |bencher| {
-            bencher.iter(|| attention::causal(kernel, heads, 0, &q, &k, &v, &mut out))
+            bencher.iter(|| {
+                attention::Causal { kernel, heads, past: 0, q: &q, k: &k, v: &v }.context(&mut out)
+            })
         });
     }
 }

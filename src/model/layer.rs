@@ -381,11 +381,12 @@ impl DecoderLayer {
             if let Some(cache) = cache.as_deref_mut() {
                 cache.append(k, v)?;
                 let (keys, values) = (cache.keys(), cache.values());
-                attention::causal(kernel, heads, past, q, keys, values, attended);
+                attention::Causal { kernel, heads, past, q, k: keys, v: values }.context(attended);
             } else {
                 let columns =
                     attention::Columns { width: layout.query_width(), first: queries.start };
-                attention::causal_columns(kernel, heads, 0, q, k, v, attended, columns);
+                attention::Causal { kernel, heads, past: 0, q, k, v }
+                    .context_columns(attended, columns);
             }
         }
         products.watch.enter(Part::O);

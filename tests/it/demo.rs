@@ -46,7 +46,7 @@ fn open(folder: &Path) -> Result<(Generator, ModelConfig, Tokenizer)> {
 fn windows(tokenizer: &Tokenizer, seqlen: usize, count: usize) -> Result<Vec<u32>> {
     let source = Source::find(&"demo".parse()?, Role::Evaluation)?;
     let cache = TextCache::disabled();
-    Ok(data::evaluation(&source, tokenizer, seqlen, Some(count), &cache, &Silent)?.tokens)
+    Ok(source.evaluation(tokenizer, seqlen, Some(count), &cache, &Silent)?.tokens)
 }
 
 #[test]

@@ -116,7 +116,7 @@ fn tokenizing_child() {
     PEAK.store(before, Ordering::Relaxed);
     let tokenizer = Tokenizer::load(".".as_ref()).unwrap();
     let loading = PEAK.load(Ordering::Relaxed) - before;
-    data::evaluation(&text, &tokenizer, 128, None, &cache, &Silent).unwrap();
+    text.evaluation(&tokenizer, 128, None, &cache, &Silent).unwrap();
     let peak = PEAK.load(Ordering::Relaxed) - before;
     fs::write(TAKEN, format!("{peak} {loading}")).unwrap();
 }

@@ -66,7 +66,7 @@ pub fn backward_scratch_bytes(
     threads * (packed * size_of::<Line>() + floats * size_of::<f32>())
 }
 
-/// Computes the gradients of [`causal`](super::causal) of a whole sequence.
+/// Computes the gradients of [`Causal`](super::Causal) of a whole sequence.
 ///
 /// # Arguments
 /// * `out`: its old content is ignored

@@ -40,7 +40,7 @@ use scheme::{Inputs, Scheme};
 /// The least tasks per thread, if there are enough blocks of queries.
 const TASKS_PER_THREAD: usize = 2;
 
-/// Bytes of scratch of [`causal`] for `queries` tokens, of which the last sees `keys`, with `threads` threads.
+/// Bytes of scratch of [`Causal`] for `queries` tokens, of which the last sees `keys`, with `threads` threads.
 pub fn scratch_bytes(
     kernel: Kernel,
     head_dim: usize,
@@ -55,32 +55,6 @@ pub fn scratch_bytes(
         }
 }
 
-/// Computes causal self-attention of a sequence, or of the tokens after `past` cached tokens. The contexts of all heads are side by side.
-///
-/// # Arguments
-/// * `past`: tokens before the first query, 0 for a whole sequence
-/// * `q`: `[seqlen, num_heads * head_dim]`, rotary positions applied
-/// * `k`, `v`: `[past + seqlen, num_key_value_heads * head_dim]`
-/// * `out`: `[seqlen, num_heads * head_dim]`
-///
-/// # Panics
-/// Panics when a slice does not have the size of its shape.
-pub fn causal(
-    kernel: Kernel,
-    heads: Heads,
-    past: usize,
-    q: &[f32],
-    k: &[f32],
-    v: &[f32],
-    out: &mut [f32],
-) {
-    let columns = Columns { width: heads.num_heads * heads.head_dim, first: 0 };
-    if q.len() == columns.width {
-        return one_query::one_query(heads, past, q, k, v, out);
-    }
-    causal_columns(kernel, heads, past, q, k, v, out, columns);
-}
-
 /// The columns of some heads in the context of all heads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Columns {
@@ -90,42 +64,64 @@ pub struct Columns {
     pub first: usize,
 }
 
-/// Computes [`causal`] for some heads, and writes their columns in the context of all heads, `out` `[seqlen, columns.width]`.
-///
-/// # Panics
-/// Panics when a slice does not have the size of its shape.
-#[expect(clippy::too_many_arguments, reason = "a kernel, three factors, a result, and where in it")]
-pub fn causal_columns(
-    kernel: Kernel,
-    heads: Heads,
-    past: usize,
-    q: &[f32],
-    k: &[f32],
-    v: &[f32],
-    out: &mut [f32],
-    columns: Columns,
-) {
-    let Heads { num_heads, num_key_value_heads, head_dim } = heads;
-    let (query_width, key_width) = (num_heads * head_dim, num_key_value_heads * head_dim);
-    let seqlen = q.len() / query_width.max(1);
-    assert_eq!(q.len(), seqlen * query_width, "q must be [seqlen, num_heads * head_dim]");
-    assert!(
-        out.len() == seqlen * columns.width && columns.first + query_width <= columns.width,
-        "out must be [seqlen, width], and the heads' columns inside"
-    );
-    assert_eq!(
-        k.len(),
-        (past + seqlen) * key_width,
-        "k must be [past + seqlen, num_key_value_heads * head_dim]"
-    );
-    assert_eq!(v.len(), k.len(), "v must be [past + seqlen, num_key_value_heads * head_dim]");
-    if seqlen == 0 {
-        return;
+/// Causal self-attention of a sequence, or of the tokens after `past` cached tokens.
+#[derive(Clone, Copy)]
+pub struct Causal<'a> {
+    /// The kernel of the products.
+    pub kernel: Kernel,
+    /// The heads.
+    pub heads: Heads,
+    /// Tokens before the first query, 0 for a whole sequence.
+    pub past: usize,
+    /// Queries `[seqlen, num_heads * head_dim]`, rotary positions applied.
+    pub q: &'a [f32],
+    /// Keys `[past + seqlen, num_key_value_heads * head_dim]`.
+    pub k: &'a [f32],
+    /// Values, in the shape of the keys.
+    pub v: &'a [f32],
+}
+
+impl Causal<'_> {
+    /// Computes the contexts of all heads side by side, `out` `[seqlen, num_heads * head_dim]`.
+    ///
+    /// # Panics
+    /// Panics when a slice does not have the size of its shape.
+    pub fn context(self, out: &mut [f32]) {
+        let columns = Columns { width: self.heads.num_heads * self.heads.head_dim, first: 0 };
+        match self.q.len() == columns.width {
+            true => one_query::one_query(self, out),
+            false => self.context_columns(out, columns),
+        }
     }
-    let source = Inputs { kernel, heads, past, seqlen, keys: past + seqlen, q, k, v };
-    match kernel {
-        Kernel::Fused => share::<panels::PanelScratch>(&source, out, columns),
-        _ => share::<blocks::BlockScratch>(&source, out, columns),
+
+    /// Computes [`Causal::context`] for some heads, and writes their columns in the context of all heads, `out` `[seqlen, columns.width]`.
+    ///
+    /// # Panics
+    /// Panics when a slice does not have the size of its shape.
+    pub fn context_columns(self, out: &mut [f32], columns: Columns) {
+        let Self { kernel, heads, past, q, k, v } = self;
+        let Heads { num_heads, num_key_value_heads, head_dim } = heads;
+        let (query_width, key_width) = (num_heads * head_dim, num_key_value_heads * head_dim);
+        let seqlen = q.len() / query_width.max(1);
+        assert_eq!(q.len(), seqlen * query_width, "q must be [seqlen, num_heads * head_dim]");
+        assert!(
+            out.len() == seqlen * columns.width && columns.first + query_width <= columns.width,
+            "out must be [seqlen, width], and the heads' columns inside"
+        );
+        assert_eq!(
+            k.len(),
+            (past + seqlen) * key_width,
+            "k must be [past + seqlen, num_key_value_heads * head_dim]"
+        );
+        assert_eq!(v.len(), k.len(), "v must be [past + seqlen, num_key_value_heads * head_dim]");
+        if seqlen == 0 {
+            return;
+        }
+        let source = Inputs { kernel, heads, past, seqlen, keys: past + seqlen, q, k, v };
+        match kernel {
+            Kernel::Fused => share::<panels::PanelScratch>(&source, out, columns),
+            _ => share::<blocks::BlockScratch>(&source, out, columns),
+        }
     }
 }
 
@@ -246,7 +242,7 @@ mod tests {
             let is_whole = |kernel: &Kernel| !matches!(kernel, Kernel::Split(..3));
             for kernel in Kernel::all().into_iter().filter(is_whole) {
                 let mut out = vec![f32::NAN; q.len()];
-                causal(kernel, heads, 0, &q, &k, &v, &mut out);
+                Causal { kernel, heads, past: 0, q: &q, k: &k, v: &v }.context(&mut out);
                 if !kernel.is_bf16() {
                     is_close(&out, &exact, "the whole sequence");
                 }
@@ -277,7 +273,8 @@ mod tests {
                 let own = first * query_width..last * query_width;
                 let mut part = vec![f32::NAN; own.len()];
                 let (k, v) = (&k[..last * key_width], &v[..last * key_width]);
-                causal(Kernel::Fused, heads, first, &q[own.clone()], k, v, &mut part);
+                Causal { kernel: Kernel::Fused, heads, past: first, q: &q[own.clone()], k, v }
+                    .context(&mut part);
                 is_close(&part, &exact[own], "behind cached keys");
             }
         }
@@ -292,7 +289,9 @@ mod tests {
             let run = |threads: usize| {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
                 let mut out = vec![0.0; q.len()];
-                pool.install(|| causal(kernel, heads, 0, &q, &k, &v, &mut out));
+                pool.install(|| {
+                    Causal { kernel, heads, past: 0, q: &q, k: &k, v: &v }.context(&mut out)
+                });
                 out
             };
             let one = run(1);

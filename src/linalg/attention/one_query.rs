@@ -5,20 +5,15 @@ use rayon::prelude::*;
 
 use super::super::exp;
 use super::super::matmul::{Threads, View, matmul};
+use super::Causal;
 use super::scheme::Heads;
 
 /// The least keys of a task, over all its heads.
 const KEYS_PER_TASK: usize = 256;
 
 /// Computes the attention of the last token. The query heads that share a key head form one product.
-pub(super) fn one_query(
-    heads: Heads,
-    past: usize,
-    q: &[f32],
-    k: &[f32],
-    v: &[f32],
-    out: &mut [f32],
-) {
+pub(super) fn one_query(source: Causal<'_>, out: &mut [f32]) {
+    let Causal { heads, past, q, k, v, .. } = source;
     let Heads { num_heads, num_key_value_heads, head_dim } = heads;
     let key_width = num_key_value_heads * head_dim;
     let keys = past + 1;

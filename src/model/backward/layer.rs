@@ -269,7 +269,7 @@ impl DecoderLayer {
         rotary.apply(k, 0, heads.num_key_value_heads, heads.head_dim)?;
         let columns = attention::Columns { width: heads.num_heads * heads.head_dim, first: 0 };
         let kernel = products.products.of_activations();
-        attention::causal_columns(kernel, heads, 0, q, k, v, context, columns);
+        attention::Causal { kernel, heads, past: 0, q, k, v }.context_columns(context, columns);
         products.watch.enter(Part::O);
         let o = self.linear(Projection::O);
         o.forward(context, between, SingleToken::AsMany, products)?;

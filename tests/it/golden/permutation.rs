@@ -250,7 +250,7 @@ fn a_model_with_permuted_channels_predicts_the_same() -> Result<()> {
     let source = dataset(&shared, "stories.test.txt")?.parse()?;
     let source = Source::find(&source, Role::Evaluation)?;
     let (seqlen, cache) = (512, TextCache::disabled());
-    let windows = data::evaluation(&source, &model.tokenizer, seqlen, Some(8), &cache, &Silent)?;
+    let windows = source.evaluation(&model.tokenizer, seqlen, Some(8), &cache, &Silent)?;
     let clock = Clock::new();
     let side = |side| -> Result<Perplexity<'_>> {
         let hidden = model.hidden(&windows.tokens, seqlen)?;

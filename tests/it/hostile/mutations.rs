@@ -140,7 +140,7 @@ fn read_text(spec: &str) {
     }
     if let Ok(source) = Source::find(&spec, Role::Evaluation) {
         let _ = source.check();
-        let _ = data::evaluation(&source, tokenizer, 16, None, &cache, &Silent);
+        let _ = source.evaluation(tokenizer, 16, None, &cache, &Silent);
     }
 }
 

@@ -1,6 +1,6 @@
 //! Gradients of attention against the formulas in f64.
 
-use super::super::causal;
+use super::super::Causal;
 use super::inputs::KEYS;
 use super::*;
 
@@ -47,7 +47,7 @@ fn waves(heads: Heads, seqlen: usize) -> [Vec<f32>; 4] {
 
 fn run(kernel: Kernel, heads: Heads, [q, k, v, dc]: [&[f32]; 4]) -> [Vec<f32>; 3] {
     let mut context = vec![f32::NAN; q.len()];
-    causal(kernel, heads, 0, q, k, v, &mut context);
+    Causal { kernel, heads, past: 0, q, k, v }.context(&mut context);
     let [mut dq, mut dk, mut dv] = [q, k, v].map(|values| vec![f32::NAN; values.len()]);
     let seqlen = q.len() / (heads.num_heads * heads.head_dim);
     let mut partial = vec![f32::NAN; partial_elements(heads, seqlen)];

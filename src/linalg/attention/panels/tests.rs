@@ -2,7 +2,7 @@
 
 use super::super::super::product::Kernel;
 use super::super::super::rectangles;
-use super::super::causal;
+use super::super::Causal;
 use super::*;
 
 /// Compares the blocks of AVX-512 and of narrower registers with this CPU's own blocks.
@@ -53,7 +53,7 @@ fn blocks_of_any_shape_give_the_same_bits() {
     let narrow = by((6, 16));
     assert_eq!(narrow, by((8, 48)));
     let mut here = vec![f32::NAN; seqlen * 20];
-    causal(Kernel::Fused, heads, 0, &q, &k, &v, &mut here);
+    Causal { kernel: Kernel::Fused, heads, past: 0, q: &q, k: &k, v: &v }.context(&mut here);
     assert_eq!(narrow, here);
 }
 
@@ -69,7 +69,7 @@ fn panels_have_the_bits_of_plain_loops() {
     let q = wave(seqlen * width, 0.71);
     let (k, v) = (wave(keys * head_dim, 0.37), wave(keys * head_dim, 0.53));
     let mut out = vec![f32::NAN; seqlen * width];
-    causal(Kernel::Fused, heads, past, &q, &k, &v, &mut out);
+    Causal { kernel: Kernel::Fused, heads, past, q: &q, k: &k, v: &v }.context(&mut out);
 
     let is_one_step = Kernel::Fused.name().ends_with("in one step");
     let plus = |sum: f32, x: f32, w: f32| {
