@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor, safetensors};
 use prune::checkpoint::Checkpoint;
-use prune::data::{self, DatasetSpec, Role, Source, TextCache, Tokenizer};
+use prune::data::{DatasetSpec, Role, Source, TextCache, Tokenizer};
 use prune::demo::embedded;
 use prune::generation::{
     FinishReason, GenerationRequest, Generator, Sampler, Sampling, generate, sentence,

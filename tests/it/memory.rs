@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use prune::bytes::ByteSize;
 use prune::data::footprint::{self, Encoding, TokenizerSize};
-use prune::data::{self, Role, Source, TextCache, Tokenizer};
+use prune::data::{Role, Source, TextCache, Tokenizer};
 use prune::job;
 use prune::linalg::product::Kernel;
 use prune::linalg::{Products, StoredDtype};
