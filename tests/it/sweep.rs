@@ -422,7 +422,7 @@ fn lists_that_make_no_grid_are_refused_with_a_fix() {
         ("--sparsity-ratio 0.5", "use --ratios, like --ratios 0.4,0.5"),
         ("--use-variant", "name the method: --methods wanda-variant"),
         ("--save-model x", "use --keep-models"),
-        ("--resume", "the same command continues a sweep"),
+        ("--resume", "leave it out: the same command continues a sweep"),
     ] {
         let ran =
             place.run(&format!("sweep --model m --save out --methods wanda --ratios 0.5 {flags}"));
