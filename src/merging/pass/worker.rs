@@ -12,8 +12,8 @@ use crate::linalg::StoredDtype;
 use crate::linalg::convert::{narrow, widen};
 use crate::linalg::select::first_not_finite;
 use crate::merging::methods::{
-    MethodSettings, Mixer, OnCpu, RowBlock, SourceTask, TensorMerge, TensorTask, sign_conflicts,
-    square_distance, weighted_square_distance,
+    MethodSettings, Mixer, OnCpu, RowBlock, SourceTask, TensorMerge, TensorTask, dot,
+    sign_conflicts, square_distance, weighted_square_distance,
 };
 use crate::merging::recipe::{TensorRecipe, TensorSource};
 use crate::run::Stopped;
@@ -357,17 +357,20 @@ impl TensorCounts {
         columns: usize,
         written: &[f32],
     ) {
-        for (of, source) in self.distances.iter_mut().zip(rows.sources) {
-            for (written, source) in written.chunks(columns).zip(source.chunks(columns)) {
-                let [distance, norm] = square_distance(written, source);
-                of.square_distance += distance;
-                of.square_norm += norm;
+        let base = tensor.recipe.base;
+        for (row, written) in written.chunks(columns).enumerate() {
+            let place = row * columns..(row + 1) * columns;
+            for (of, source) in self.distances.iter_mut().zip(rows.sources) {
+                let source = &source[place.clone()];
+                of.square_distance += square_distance(written, source);
+                of.square_norm += dot(source, source);
             }
-        }
-        if let (Some(conflicts), Some(base)) = (&mut self.sign_conflicts, tensor.recipe.base) {
-            let experts = rows.sources.iter().enumerate().filter(|(at, _)| *at != base);
-            let experts: Vec<&[f32]> = experts.map(|(_, source)| *source).collect();
-            *conflicts += sign_conflicts(rows.sources[base], &experts);
+            if let (Some(conflicts), Some(base)) = (&mut self.sign_conflicts, base) {
+                let experts = rows.sources.iter().enumerate().filter(|(at, _)| *at != base);
+                let experts: Vec<&[f32]> =
+                    experts.map(|(_, source)| &source[place.clone()]).collect();
+                *conflicts += sign_conflicts(&rows.sources[base][place], &experts);
+            }
         }
     }
 
