@@ -7,7 +7,7 @@
 //! ```
 //!
 //! The first two follow the scaling of Adam's rate with the width (Yang et al. 2022, arXiv:2203.03466). The third is near 1e-3 for a
-//! width of 256, as in docs/recovery.md, and near QLoRA's 2e-4 for 7B (Dettmers et al. 2023, arXiv:2305.14314).
+//! width of 256, and near QLoRA's 2e-4 for 7B (Dettmers et al. 2023, arXiv:2305.14314).
 
 use std::convert::Infallible;
 use std::path::PathBuf;
