@@ -42,7 +42,7 @@ pub struct Settings {
     /// Calibration samples, or the text of a training; `None` where the method uses none.
     #[serde(flatten)]
     pub calibration: Option<CalibrationSettings>,
-    /// Tokens per sample and window; `None` for the smaller of [`SEQLEN`] and the model's limit.
+    /// Tokens per sample and window; `None` for the smaller of [`SEQLEN`](super::SEQLEN) and the model's limit.
     pub seqlen: Option<usize>,
     /// Perplexity.
     #[serde(flatten)]
