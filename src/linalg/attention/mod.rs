@@ -17,7 +17,7 @@
 //! | `backward` | gradients of causal attention, from the gradient of a loss with respect to its contexts |
 //! | `blocks` | attention by products of packed factors, for kernels that round or split them |
 //! | `one_query` | attention of one token, for text generation: a row of scores per head, without blocks |
-//! | `scheme` | heads, and the interface of `blocks` and `panels` |
+//! | `scheme` | heads, a sequence, and the interface of `blocks` and `panels` |
 //! | `panels` | attention by f32 multiply-adds |
 //!
 //! Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245): query head h reads key/value head
@@ -34,7 +34,7 @@ use rayon::prelude::*;
 use super::buffer_pool::BufferPool;
 use super::product::Kernel;
 use super::rectangles::{self, Rectangle};
-pub use scheme::Heads;
+pub use scheme::{Causal, Heads};
 use scheme::{Inputs, Scheme};
 
 /// The least tasks per thread, if there are enough blocks of queries.
@@ -62,23 +62,6 @@ pub struct Columns {
     pub width: usize,
     /// The column of the first head's context.
     pub first: usize,
-}
-
-/// Causal self-attention of a sequence, or of the tokens after `past` cached tokens.
-#[derive(Clone, Copy)]
-pub struct Causal<'a> {
-    /// The kernel of the products.
-    pub kernel: Kernel,
-    /// The heads.
-    pub heads: Heads,
-    /// Tokens before the first query, 0 for a whole sequence.
-    pub past: usize,
-    /// Queries `[seqlen, num_heads * head_dim]`, rotary positions applied.
-    pub q: &'a [f32],
-    /// Keys `[past + seqlen, num_key_value_heads * head_dim]`.
-    pub k: &'a [f32],
-    /// Values, in the shape of the keys.
-    pub v: &'a [f32],
 }
 
 impl Causal<'_> {

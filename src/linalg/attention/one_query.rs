@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use super::super::exp;
 use super::super::matmul::{Threads, View, matmul};
-use super::Causal;
+use super::scheme::Causal;
 use super::scheme::Heads;
 
 /// The least keys of a task, over all its heads.

@@ -1,4 +1,4 @@
-//! [`Scheme`]: an algorithm for attention, and its inputs.
+//! [`Causal`]: attention of a sequence; [`Scheme`]: an algorithm for it.
 
 use super::super::product::Kernel;
 use super::super::rectangles::Rectangle;
@@ -21,6 +21,23 @@ impl Heads {
         let pairs = tokens * past + tokens * (tokens + 1) / 2;
         4 * self.head_dim * self.num_heads * pairs
     }
+}
+
+/// Causal self-attention of a sequence, or of the tokens after `past` cached tokens.
+#[derive(Clone, Copy)]
+pub struct Causal<'a> {
+    /// The kernel of the products.
+    pub kernel: Kernel,
+    /// The heads.
+    pub heads: Heads,
+    /// Tokens before the first query, 0 for a whole sequence.
+    pub past: usize,
+    /// Queries `[seqlen, num_heads * head_dim]`, rotary positions applied.
+    pub q: &'a [f32],
+    /// Keys `[past + seqlen, num_key_value_heads * head_dim]`.
+    pub k: &'a [f32],
+    /// Values, in the shape of the keys.
+    pub v: &'a [f32],
 }
 
 /// The inputs of all tasks.
