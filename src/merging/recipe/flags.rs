@@ -296,7 +296,7 @@ tokenizer_source: base
     #[test]
     fn flags_that_do_not_fit_are_refused_as_usage() {
         for (given, error) in [
-            (flags("ties", &[]), "a merge needs models"),
+            (flags("ties", &[]), "there is nothing to merge"),
             (flags("sce", &["a"]), "the method `sce` does not exist in this version"),
             (
                 FlagRecipe { base: None, ..flags("ties", &["a"]) },
