@@ -86,7 +86,7 @@ pub struct SweepArgs {
 
     /// Work on the i-th of n parts of the cells, like 2/4
     ///
-    /// For job arrays. Cells are dealt out in turn; with --propagate dense in a row, ordered by seed, since those of one seed share statistics. Processes with different parts may work in one folder at the same time. The process that ends
+    /// For job arrays. Cells are dealt out in turn; with --propagate dense in a row, ordered by seed, since cells of one seed share statistics. Processes with different parts may work in one folder at the same time. The process that ends
     /// last writes the table of all cells.
     #[arg(long, value_name = "I/N", help_heading = "Sweep")]
     shard: Option<String>,

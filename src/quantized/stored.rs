@@ -41,9 +41,6 @@ pub enum FourBitFormat {
 }
 
 impl FourBitFormat {
-    /// All formats.
-    pub const ALL: [Self; 2] = [Self::Nf4, Self::Nf4Double];
-
     /// The name on the command line.
     pub fn name(self) -> &'static str {
         match self {

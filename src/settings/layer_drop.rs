@@ -32,7 +32,7 @@ pub struct LayerDropSettings {
     )]
     pub drop_rule: DropRule,
 
-    /// Drop these layers, counted from 0, in place of those that a rule chooses
+    /// Drop these layers, counted from 0, instead of layers that a rule chooses
     ///
     /// Layers are separated by commas. They are scored all the same. Example: --layers-dropped 21,22,25
     #[arg(

@@ -14,6 +14,7 @@ use crate::job::folder::state_file::StateFile;
 use crate::job::recorder::Recorder;
 use crate::linalg::kernel;
 use crate::merging::methods::Scope;
+use crate::merging::pass::MergeTensor;
 use crate::merging::recipe::Parameter;
 use crate::model::EMBEDDING;
 use crate::run::manifest::{Arithmetic, Manifest, ModelReport, OutputReport, Perplexities, SCHEMA};
@@ -66,6 +67,13 @@ impl MergeJob {
         let layers = (0..self.num_hidden_layers).filter_map(|layer| {
             let of_layer = self.tensors.iter().zip(&tensors);
             let of_layer = of_layer.filter(|(tensor, _)| tensor.recipe.layer == Some(layer));
+            // A run that an older program began has no distances of its first tensors.
+            let lacks = |(tensor, merged): (&MergeTensor, &MergedTensor)| {
+                tensor.recipe.sources.len() > 1 && merged.distances.is_empty()
+            };
+            if of_layer.clone().any(lacks) {
+                return None;
+            }
             MergedLayer::of(layer, self.inputs.models.len(), of_layer.map(|(_, merged)| merged))
         });
         let embedding = self.tensors.iter().find(|tensor| tensor.recipe.name == EMBEDDING);

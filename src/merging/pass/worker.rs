@@ -358,6 +358,7 @@ impl TensorCounts {
         written: &[f32],
     ) {
         let base = tensor.recipe.base;
+        let mut experts: Vec<&[f32]> = Vec::with_capacity(rows.sources.len());
         for (row, written) in written.chunks(columns).enumerate() {
             let place = row * columns..(row + 1) * columns;
             for (of, source) in self.distances.iter_mut().zip(rows.sources) {
@@ -366,9 +367,9 @@ impl TensorCounts {
                 of.square_norm += dot(source, source);
             }
             if let (Some(conflicts), Some(base)) = (&mut self.sign_conflicts, base) {
-                let experts = rows.sources.iter().enumerate().filter(|(at, _)| *at != base);
-                let experts: Vec<&[f32]> =
-                    experts.map(|(_, source)| &source[place.clone()]).collect();
+                let others = rows.sources.iter().enumerate().filter(|(at, _)| *at != base);
+                experts.clear();
+                experts.extend(others.map(|(_, source)| &source[place.clone()]));
                 *conflicts += sign_conflicts(&rows.sources[base][place], &experts);
             }
         }
