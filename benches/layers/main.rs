@@ -18,7 +18,7 @@ use criterion::measurement::{Measurement, ValueFormatter, WallTime};
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, CheckpointWriter, WeightSource};
-use prune::linalg::attention::{self, Heads};
+use prune::linalg::attention::{self, Heads, Scoring};
 use prune::linalg::linear::SingleToken;
 use prune::linalg::matmul::{Threads, View, matmul};
 use prune::linalg::peak;
@@ -206,6 +206,7 @@ fn attention_of(criterion: &mut Criterion<OfPeak>, kernel: Kernel) {
         [("llama-2-7b", 32, 32, 128), ("llama-3-8b", 32, 8, 128), ("tinyllama", 32, 4, 64)]
     {
         let (seqlen, heads) = (2048, Heads { num_heads, num_key_value_heads, head_dim });
+        let scoring = Scoring::of_width(head_dim);
         // Half of two products of [seqlen, seqlen] by head_dim per head.
         group.throughput(Throughput::Elements((2 * seqlen * seqlen * num_heads * head_dim) as u64));
         let q = noise(seqlen * num_heads * head_dim);
@@ -216,7 +217,8 @@ fn attention_of(criterion: &mut Criterion<OfPeak>, kernel: Kernel) {
         let mut out = vec![0.0; q.len()];
         group.bench_function(name, |bencher| {
             bencher.iter(|| {
-                attention::Causal { kernel, heads, past: 0, q: &q, k: &k, v: &v }.context(&mut out)
+                attention::Causal { kernel, heads, scoring, past: 0, q: &q, k: &k, v: &v }
+                    .context(&mut out)
             })
         });
     }

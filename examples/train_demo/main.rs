@@ -31,7 +31,7 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 use prune::data::PythonRandom;
 use prune::model::differentiable::{DifferentiableModel, Weights, loss};
-use prune::model::{ModelConfig, Projection};
+use prune::model::{ModelConfig, LinearId};
 use safetensors::tensor::TensorView;
 use serde_json::json;
 
@@ -193,14 +193,14 @@ fn initial(config: &ModelConfig, random: &mut PythonRandom) -> Result<BTreeMap<S
         values.insert(name.clone(), of_tensor);
     }
     for layer in 0..config.num_hidden_layers {
-        for projection in config.projections() {
-            let norm = match projection {
-                Projection::Q | Projection::K | Projection::V => "input_layernorm",
-                Projection::Gate | Projection::Up => "post_attention_layernorm",
-                Projection::O | Projection::Down => continue,
+        for id in config.linears() {
+            let norm = match id {
+                LinearId::Q | LinearId::K | LinearId::V => "input_layernorm",
+                LinearId::GATE | LinearId::UP => "post_attention_layernorm",
+                LinearId::O | LinearId::DOWN => continue,
             };
             let norm = values[&format!("model.layers.{layer}.{norm}.weight")].clone();
-            if let Some(matrix) = values.get_mut(&projection.tensor_name(layer)) {
+            if let Some(matrix) = values.get_mut(&id.tensor_name(layer)) {
                 for row in matrix.chunks_exact_mut(norm.len()) {
                     row.iter_mut().zip(&norm).for_each(|(w, n)| *w /= n);
                 }

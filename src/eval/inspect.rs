@@ -11,7 +11,7 @@ use safetensors::Dtype;
 use super::comparison::Against;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Checkpoint, GROUP_SIZES, Scan, TensorEntry, WeightSource, scan_tensor};
-use crate::model::{ModelConfig, Projection};
+use crate::model::{ModelConfig, LinearId};
 use crate::run::inspection::{
     DtypeShare, GroupZeros, InspectedLayer, InspectedMatrix, Inspection, OtherTensors,
     PatternCount, Problem, SCHEMA, ShardFile, Zeros,
@@ -56,7 +56,7 @@ pub fn inspect(
     let model = inspected.checkpoint;
     let tensors = || inspected.tensors.iter().copied();
     let places = linears(config);
-    let mut found: BTreeMap<(usize, Projection), InspectedMatrix> = BTreeMap::new();
+    let mut found: BTreeMap<(usize, LinearId), InspectedMatrix> = BTreeMap::new();
     let mut other: Vec<OtherTensors> = KINDS.iter().map(|kind| nothing_of(kind)).collect();
     let mut against = dense.map(Against::new);
     let mut problems = Vec::new();
@@ -71,9 +71,9 @@ pub fn inspect(
             against.add(entry, place.is_some() && is_counted(entry.dtype), &scan);
         }
         match place {
-            Some((layer, projection)) => {
-                problems.extend(problem_of(entry, projection.shape(config)));
-                found.insert((layer, projection), matrix_of(entry, &scan));
+            Some((layer, id)) => {
+                problems.extend(problem_of(entry, id.shape(config)));
+                found.insert((layer, id), matrix_of(entry, &scan));
             }
             None => add_to(&mut other[kind_of(&entry.name)], entry, &scan),
         }
@@ -81,10 +81,10 @@ pub fn inspect(
     }
     meter.finish();
     for layer in 0..config.num_hidden_layers {
-        for projection in config.projections() {
-            if !found.contains_key(&(layer, projection)) {
+        for id in config.linears() {
+            if !found.contains_key(&(layer, id)) {
                 problems.push(Problem {
-                    tensor: projection.tensor_name(layer),
+                    tensor: id.tensor_name(layer),
                     problem: "missing".into(),
                 });
             }
@@ -132,10 +132,10 @@ pub fn inspect(
     })
 }
 
-fn linears(config: &ModelConfig) -> HashMap<String, (usize, Projection)> {
+fn linears(config: &ModelConfig) -> HashMap<String, (usize, LinearId)> {
     (0..config.num_hidden_layers)
-        .flat_map(|layer| config.projections().map(move |projection| (layer, projection)))
-        .map(|(layer, projection)| (projection.tensor_name(layer), (layer, projection)))
+        .flat_map(|layer| config.linears().map(move |id| (layer, id)))
+        .map(|(layer, id)| (id.tensor_name(layer), (layer, id)))
         .collect()
 }
 

@@ -101,7 +101,7 @@ fn generate_here(
     sampler: &mut Sampler,
     mut on_token: impl FnMut(u32) -> Result<bool>,
 ) -> Result<Generated> {
-    let capacity = request.capacity(generator.config().context_length())?;
+    let capacity = request.capacity(generator.config().max_position_embeddings)?;
     let room = capacity - request.prompt.len();
     let mut sequence: Sequence = generator.begin(capacity)?;
     let mut ids = Vec::with_capacity(room);

@@ -70,7 +70,7 @@ impl Generator {
             layers: config.num_hidden_layers,
             layer: footprint::layer_weights(config, dtypes.layers, &MemorySettings::default()),
             head: footprint::head_weight(config, dtypes.head),
-            kv_cache: KvCache::bytes(config, capacity),
+            kv_cache: KvCache::bytes(config, capacity, PROMPT_BLOCK),
             workspace: footprint::generation(
                 config,
                 dtypes.layers,
@@ -97,13 +97,13 @@ impl Generator {
     /// # Errors
     /// Fails when the model has fewer positions, and when the memory cannot be allocated.
     pub fn begin(&self, capacity: usize) -> Result<Sequence> {
-        let positions = self.config.context_length();
+        let positions = self.config.max_position_embeddings;
         ensure!(
             capacity <= positions,
             "a sequence of {capacity} tokens does not fit the model's {positions} positions"
         );
         Ok(Sequence {
-            cache: KvCache::new(&self.config, capacity)?,
+            cache: KvCache::new(&self.config, capacity, PROMPT_BLOCK)?,
             context: LayerContext::new(&self.config, capacity),
             logits: Vec::new(),
             capacity,

@@ -9,7 +9,7 @@ use super::resolved::Pruning;
 use super::settled_run::SettledRun;
 use super::streams::Streams;
 use crate::bytes::ByteSize;
-use crate::model::Projection;
+use crate::model::LinearId;
 use crate::pipeline::Observed;
 use crate::pipeline::allocate::{AllocationMeter, MeasuredLayers, followed_bytes};
 use crate::pipeline::allocation::{
@@ -115,11 +115,11 @@ fn ratios(
 
 /// Bytes on top of a plain pass: a matrix and its pruned copy, and with `error` also the followed samples and a pruned copy of the layer.
 fn kept_bytes(allocation: Allocation, model: &OpenedModel, samples: usize) -> ByteSize {
-    let size = |projection: Projection| {
-        let (rows, columns) = projection.shape(&model.config);
+    let size = |id: LinearId| {
+        let (rows, columns) = id.shape(&model.config);
         rows * columns
     };
-    let sizes = || model.config.projections().map(size);
+    let sizes = || model.config.linears().map(size);
     let largest = sizes().max().unwrap_or_default();
     let matrices = ByteSize::of(2 * largest, model.dtype().bytes());
     match allocation {

@@ -136,7 +136,7 @@ impl Writer {
         let stop_ids = if settings.ignore_eos { Vec::new() } else { of_model };
         let max_tokens = settings.max_tokens;
         let request = GenerationRequest { prompt: &prompt_ids, max_tokens, stop_ids: &stop_ids };
-        let capacity = request.capacity(model.config.context_length())?;
+        let capacity = request.capacity(model.config.max_position_embeddings)?;
         memory::release_freed();
         let held = memory::resident().map_or(ByteSize::ZERO, |resident| resident.anonymous);
         let sizes = Generator::sizes(&model.config, model.dtypes(), capacity, model.threads, held);

@@ -268,8 +268,8 @@ fn warn_of_unused(checkpoint: &Checkpoint, config: &ModelConfig, events: &dyn Ev
         };
         let is_beyond = layer.parse::<usize>().is_ok_and(|layer| layer >= config.num_hidden_layers);
         let mut without_bias =
-            config.projections().filter(|&projection| !config.has_bias(projection));
-        is_beyond || without_bias.any(|projection| rest == format!("{}.bias", projection.name()))
+            config.linears().filter(|&id| !config.has_bias(id));
+        is_beyond || without_bias.any(|id| rest == format!("{}.bias", id.name()))
     };
     let names = checkpoint.tensors().map(|entry| entry.name.as_str());
     let unused: Vec<&str> = names.filter(is_unused).collect();
@@ -290,14 +290,6 @@ pub(super) fn check_seqlen(seqlen: Option<usize>, config: &ModelConfig) -> Resul
         return Err(Failure::usage(format!(
             "--seqlen is {seqlen}; at least 2 tokens are needed to predict one"
         ))
-        .into());
-    }
-    if let Some(window) = config.sliding_window.filter(|&window| seqlen > window) {
-        return Err(Failure::usage(format!(
-            "--seqlen {seqlen} is longer than the model's sliding window of {window} tokens"
-        ))
-        .detail("attention over a sliding window is not computed; up to the window it equals attention over all tokens")
-        .hint(format!("use --seqlen {limit} or less"))
         .into());
     }
     if seqlen > limit {

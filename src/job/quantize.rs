@@ -160,7 +160,7 @@ impl QuantizeJob {
         check_sidecars(&source)?;
         let threads = machine::start_workers(settings.threads)?;
         let matrices: BTreeSet<String> = (0..model.num_hidden_layers)
-            .flat_map(|layer| model.projections().map(move |one| one.tensor_name(layer)))
+            .flat_map(|layer| model.linears().map(move |one| one.tensor_name(layer)))
             .collect();
         let (piece, plan) = planned(settings, &checkpoint, &matrices, threads)?;
         let output = OutputSettings {

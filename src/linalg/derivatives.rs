@@ -3,6 +3,7 @@
 //! ```text
 //! norm       y = x·r ∘ w, r = 1 / √(mean(x²) + ε):   dx = r·(dy ∘ w) − x·r³·mean(dy ∘ w ∘ x),   dw = Σ dy ∘ x·r
 //! SiLU       y = silu(g) ∘ u, silu(g) = g·σ(g):       dg = dy ∘ u ∘ σ(g)(1 + g(1 − σ(g))),       du = dy ∘ silu(g)
+//! GELU       y = g·σ(z) ∘ u, z = 2·√(2/π)·(g + 0.044715·g³): dg = dy ∘ u ∘ σ(z)(1 + g(1 − σ(z))·dz/dg), du = dy ∘ g·σ(z)
 //! entropy    l = ln Σ e^z − z_target:                 dz = softmax(z) − [target]
 //! square     l = (y − t)²:                            dy = 2 (y − t)
 //! ```
@@ -12,6 +13,7 @@
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
+use super::elementwise::gelu_parts;
 use super::exp;
 
 /// Elements per task.
@@ -113,6 +115,51 @@ pub fn silu_times_backward(gate: &mut [f32], up: &mut [f32], dy: &mut [f32]) {
         .zip(up.par_chunks_mut(CHUNK))
         .zip(dy.par_chunks_mut(CHUNK))
         .for_each(|((gate, up), dy)| Arch::new().dispatch(SiluTimesBackward(gate, up, dy)));
+}
+
+/// Turns the gradient of y = c·tanh(x/c) into the gradient of x, in place: dx = dy ∘ (1 − (y/c)²).
+///
+/// # Panics
+/// Panics when lengths differ.
+pub fn soft_cap_backward(y: &[f32], cap: f32, dy: &mut [f32]) {
+    assert_eq!(y.len(), dy.len(), "values and their gradients have one shape");
+    dy.par_chunks_mut(CHUNK).zip(y.par_chunks(CHUNK)).for_each(|(dy, y)| {
+        for (dy, y) in dy.iter_mut().zip(y) {
+            *dy *= 1.0 - (y / cap) * (y / cap);
+        }
+    });
+}
+
+/// Replaces gate, up and the gradient of y = gelu_tanh(gate) ∘ up in place, as [`silu_times_backward`] does for SiLU.
+///
+/// # Panics
+/// Panics when lengths differ.
+pub fn gelu_tanh_times_backward(gate: &mut [f32], up: &mut [f32], dy: &mut [f32]) {
+    struct GeluTimesBackward<'a>(&'a mut [f32], &'a mut [f32], &'a mut [f32]);
+    impl WithSimd for GeluTimesBackward<'_> {
+        type Output = ();
+        #[inline(always)]
+        fn with_simd<S: Simd>(self, _: S) {
+            for ((gate, up), dy) in self.0.iter_mut().zip(self.1).zip(self.2) {
+                let (g, u, d) = (*gate, *up, *dy);
+                let (exponential, product) = gelu_parts(g);
+                let sigmoid = 1.0 / (1.0 + exponential);
+                let gelu = g * sigmoid;
+                // e⁻ᶻ·σ(z) is 1 − σ(z) without its rounding.
+                *gate = d * u * (sigmoid * (1.0 + exponential * sigmoid * product));
+                *up = d * gelu;
+                *dy = gelu * u;
+            }
+        }
+    }
+    assert!(
+        gate.len() == up.len() && gate.len() == dy.len(),
+        "gate, up and their product have one shape"
+    );
+    gate.par_chunks_mut(CHUNK)
+        .zip(up.par_chunks_mut(CHUNK))
+        .zip(dy.par_chunks_mut(CHUNK))
+        .for_each(|((gate, up), dy)| Arch::new().dispatch(GeluTimesBackward(gate, up, dy)));
 }
 
 /// Replaces logits by the gradients of `scale` · Σ −ln softmax(logits)\[target\]; returns the sum itself, without the factor, in nat.
@@ -271,6 +318,33 @@ mod tests {
         let (mut gate, mut up, mut dy) = ([-200.0, 200.0], [2.0; 2], [3.0; 2]);
         silu_times_backward(&mut gate, &mut up, &mut dy);
         assert!(gate[0].abs() < 1e-6 && gate[1] == 6.0, "{gate:?}");
+    }
+
+    #[test]
+    fn gelu_has_the_slope_of_its_formula_and_gives_its_value_back() {
+        let count = CHUNK + 5;
+        let gate: Vec<f32> = wave(count, 0.37).iter().map(|x| 4.0 * x).collect();
+        let (up, dy) = (wave(count, 0.11), wave(count, 0.71));
+        let (mut dg, mut du, mut y) = (gate.clone(), up.clone(), dy.clone());
+        gelu_tanh_times_backward(&mut dg, &mut du, &mut y);
+        let mut value = gate.clone();
+        elementwise::gelu_tanh_times(&mut value, &up);
+        let gelu = |x: f64| {
+            let root = (2.0 / std::f64::consts::PI).sqrt();
+            0.5 * x * (1.0 + (root * (x + 0.044715 * x.powi(3))).tanh())
+        };
+        for at in (0..count).step_by(97) {
+            let (g, u, d) = (f64::from(gate[at]), f64::from(up[at]), f64::from(dy[at]));
+            let slope = (gelu(g + 1e-5) - gelu(g - 1e-5)) / 2e-5;
+            assert_close(&dg[at..=at], &[slope * u * d], "gate");
+            assert_close(&du[at..=at], &[gelu(g) * d], "up");
+            assert_close(&y[at..=at], &[f64::from(value[at])], "value");
+        }
+        // Far from 0 the slope is 0 or 1, never NaN.
+        let mut gate = [-200.0, 200.0, -1e15, 1e30];
+        gelu_tanh_times_backward(&mut gate, &mut [2.0; 4], &mut [3.0; 4]);
+        assert!(gate[0].abs() < 1e-6 && gate[1] == 6.0, "{gate:?}");
+        assert!(gate[2].abs() < 1e-6 && gate[3] == 6.0, "{gate:?}");
     }
 
     #[test]

@@ -5,6 +5,7 @@
 //! (`rope_parameters`). A key that the family's record decides (`family`) is read as the record says.
 
 mod keys;
+mod layers;
 mod pairs;
 mod rope;
 #[cfg(test)]
@@ -16,14 +17,15 @@ use anyhow::{Context, Result};
 use serde::Serialize;
 use serde_json::Value;
 
-use super::family::{self, Bias, Family, SlidingWindow};
-use super::projection::Projection;
+use super::family::{self, Activation, ActivationKey, Bias, Family, ScoreScale, SoftCaps};
+use super::linears::LinearId;
 use crate::failure::Failure;
 use crate::input::{cannot_read, read_settings};
-use crate::linalg::attention::Heads;
+use crate::linalg::attention::{Heads, Scoring};
 use keys::{ANOTHER_MODEL, Keys, LARGEST_SIZE};
+pub use layers::LayerKind;
 pub use pairs::disagreements;
-pub use rope::RopeScaling;
+pub use rope::{Rope, RopeScaling};
 
 /// The numbers that fix a model's shape and arithmetic.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -46,16 +48,24 @@ pub struct ModelConfig {
     pub vocab_size: usize,
     /// The context length, in tokens.
     pub max_position_embeddings: usize,
-    /// Tokens that a token sees in attention, itself included; `None` for all before it.
-    pub sliding_window: Option<usize>,
     /// ε of the RMS norms.
     pub rms_norm_eps: f64,
-    /// Base of the rotary frequencies.
-    pub rope_theta: f64,
-    /// Scaling of the rotary frequencies.
-    pub rope_scaling: RopeScaling,
+    /// Activation of the MLP's gate.
+    pub activation: Activation,
+    /// Factor of attention's scores.
+    pub score_scale: f32,
+    /// Bound of attention's scores.
+    pub score_cap: Option<f32>,
+    /// Bound of the logits.
+    pub logit_cap: Option<f32>,
+    /// Factor of the embeddings.
+    pub embedding_scale: Option<f32>,
+    /// Rotary tables, which layers choose from.
+    pub ropes: Vec<Rope>,
+    /// The facts in which decoder layers may differ, by layer.
+    pub layers: Vec<LayerKind>,
     /// Linears with a bias.
-    pub biases: Vec<Projection>,
+    pub biases: Vec<LinearId>,
     /// True if the head is the embedding.
     pub tie_word_embeddings: bool,
 }
@@ -111,10 +121,14 @@ impl ModelConfig {
     pub fn from_json(json: &Value) -> Result<Self> {
         let family = family::identify(json)?;
         let keys = Keys(json);
-        check_is_computed(&keys, family)?;
+        let activation = computed_activation(&keys, family)?;
         let (hidden_size, heads) = heads(&keys, family)?;
-        let (rope_theta, rope_scaling) = rope::read(&keys)?;
-        let rms_norm_eps = keys.number("rms_norm_eps", Some(1e-6), |eps| {
+        let num_hidden_layers = keys.size_up_to(MOST_LAYERS, "num_hidden_layers", None)?;
+        let max_position_embeddings =
+            keys.size("max_position_embeddings", Some(family.defaults.positions))?;
+        let ropes = rope::read(&keys, family, heads.head_dim, max_position_embeddings)?;
+        let layers = layers::read(&keys, family, num_hidden_layers)?;
+        let rms_norm_eps = keys.number("rms_norm_eps", Some(family.defaults.rms_norm_eps), |eps| {
             // As f32, which the norms are computed in.
             (f32::MIN_POSITIVE.into()..1.0).contains(&eps)
         });
@@ -122,91 +136,81 @@ impl ModelConfig {
             Failure::new(format!("`rms_norm_eps` is {value}; it must lie between 0 and 1"))
         })?;
         let mut biases = Vec::new();
-        for &(projection, bias) in family.linears {
-            if let Bias::IfSet(key) = bias
-                && keys.flag(key)?
-            {
-                biases.push(projection);
+        for &(id, bias) in family.linears {
+            let has_bias = match bias {
+                Bias::Never => false,
+                Bias::Always => true,
+                Bias::IfSet(key) => keys.flag(key, false)?,
+            };
+            if has_bias {
+                biases.push(id);
             }
         }
+        let [score_cap, logit_cap] = soft_caps(&keys, family)?;
         Ok(Self {
             family,
             hidden_size,
             intermediate_size: keys.size("intermediate_size", None)?,
-            num_hidden_layers: keys.size_up_to(MOST_LAYERS, "num_hidden_layers", None)?,
+            num_hidden_layers,
             num_attention_heads: heads.num_heads,
             num_key_value_heads: heads.num_key_value_heads,
             head_dim: heads.head_dim,
             vocab_size: keys.size("vocab_size", None)?,
-            max_position_embeddings: keys
-                .size("max_position_embeddings", Some(family.default_positions))?,
-            sliding_window: sliding_window(&keys, family)?,
+            max_position_embeddings,
             rms_norm_eps,
-            rope_theta,
-            rope_scaling,
+            activation,
+            score_scale: score_scale(&keys, family, heads.head_dim)?,
+            score_cap,
+            logit_cap,
+            embedding_scale: family.scales_embedding.then(|| (hidden_size as f32).sqrt()),
+            ropes,
+            layers,
             biases,
-            tie_word_embeddings: keys.flag("tie_word_embeddings")?,
+            tie_word_embeddings: keys.flag("tie_word_embeddings", family.defaults.is_tied)?,
         })
     }
 
     /// The linears of a decoder layer, in the order of the reference.
-    pub fn projections(&self) -> impl ExactSizeIterator<Item = Projection> + Clone + use<> {
-        self.family.linears.iter().map(|&(projection, _)| projection)
+    pub fn linears(&self) -> impl ExactSizeIterator<Item = LinearId> + Clone + use<> {
+        self.family.linears.iter().map(|&(id, _)| id)
     }
 
     /// Returns whether a linear has a bias.
-    pub fn has_bias(&self, projection: Projection) -> bool {
-        self.biases.contains(&projection)
+    pub fn has_bias(&self, id: LinearId) -> bool {
+        self.biases.contains(&id)
     }
 
     /// The number of weights in a decoder layer's linears.
     pub fn layer_weights(&self) -> usize {
-        self.projections().map(|projection| projection.elements(self)).sum()
+        self.linears().map(|id| id.elements(self)).sum()
     }
 
     /// The number of weights in a decoder layer's norms.
     pub fn norm_weights(&self) -> usize {
-        self.family.norms.len() * self.hidden_size
+        let spec = self.layer(0);
+        self.family.norms.iter().map(|&(role, _)| spec.norm_width(role)).sum()
     }
 
     /// The longest sequence that can be computed, in tokens: `max_position_embeddings`, or any length where rotary frequencies are
-    /// stretched with the sequence; at most the sliding window.
+    /// stretched with the sequence.
     pub fn longest_sequence(&self) -> usize {
-        match self.rope_scaling {
-            RopeScaling::Dynamic { .. } => self.sliding_window.unwrap_or(LARGEST_SIZE as usize),
-            _ => self.context_length(),
+        let is_dynamic = |rope: &Rope| matches!(rope.scaling, RopeScaling::Dynamic { .. });
+        match self.ropes.iter().any(is_dynamic) {
+            true => LARGEST_SIZE as usize,
+            false => self.max_position_embeddings,
         }
-    }
-
-    /// Tokens that attention sees at once: `max_position_embeddings`, at most the sliding window.
-    pub fn context_length(&self) -> usize {
-        let positions = self.max_position_embeddings;
-        positions.min(self.sliding_window.unwrap_or(positions))
     }
 
     /// Head counts and width, in the form attention takes them.
     pub fn heads(&self) -> Heads {
-        Heads {
-            num_heads: self.num_attention_heads,
-            num_key_value_heads: self.num_key_value_heads,
-            head_dim: self.head_dim,
-        }
+        self.layer(0).heads
     }
 }
 
-impl Projection {
+impl LinearId {
     /// (out_features, in_features) in a model of this configuration.
     pub fn shape(self, config: &ModelConfig) -> (usize, usize) {
-        let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
-        let queries = config.num_attention_heads * config.head_dim;
-        let keys = config.num_key_value_heads * config.head_dim;
-        match self {
-            Self::Q => (queries, hidden),
-            Self::K | Self::V => (keys, hidden),
-            Self::O => (hidden, queries),
-            Self::Gate | Self::Up => (intermediate, hidden),
-            Self::Down => (hidden, intermediate),
-        }
+        config.layer(0).shape(self)
     }
 
     /// The number of weights in a model of this configuration.
@@ -216,8 +220,8 @@ impl Projection {
     }
 }
 
-/// Refuses quantised checkpoints and activations that the family does not have.
-fn check_is_computed(keys: &Keys<'_>, family: &Family) -> Result<()> {
+/// Refuses models whose arithmetic is not computed, and returns the activation of the MLP.
+fn computed_activation(keys: &Keys<'_>, family: &Family) -> Result<Activation> {
     if let Some(quantization) = keys.given("quantization_config") {
         let method =
             quantization.get("quant_method").and_then(Value::as_str).unwrap_or("an unnamed method");
@@ -225,27 +229,66 @@ fn check_is_computed(keys: &Keys<'_>, family: &Family) -> Result<()> {
             .hint("prune the unquantised checkpoint and quantise the result")
             .into());
     }
-    let activation = family.activation.name();
-    match keys.given("hidden_act") {
-        Some(found) if found != activation => {
-            let failure = Failure::new(format!(
-                "`hidden_act` is {found}; the MLP of {} uses \"{activation}\"",
-                family.architecture
-            ));
-            Err(match found {
-                Value::String(_) => failure.hint(ANOTHER_MODEL).into(),
-                _ => failure.into(),
-            })
-        }
-        _ => Ok(()),
+    if keys.flag("use_bidirectional_attention", false).unwrap_or(true) {
+        return Err(Failure::new("`use_bidirectional_attention` is set: tokens see later tokens")
+            .hint("choose a causal model")
+            .into());
     }
+    let ActivationKey { key, default } = family.activation;
+    let found = keys.given(key);
+    let name = found.map_or(Some(default), Value::as_str);
+    let is_named = |names: &[&str]| name.is_some_and(|name| names.contains(&name));
+    if let Some((activation, _)) = Activation::NAMES.iter().find(|(_, names)| is_named(names)) {
+        return Ok(*activation);
+    }
+    let known: Vec<&str> = Activation::NAMES.iter().map(|(_, names)| names[0]).collect();
+    let found = found.unwrap_or(&Value::Null);
+    let failure = Failure::new(format!("`{key}` is {found}; an MLP is computed with {}", known.join(" or ")));
+    Err(match name {
+        Some(_) => failure.hint(ANOTHER_MODEL).into(),
+        None => failure.into(),
+    })
+}
+
+/// Reads the scale of attention's scores.
+fn score_scale(keys: &Keys<'_>, family: &Family, head_dim: usize) -> Result<f32> {
+    let ScoreScale::QueryScalar { default } = family.scale else {
+        return Ok(Scoring::of_width(head_dim).scale);
+    };
+    let key = "query_pre_attn_scalar";
+    let scalar = keys.number(key, Some(default), |value| (1e-6..=1e12).contains(&value));
+    let scalar = scalar.map_err(|value| {
+        Failure::new(format!("`{key}` is {value}; it must be a number from 1e-6 to 1e12"))
+    })?;
+    Ok(1.0 / (scalar as f32).sqrt())
+}
+
+/// Reads the bounds of scores and logits.
+fn soft_caps(keys: &Keys<'_>, family: &Family) -> Result<[Option<f32>; 2]> {
+    let Some(SoftCaps { attention, logits }) = family.soft_caps else {
+        return Ok([None, None]);
+    };
+    let read = |key: &str, default: Option<f64>| -> Result<Option<f32>> {
+        match keys.0.get(key) {
+            None => Ok(default.map(|cap| cap as f32)),
+            Some(Value::Null) => Ok(None),
+            Some(_) => {
+                let cap = keys.number(key, None, |cap| (1e-3..=1e6).contains(&cap));
+                let cap = cap.map_err(|value| {
+                    Failure::new(format!("`{key}` is {value}; it must be a number from 0.001 to 1e6, or null"))
+                })?;
+                Ok(Some(cap as f32))
+            }
+        }
+    };
+    Ok([read("attn_logit_softcapping", attention)?, read("final_logit_softcapping", logits)?])
 }
 
 /// Reads `hidden_size` and the heads, and checks that they fit together.
 fn heads(keys: &Keys<'_>, family: &Family) -> Result<(usize, Heads)> {
     let hidden_size = keys.size("hidden_size", None)?;
     let num_heads = keys.size("num_attention_heads", None)?;
-    let default = family.default_key_value_heads.unwrap_or(num_heads);
+    let default = family.defaults.key_value_heads.unwrap_or(num_heads);
     let num_key_value_heads = keys.size("num_key_value_heads", Some(default))?;
     if num_heads % num_key_value_heads != 0 {
         return Err(Failure::new(format!(
@@ -254,13 +297,14 @@ fn heads(keys: &Keys<'_>, family: &Family) -> Result<(usize, Heads)> {
         .into());
     }
     let divides = hidden_size.is_multiple_of(num_heads);
-    if keys.given("head_dim").is_none() && !divides {
+    let default_width = family.defaults.head_dim;
+    if keys.given("head_dim").is_none() && default_width.is_none() && !divides {
         return Err(Failure::new(format!(
             "`hidden_size` {hidden_size} is not a multiple of `num_attention_heads` {num_heads}, and there is no `head_dim`"
         ))
         .into());
     }
-    let head_dim = keys.size("head_dim", Some(hidden_size / num_heads))?;
+    let head_dim = keys.size("head_dim", Some(default_width.unwrap_or(hidden_size / num_heads)))?;
     if head_dim % 2 != 0 {
         return Err(Failure::new(format!(
             "`head_dim` {head_dim} is odd; rotary positions need pairs"
@@ -275,13 +319,4 @@ fn heads(keys: &Keys<'_>, family: &Family) -> Result<(usize, Heads)> {
     }
     let heads = Heads { num_heads, num_key_value_heads, head_dim };
     Ok((hidden_size, heads))
-}
-
-fn sliding_window(keys: &Keys<'_>, family: &Family) -> Result<Option<usize>> {
-    match (family.sliding_window, keys.0.get("sliding_window")) {
-        (SlidingWindow::Never, _) | (_, Some(Value::Null)) => Ok(None),
-        (SlidingWindow::AllLayers { default }, _) => {
-            keys.size("sliding_window", Some(default)).map(Some)
-        }
-    }
 }

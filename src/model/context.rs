@@ -8,7 +8,8 @@ use crate::run::MemorySettings;
 /// Rotary tables, scratch memory and memory settings of a model's layers.
 #[derive(Debug)]
 pub struct LayerContext {
-    pub(super) rotary: Rotary,
+    /// The tables of each of the configuration's ropes.
+    pub(super) rotaries: Vec<Rotary>,
     pub(super) workspace: Workspace,
     pub(super) settings: MemorySettings,
 }
@@ -21,7 +22,8 @@ impl LayerContext {
 
     /// A context for sequences of up to `seqlen` tokens.
     pub fn with_settings(config: &ModelConfig, seqlen: usize, settings: MemorySettings) -> Self {
-        Self { rotary: Rotary::new(config, seqlen), workspace: Workspace::new(), settings }
+        let rotaries = config.ropes.iter().map(|rope| Rotary::new(rope, seqlen)).collect();
+        Self { rotaries, workspace: Workspace::new(), settings }
     }
 
     /// The same context with this arithmetic of products. Weights stay packed only after this call, if the memory settings say so.
@@ -38,8 +40,8 @@ impl LayerContext {
         &self.settings
     }
 
-    pub(super) fn rotary(&self) -> &Rotary {
-        &self.rotary
+    pub(super) fn rotaries(&self) -> &[Rotary] {
+        &self.rotaries
     }
 
     /// The scratch memory, for products outside a layer.

@@ -2,12 +2,13 @@
 //! has a backward pass.
 //!
 //! ```text
-//! x ← embedding[ids];  per layer: a = norm(x);  x ← x + softmax(rotate(a·Wqᵀ)·rotate(a·Wkᵀ)ᵀ/√d + causal)·(a·Wvᵀ)·Woᵀ
-//!                                 m = norm(x);  x ← x + (silu(m·Wgateᵀ) ∘ m·Wupᵀ)·Wdownᵀ
-//! logits = norm(x)·headᵀ
+//! x ← embedding[ids];  per layer: a = norm(x);  q, k, v = rotate(norm(a·Wqᵀ)), rotate(norm(a·Wkᵀ)), a·Wvᵀ
+//!                                 x ← x + norm(softmax(cap(q·kᵀ·scale) + mask)·v·Woᵀ)
+//!                                 m = norm(x);  x ← x + norm((act(m·Wgateᵀ) ∘ m·Wupᵀ)·Wdownᵀ)
+//! logits = cap(norm(x)·headᵀ)
 //! ```
 //!
-//! Linears add their biases. Everything is f32. Training uses this pass; pruning and evaluation use [`DecoderLayer`](super::DecoderLayer),
+//! A norm that the family does not have is the identity. Linears add their biases. Everything is f32. Training uses this pass; pruning and evaluation use [`DecoderLayer`](super::DecoderLayer),
 //! whose fused norms and rotations have no backward pass. `tests/it/differentiable.rs` compares the two.
 
 use std::collections::BTreeMap;
@@ -19,8 +20,11 @@ use super::config::ModelConfig;
 use super::embedding::EMBEDDING;
 use super::family::Activation;
 use super::head::{Head, NORM};
-use super::projection::Projection;
+use super::linears::Role;
+use super::norms::NormRole;
 use super::rotary::Rotary;
+use super::spec::LayerSpec;
+use crate::linalg::attention::{Heads, Scoring};
 
 /// The weights by their names in the checkpoint, in f32. The map is ordered, so that sums over all weights have a fixed order.
 pub type Weights = BTreeMap<String, Tensor>;
@@ -29,31 +33,21 @@ pub type Weights = BTreeMap<String, Tensor>;
 #[derive(Debug)]
 pub struct DifferentiableModel {
     config: ModelConfig,
-    /// `[seqlen, head_dim / 2]`
-    cos: Tensor,
-    /// `[seqlen, head_dim / 2]`
-    sin: Tensor,
-    /// 0 where a query sees a key, else −∞: `[seqlen, seqlen]`.
-    causal: Tensor,
+    seqlen: usize,
+    /// cos and sin of each of the configuration's ropes, `[seqlen, dims / 2]` each.
+    tables: Vec<[Tensor; 2]>,
 }
 
 impl DifferentiableModel {
     /// Creates the tables for sequences of exactly `seqlen` tokens.
     pub fn new(config: &ModelConfig, seqlen: usize) -> Result<Self> {
-        let rotary = Rotary::new(config, seqlen);
-        let (cos, sin) = rotary.tables();
-        let table = |values: &[f32]| {
-            Tensor::from_slice(values, (seqlen, config.head_dim / 2), &Device::Cpu)
-        };
-        let sees = |query: usize, key: usize| if key > query { f32::NEG_INFINITY } else { 0.0 };
-        let causal: Vec<f32> =
-            (0..seqlen).flat_map(|query| (0..seqlen).map(move |key| sees(query, key))).collect();
-        Ok(Self {
-            config: config.clone(),
-            cos: table(cos)?,
-            sin: table(sin)?,
-            causal: Tensor::from_vec(causal, (seqlen, seqlen), &Device::Cpu)?,
-        })
+        let tables = config.ropes.iter().map(|rope| {
+            let rotary = Rotary::new(rope, seqlen);
+            let (cos, sin) = rotary.tables();
+            let table = |values| Tensor::from_slice(values, (seqlen, rope.dims / 2), &Device::Cpu);
+            Ok([table(cos)?, table(sin)?])
+        });
+        Ok(Self { config: config.clone(), seqlen, tables: tables.collect::<Result<_>>()? })
     }
 
     /// Logits `[batch · seqlen, vocab_size]` of `ids` `[batch, seqlen]`.
@@ -64,11 +58,15 @@ impl DifferentiableModel {
         let (batch, _) = ids.dims2()?;
         // [batch · seqlen, hidden_size] throughout: a product per matrix.
         let mut x = get(weights, EMBEDDING)?.index_select(&ids.flatten_all()?, 0)?;
+        if let Some(scale) = self.config.embedding_scale {
+            x = (x * f64::from(scale))?;
+        }
         for layer in 0..self.config.num_hidden_layers {
             x = self.layer(weights, layer, &x, batch)?;
         }
         let head = get(weights, Head::tensor_name(&self.config))?;
-        Ok(self.norm(&x, get(weights, NORM)?)?.matmul(&head.t()?)?)
+        let logits = self.norm(&x, get(weights, NORM)?)?.matmul(&head.t()?)?;
+        bounded(logits, self.config.logit_cap)
     }
 
     /// Passes `batch` sequences through a decoder layer: `[batch · seqlen, hidden_size]` in and out.
@@ -82,36 +80,75 @@ impl DifferentiableModel {
         x: &Tensor,
         batch: usize,
     ) -> Result<Tensor> {
-        let norm = |x: &Tensor, name: &str| {
-            let name = format!("model.layers.{layer}.{name}.weight");
-            self.norm(x, get(weights, &name)?)
-        };
-        let linear = |x: &Tensor, projection| self.linear(weights, layer, projection, x);
-        let [before_attention, before_mlp] = self.config.family.norms;
+        let of_layer = OfLayer { model: self, weights, layer, spec: self.config.layer(layer) };
+        let a = of_layer.norm(NormRole::BeforeAttention, x)?;
+        let q = of_layer.norm(NormRole::Query, &of_layer.product(Role::Q, &a)?)?;
+        let k = of_layer.norm(NormRole::Key, &of_layer.product(Role::K, &a)?)?;
+        let v = of_layer.product(Role::V, &a)?;
+        let attended = of_layer.attention([&q, &k, &v], batch)?;
+        let branch = of_layer.product(Role::O, &attended)?;
+        let x = (x + of_layer.norm(NormRole::AfterAttention, &branch)?)?;
 
-        let a = norm(x, before_attention)?;
-        let [q, k, v] =
-            [Projection::Q, Projection::K, Projection::V].map(|projection| linear(&a, projection));
-        let x = (x + linear(&self.attention(&q?, &k?, &v?, batch)?, Projection::O)?)?;
-
-        let m = norm(&x, before_mlp)?;
-        let gate = linear(&m, Projection::Gate)?;
-        let gate = match self.config.family.activation {
+        let m = of_layer.norm(NormRole::BeforeMlp, &x)?;
+        let gate = of_layer.product(Role::Gate, &m)?;
+        let gate = match self.config.activation {
             Activation::Silu => gate.silu()?,
+            Activation::GeluTanh => gate.gelu()?,
         };
-        let wide = (gate * linear(&m, Projection::Up)?)?;
-        Ok((x + linear(&wide, Projection::Down)?)?)
+        let wide = (gate * of_layer.product(Role::Up, &m)?)?;
+        let branch = of_layer.product(Role::Down, &wide)?;
+        Ok((x + of_layer.norm(NormRole::AfterMlp, &branch)?)?)
     }
 
-    /// softmax(rotate(q)·rotate(k)ᵀ/√d + causal)·v of `[batch · seqlen, heads · head_dim]`.
-    fn attention(&self, q: &Tensor, k: &Tensor, v: &Tensor, batch: usize) -> Result<Tensor> {
-        let ModelConfig {
-            num_attention_heads: heads,
-            num_key_value_heads: key_value_heads,
-            head_dim,
-            ..
-        } = self.config;
-        let seqlen = self.causal.dim(0)?;
+    /// x / √(mean(x²) + ε) ∘ w, or ∘ (1 + w)
+    fn norm(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+        let mean_square = x.sqr()?.mean_keepdim(D::Minus1)?;
+        let normed = x.broadcast_div(&(mean_square + self.config.rms_norm_eps)?.sqrt()?)?;
+        Ok(match self.config.family.norms_add_one {
+            true => normed.broadcast_mul(&(weight + 1.0)?)?,
+            false => normed.broadcast_mul(weight)?,
+        })
+    }
+}
+
+/// A layer of a model, and its weights.
+struct OfLayer<'a> {
+    model: &'a DifferentiableModel,
+    weights: &'a Weights,
+    layer: usize,
+    spec: LayerSpec,
+}
+
+impl OfLayer<'_> {
+    /// A norm over the width of its weight; `x` itself without the norm.
+    fn norm(&self, role: NormRole, x: &Tensor) -> Result<Tensor> {
+        let mut names = self.spec.family.norm_names(self.layer);
+        let Some((_, name)) = names.find(|(of, _)| *of == role) else {
+            return Ok(x.clone());
+        };
+        let weight = get(self.weights, &name)?;
+        let (tokens, width) = x.dims2()?;
+        let rows = x.reshape((tokens * width / weight.elem_count(), weight.elem_count()))?;
+        Ok(self.model.norm(&rows, weight)?.reshape((tokens, width))?)
+    }
+
+    /// x·Wᵀ + b of the rows of a role
+    fn product(&self, role: Role, x: &Tensor) -> Result<Tensor> {
+        let (id, rows) = self.spec.part(role);
+        let weight = get(self.weights, &id.tensor_name(self.layer))?;
+        let out = x.matmul(&weight.narrow(0, rows.start, rows.len())?.t()?)?;
+        if !self.model.config.has_bias(id) {
+            return Ok(out);
+        }
+        let bias = get(self.weights, &id.bias_name(self.layer))?;
+        Ok(out.broadcast_add(&bias.narrow(0, rows.start, rows.len())?)?)
+    }
+
+    /// softmax(cap(rotate(q)·rotate(k)ᵀ·scale) + mask)·v of `[batch · seqlen, heads · head_dim]`.
+    fn attention(&self, [q, k, v]: [&Tensor; 3], batch: usize) -> Result<Tensor> {
+        let Heads { num_heads: heads, num_key_value_heads: key_value_heads, head_dim } =
+            self.spec.heads;
+        let seqlen = self.model.seqlen;
         ensure!(
             q.dim(0)? == batch * seqlen,
             "{} tokens are not {batch} sequences of {seqlen}",
@@ -128,12 +165,17 @@ impl DifferentiableModel {
         let q = self.rotate(&split(q, heads)?)?;
         let k = self.rotate(&split(k, key_value_heads)?)?.reshape(shared)?;
         let v = split(v, key_value_heads)?.reshape(shared)?;
-        let q = (q / (head_dim as f64).sqrt())?.reshape(grouped)?;
-        let scores = q
-            .matmul(&k.t()?)?
-            .reshape((shared.0 * groups, seqlen, seqlen))?
-            .broadcast_add(&self.causal)?;
-        let attended = softmax(&scores)?
+        let Scoring { scale, soft_cap, window } = self.spec.scoring;
+        let q = (q * f64::from(scale))?.reshape(grouped)?;
+        let scores =
+            bounded(q.matmul(&k.t()?)?, soft_cap)?.reshape((shared.0 * groups, seqlen, seqlen))?;
+        let sees = |query: usize, key: usize| key <= query && window.is_none_or(|of| key + of > query);
+        let mask = (0..seqlen * seqlen).map(|at| match sees(at / seqlen, at % seqlen) {
+            true => 0.0,
+            false => f32::NEG_INFINITY,
+        });
+        let mask = Tensor::from_vec(mask.collect(), (seqlen, seqlen), &Device::Cpu)?;
+        let attended = softmax(&scores.broadcast_add(&mask)?)?
             .reshape((shared.0, groups * seqlen, seqlen))?
             .matmul(&v)?
             .reshape((batch, heads, seqlen, head_dim))?
@@ -142,37 +184,30 @@ impl DifferentiableModel {
         Ok(attended)
     }
 
-    /// x·Wᵀ + b
-    fn linear(
-        &self,
-        weights: &Weights,
-        layer: usize,
-        projection: Projection,
-        x: &Tensor,
-    ) -> Result<Tensor> {
-        let out = x.matmul(&get(weights, &projection.tensor_name(layer))?.t()?)?;
-        if !self.config.has_bias(projection) {
-            return Ok(out);
-        }
-        Ok(out.broadcast_add(get(weights, &projection.bias_name(layer))?)?)
-    }
-
-    /// x / √(mean(x²) + ε) ∘ w
-    fn norm(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
-        let mean_square = x.sqr()?.mean_keepdim(D::Minus1)?;
-        let normed = x.broadcast_div(&(mean_square + self.config.rms_norm_eps)?.sqrt()?)?;
-        Ok(normed.broadcast_mul(weight)?)
-    }
-
-    /// Rotates each head: its first half is paired with its second half.
+    /// Rotates each head: the first half of its rotated elements is paired with the second half.
     fn rotate(&self, x: &Tensor) -> Result<Tensor> {
-        let half = self.config.head_dim / 2;
+        let Some(rope) = self.spec.rope else {
+            return Ok(x.clone());
+        };
+        let [cos, sin] = &self.model.tables[rope];
+        let (half, width) = (cos.dim(1)?, x.dim(D::Minus1)?);
         let (first, second) = (x.narrow(D::Minus1, 0, half)?, x.narrow(D::Minus1, half, half)?);
-        let rotated = [
-            (first.broadcast_mul(&self.cos)? - second.broadcast_mul(&self.sin)?)?,
-            (second.broadcast_mul(&self.cos)? + first.broadcast_mul(&self.sin)?)?,
+        let mut rotated = vec![
+            (first.broadcast_mul(cos)? - second.broadcast_mul(sin)?)?,
+            (second.broadcast_mul(cos)? + first.broadcast_mul(sin)?)?,
         ];
+        if width > 2 * half {
+            rotated.push(x.narrow(D::Minus1, 2 * half, width - 2 * half)?);
+        }
         Ok(Tensor::cat(&rotated, D::Minus1)?)
+    }
+}
+
+/// c·tanh(x/c) with a bound c, else x.
+fn bounded(x: Tensor, cap: Option<f32>) -> Result<Tensor> {
+    match cap {
+        Some(cap) => Ok(((x / f64::from(cap))?.tanh()? * f64::from(cap))?),
+        None => Ok(x),
     }
 }
 

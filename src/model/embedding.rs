@@ -1,4 +1,5 @@
-//! Token embeddings, read row by row from the file. The table itself (up to 2 GiB) is never in memory.
+//! Token embeddings, read row by row from the file. The table itself (up to 2 GiB) is never in memory. Some families multiply them by
+//! √hidden_size.
 
 use anyhow::{Result, anyhow};
 use candle_core::Tensor;
@@ -14,6 +15,7 @@ pub struct Embedding<'a> {
     source: &'a dyn WeightSource,
     entry: &'a TensorEntry,
     hidden_size: usize,
+    scale: Option<f32>,
 }
 
 /// The name of the embedding's tensor.
@@ -27,7 +29,7 @@ impl<'a> Embedding<'a> {
     pub fn open(source: &'a dyn WeightSource, config: &ModelConfig) -> Result<Self> {
         let entry = source.require(EMBEDDING, &[config.vocab_size, config.hidden_size])?;
         stored_dtype(entry)?;
-        Ok(Self { source, entry, hidden_size: config.hidden_size })
+        Ok(Self { source, entry, hidden_size: config.hidden_size, scale: config.embedding_scale })
     }
 
     /// Returns the hidden states that enter layer 0: `[tokens, hidden_size]`, widened to f32.
@@ -43,10 +45,18 @@ impl<'a> Embedding<'a> {
                 let row = row.as_mut().map_err(|error| anyhow!("{error}"))?;
                 self.read_row(token, row.as_bytes_mut())?;
                 row.widen_rows(0, wide);
+                if let Some(scale) = self.scale {
+                    wide.iter_mut().for_each(|value| *value *= scale);
+                }
                 anyhow::Ok(())
             },
         )?;
         tensor::from_vec(hidden, &[tokens.len(), self.hidden_size])
+    }
+
+    /// Returns whether hidden states are the rows as they are stored, without a factor.
+    pub fn is_as_stored(&self) -> bool {
+        self.scale.is_none()
     }
 
     /// Room for the rows of some tokens in their stored dtype.

@@ -2,36 +2,49 @@
 //!
 //! [`identify`] finds the record of a `config.json`, and [`ModelConfig`](super::ModelConfig) keeps it. The configuration, the
 //! layers on CPU and GPU, the memory formulas and the random checkpoints of tests read the record; none of them asks for a
-//! family's name. A record can express only what the arithmetic of a layer computes. docs/dev/adding-a-family.md shows how to add a family.
+//! family's name. docs/dev/adding-a-family.md shows how to add a family. The defaults of keys are the defaults of transformers 5.24.
 
 use anyhow::Result;
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 
-use super::projection::Projection::{self, Down, Gate, K, O, Q, Up, V};
+use super::linears::LinearId;
+use super::norms::NormRole;
 use crate::failure::Failure;
 
 /// A model family.
 #[derive(Debug, PartialEq)]
 pub struct Family {
-    /// `architectures[0]` in `config.json`.
-    pub architecture: &'static str,
+    /// Names of the family in `architectures[0]` of `config.json`; the first is the usual name.
+    pub architectures: &'static [&'static str],
     /// `model_type` in `config.json`.
     pub model_type: &'static str,
     /// Published models of the family, for messages.
     pub models: &'static str,
     /// Linears of a decoder layer, in the order of the reference, each with the rule for its bias.
-    pub linears: &'static [(Projection, Bias)],
-    /// Names of the two RMS norms of a layer: before attention, and before the MLP.
-    pub norms: [&'static str; 2],
+    pub linears: &'static [(LinearId, Bias)],
+    /// RMS norms of a layer, each with its name inside the layer.
+    pub norms: &'static [(NormRole, &'static str)],
+    /// Norms multiply by 1 + w instead of w. The last norm of the model does, too.
+    pub norms_add_one: bool,
+    /// Norms of queries and keys go over all heads at once, not over each head.
+    pub head_norms_are_wide: bool,
     /// Activation of the MLP's gate.
-    pub activation: Activation,
-    /// Attention window of the layers.
-    pub sliding_window: SlidingWindow,
-    /// `num_key_value_heads` of a `config.json` without this key; `None` means as many as query heads.
-    pub default_key_value_heads: Option<usize>,
-    /// `max_position_embeddings` of a `config.json` without this key.
-    pub default_positions: usize,
+    pub activation: ActivationKey,
+    /// Layers with an attention window.
+    pub windows: Windows,
+    /// Rotary positions of the layers.
+    pub rotation: Rotation,
+    /// Scaling types of rotary frequencies.
+    pub rope_types: &'static [&'static str],
+    /// Scale of attention's scores.
+    pub scale: ScoreScale,
+    /// Bounds of scores and logits; `None` if the family has no such keys.
+    pub soft_caps: Option<SoftCaps>,
+    /// Embeddings are multiplied by √hidden_size.
+    pub scales_embedding: bool,
+    /// Values of keys that a `config.json` may leave out.
+    pub defaults: Defaults,
 }
 
 /// Rule for the bias of a linear.
@@ -39,42 +52,129 @@ pub struct Family {
 pub enum Bias {
     /// No bias, whatever `config.json` says.
     Never,
+    /// A bias, whatever `config.json` says.
+    Always,
     /// A bias if this key of `config.json` is true.
     IfSet(&'static str),
 }
 
 /// Activation of an MLP.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Activation {
     /// x / (1 + e⁻ˣ)
     Silu,
+    /// x/2 · (1 + tanh(√(2/π)·(x + 0.044715·x³)))
+    GeluTanh,
 }
 
 impl Activation {
-    /// The value of `hidden_act` in `config.json`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Silu => "silu",
-        }
-    }
+    /// The names in `config.json`; the first is the usual name.
+    pub const NAMES: [(Self, &'static [&'static str]); 2] =
+        [(Self::Silu, &["silu", "swish"]), (Self::GeluTanh, &["gelu_pytorch_tanh", "gelu_new"])];
 }
 
-/// Attention window of a family's layers, in tokens.
+/// The key of the activation, and the activation of a `config.json` without this key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SlidingWindow {
-    /// Every token sees all tokens before it. The key `sliding_window` is ignored, as transformers ignores it.
+pub struct ActivationKey {
+    /// The key.
+    pub key: &'static str,
+    /// The usual name of the activation.
+    pub default: &'static str,
+}
+
+/// Layers of a family that have an attention window, and where its size comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Windows {
+    /// No layer has a window. The key `sliding_window` is ignored, as transformers ignores it.
     Never,
     /// All layers have the window that the key `sliding_window` gives; null means none.
     AllLayers {
         /// The window of a `config.json` without this key.
-        default: usize,
+        default: Option<usize>,
     },
+    /// With `use_sliding_window`, the layers from `max_window_layers` on, or the layers that `layer_types` names.
+    LastLayers {
+        /// The window of a `config.json` without the key `sliding_window`.
+        default: usize,
+        /// `max_window_layers` of a `config.json` without this key.
+        first: usize,
+    },
+    /// All layers but every n-th, or the layers that `layer_types` names.
+    AllButEvery {
+        /// The window of a `config.json` without the key `sliding_window`.
+        default: usize,
+        /// n of a `config.json` without the key `sliding_window_pattern`.
+        period: usize,
+        /// The family reads the key `sliding_window_pattern`.
+        has_key: bool,
+    },
+    /// With `use_sliding_window`, the layers without rotation, or the layers that `layer_types` names.
+    Unrotated,
+}
+
+/// Rotary positions of a family's layers.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Rotation {
+    /// The same for all layers, over all of a head.
+    Whole,
+    /// The same for all layers, over the first `partial_rotary_factor` of a head.
+    Partial,
+    /// Layers with a window have a base of their own without scaling, `rope_local_base_freq`.
+    Local {
+        /// The base of a `config.json` without this key.
+        base: f64,
+    },
+    /// Layers where `no_rope_layers` has 0 are not rotated; without the list, every n-th layer.
+    NotEvery {
+        /// n of a `config.json` without the key `no_rope_layer_interval`.
+        period: usize,
+    },
+}
+
+/// The scale of attention's scores.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum ScoreScale {
+    /// 1 / √head_dim
+    HeadDim,
+    /// 1 / √`query_pre_attn_scalar`
+    QueryScalar {
+        /// The value of a `config.json` without this key.
+        default: f64,
+    },
+}
+
+/// Bounds c of values x, as c·tanh(x/c), of a `config.json` without their keys; `None` for no bound.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct SoftCaps {
+    /// `attn_logit_softcapping`: of attention's scores.
+    pub attention: Option<f64>,
+    /// `final_logit_softcapping`: of the logits.
+    pub logits: Option<f64>,
+}
+
+/// Values of keys that a `config.json` may leave out.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Defaults {
+    /// `num_key_value_heads`; `None` means as many as query heads.
+    pub key_value_heads: Option<usize>,
+    /// `head_dim`; `None` means hidden_size / heads.
+    pub head_dim: Option<usize>,
+    /// `max_position_embeddings`.
+    pub positions: usize,
+    /// `rms_norm_eps`.
+    pub rms_norm_eps: f64,
+    /// `rope_theta`.
+    pub rope_theta: f64,
+    /// `tie_word_embeddings`.
+    pub is_tied: bool,
 }
 
 impl Family {
     /// The names of the norms' tensors of a layer.
-    pub fn norm_names(&self, layer: usize) -> [String; 2] {
-        self.norms.map(|norm| format!("model.layers.{layer}.{norm}.weight"))
+    pub fn norm_names(&self, layer: usize) -> impl Iterator<Item = (NormRole, String)> {
+        let names = self.norms.iter();
+        names.map(move |(role, name)| (*role, format!("model.layers.{layer}.{name}.weight")))
     }
 }
 
@@ -85,47 +185,169 @@ impl Serialize for Family {
     }
 }
 
+/// The seven matrices of most families, with a rule for the biases of q, k and v, of o, and of the MLP.
+const fn separate(qkv: Bias, o: Bias, mlp: Bias) -> [(LinearId, Bias); 7] {
+    [
+        (LinearId::Q, qkv),
+        (LinearId::K, qkv),
+        (LinearId::V, qkv),
+        (LinearId::O, o),
+        (LinearId::GATE, mlp),
+        (LinearId::UP, mlp),
+        (LinearId::DOWN, mlp),
+    ]
+}
+
+const IF_ATTENTION: Bias = Bias::IfSet("attention_bias");
+const IF_MLP: Bias = Bias::IfSet("mlp_bias");
+
+/// The norms before attention and MLP.
+const BEFORE: (NormRole, &str) = (NormRole::BeforeAttention, "input_layernorm");
+const BEFORE_MLP: (NormRole, &str) = (NormRole::BeforeMlp, "post_attention_layernorm");
+/// The norms of queries and keys.
+const QUERY: (NormRole, &str) = (NormRole::Query, "self_attn.q_norm");
+const KEY: (NormRole, &str) = (NormRole::Key, "self_attn.k_norm");
+/// The norms after attention and after the MLP, of families whose MLP has a norm of its own before it.
+const AFTER: (NormRole, &str) = (NormRole::AfterAttention, "post_attention_layernorm");
+const BEFORE_FEEDFORWARD: (NormRole, &str) = (NormRole::BeforeMlp, "pre_feedforward_layernorm");
+const AFTER_FEEDFORWARD: (NormRole, &str) = (NormRole::AfterMlp, "post_feedforward_layernorm");
+
+const LLAMA: Family = Family {
+    architectures: &["LlamaForCausalLM", "LLaMAForCausalLM"],
+    model_type: "llama",
+    models: "Llama 1, 2, 3, 3.1, 3.2, TinyLlama, and others with Llama's decoder",
+    linears: &separate(IF_ATTENTION, IF_ATTENTION, IF_MLP),
+    norms: &[BEFORE, BEFORE_MLP],
+    norms_add_one: false,
+    head_norms_are_wide: false,
+    activation: ActivationKey { key: "hidden_act", default: "silu" },
+    windows: Windows::Never,
+    rotation: Rotation::Whole,
+    rope_types: &["default", "linear", "dynamic", "llama3", "yarn", "longrope"],
+    scale: ScoreScale::HeadDim,
+    soft_caps: None,
+    scales_embedding: false,
+    defaults: Defaults {
+        key_value_heads: None,
+        head_dim: None,
+        positions: 2048,
+        rms_norm_eps: 1e-6,
+        rope_theta: 10_000.0,
+        is_tied: false,
+    },
+};
+
+const MISTRAL: Family = Family {
+    architectures: &["MistralForCausalLM"],
+    model_type: "mistral",
+    models: "Mistral 7B, Mistral Nemo, Mistral Small 24B, and others with Mistral's decoder",
+    linears: &separate(Bias::Never, Bias::Never, Bias::Never),
+    windows: Windows::AllLayers { default: Some(4096) },
+    defaults: Defaults { key_value_heads: Some(8), positions: 131_072, ..LLAMA.defaults },
+    ..LLAMA
+};
+
+const QWEN2: Family = Family {
+    architectures: &["Qwen2ForCausalLM"],
+    model_type: "qwen2",
+    models: "Qwen 1.5, 2, 2.5 and QwQ 32B",
+    linears: &separate(Bias::Always, Bias::Never, Bias::Never),
+    windows: Windows::LastLayers { default: 4096, first: 28 },
+    defaults: Defaults { key_value_heads: Some(32), positions: 32_768, ..LLAMA.defaults },
+    ..LLAMA
+};
+
+const QWEN3: Family = Family {
+    architectures: &["Qwen3ForCausalLM"],
+    model_type: "qwen3",
+    models: "Qwen 3 from 0.6B to 32B",
+    linears: &separate(IF_ATTENTION, IF_ATTENTION, Bias::Never),
+    norms: &[BEFORE, QUERY, KEY, BEFORE_MLP],
+    defaults: Defaults { head_dim: Some(128), ..QWEN2.defaults },
+    ..QWEN2
+};
+
+const GEMMA2: Family = Family {
+    architectures: &["Gemma2ForCausalLM"],
+    model_type: "gemma2",
+    models: "Gemma 2 2B, 9B and 27B",
+    linears: &separate(IF_ATTENTION, IF_ATTENTION, Bias::Never),
+    norms: &[BEFORE, AFTER, BEFORE_FEEDFORWARD, AFTER_FEEDFORWARD],
+    norms_add_one: true,
+    activation: ActivationKey { key: "hidden_activation", default: "gelu_pytorch_tanh" },
+    windows: Windows::AllButEvery { default: 4096, period: 2, has_key: false },
+    scale: ScoreScale::QueryScalar { default: 256.0 },
+    soft_caps: Some(SoftCaps { attention: Some(50.0), logits: Some(30.0) }),
+    scales_embedding: true,
+    defaults: Defaults {
+        key_value_heads: Some(4),
+        head_dim: Some(256),
+        positions: 8192,
+        is_tied: true,
+        ..LLAMA.defaults
+    },
+    ..LLAMA
+};
+
+const GEMMA3: Family = Family {
+    architectures: &["Gemma3ForCausalLM"],
+    model_type: "gemma3_text",
+    models: "Gemma 3 270M and 1B, and the text part of 4B, 12B and 27B",
+    norms: &[BEFORE, QUERY, KEY, AFTER, BEFORE_FEEDFORWARD, AFTER_FEEDFORWARD],
+    windows: Windows::AllButEvery { default: 4096, period: 6, has_key: true },
+    rotation: Rotation::Local { base: 10_000.0 },
+    soft_caps: Some(SoftCaps { attention: None, logits: None }),
+    defaults: Defaults { positions: 131_072, rope_theta: 1_000_000.0, ..GEMMA2.defaults },
+    ..GEMMA2
+};
+
+const PHI3: Family = Family {
+    architectures: &["Phi3ForCausalLM"],
+    model_type: "phi3",
+    models: "Phi-3 mini and medium, Phi-3.5 mini, Phi-4 and Phi-4 mini",
+    linears: &[
+        (LinearId::QKV, Bias::Never),
+        (LinearId::O, Bias::Never),
+        (LinearId::GATE_UP, Bias::Never),
+        (LinearId::DOWN, Bias::Never),
+    ],
+    windows: Windows::AllLayers { default: None },
+    rotation: Rotation::Partial,
+    rope_types: &["default", "longrope"],
+    defaults: Defaults { positions: 4096, rms_norm_eps: 1e-5, ..LLAMA.defaults },
+    ..LLAMA
+};
+
+const OLMO2: Family = Family {
+    architectures: &["Olmo2ForCausalLM"],
+    model_type: "olmo2",
+    models: "OLMo 2 1B, 7B, 13B and 32B",
+    linears: &separate(IF_ATTENTION, IF_ATTENTION, Bias::Never),
+    norms: &[QUERY, KEY, AFTER, AFTER_FEEDFORWARD],
+    head_norms_are_wide: true,
+    defaults: Defaults { rms_norm_eps: 1e-5, ..LLAMA.defaults },
+    ..LLAMA
+};
+
+const SMOLLM3: Family = Family {
+    architectures: &["SmolLM3ForCausalLM"],
+    model_type: "smollm3",
+    models: "SmolLM 3 3B",
+    windows: Windows::Unrotated,
+    rotation: Rotation::NotEvery { period: 4 },
+    defaults: Defaults {
+        key_value_heads: Some(4),
+        positions: 32_768,
+        rope_theta: 2_000_000.0,
+        is_tied: true,
+        ..LLAMA.defaults
+    },
+    ..LLAMA
+};
+
 /// All families that can be pruned.
-pub static FAMILIES: [Family; 2] = [
-    Family {
-        architecture: "LlamaForCausalLM",
-        model_type: "llama",
-        models: "Llama 1, 2, 3, 3.1, 3.2, TinyLlama, and others with Llama's decoder",
-        linears: &[
-            (Q, Bias::IfSet("attention_bias")),
-            (K, Bias::IfSet("attention_bias")),
-            (V, Bias::IfSet("attention_bias")),
-            (O, Bias::IfSet("attention_bias")),
-            (Gate, Bias::IfSet("mlp_bias")),
-            (Up, Bias::IfSet("mlp_bias")),
-            (Down, Bias::IfSet("mlp_bias")),
-        ],
-        norms: ["input_layernorm", "post_attention_layernorm"],
-        activation: Activation::Silu,
-        sliding_window: SlidingWindow::Never,
-        default_key_value_heads: None,
-        default_positions: 2048,
-    },
-    Family {
-        architecture: "MistralForCausalLM",
-        model_type: "mistral",
-        models: "Mistral 7B, Mistral Nemo, Mistral Small 24B, and others with Mistral's decoder",
-        linears: &[
-            (Q, Bias::Never),
-            (K, Bias::Never),
-            (V, Bias::Never),
-            (O, Bias::Never),
-            (Gate, Bias::Never),
-            (Up, Bias::Never),
-            (Down, Bias::Never),
-        ],
-        norms: ["input_layernorm", "post_attention_layernorm"],
-        activation: Activation::Silu,
-        sliding_window: SlidingWindow::AllLayers { default: 4096 },
-        default_key_value_heads: Some(8),
-        default_positions: 131_072,
-    },
-];
+pub static FAMILIES: [Family; 9] =
+    [LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, OLMO2, SMOLLM3];
 
 /// Finds the family of a `config.json`.
 ///
@@ -137,7 +359,7 @@ pub fn identify(config: &Value) -> Result<&'static Family> {
         config.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str);
     let is_known = |family: &&Family| {
         model_type.is_none_or(|name| name == family.model_type)
-            && architecture.is_none_or(|name| name == family.architecture)
+            && architecture.is_none_or(|name| family.architectures.contains(&name))
     };
     if (model_type.is_some() || architecture.is_some())
         && let Some(family) = FAMILIES.iter().find(is_known)
@@ -145,7 +367,7 @@ pub fn identify(config: &Value) -> Result<&'static Family> {
         return Ok(family);
     }
     // An unknown architecture is the reason by itself. A known architecture is refused because its model type does not fit.
-    let architecture_is_known = |name| FAMILIES.iter().any(|one| one.architecture == name);
+    let architecture_is_known = |name| FAMILIES.iter().any(|one| one.architectures.contains(&name));
     let refused = match (architecture, model_type) {
         (None, None) => {
             // A file without names is incomplete, which the caller's hint covers.
@@ -155,7 +377,7 @@ pub fn identify(config: &Value) -> Result<&'static Family> {
         (Some(name), _) if !architecture_is_known(name) => format!("`{name}`"),
         (Some(name), Some(model_type)) => format!("`{name}` of model type `{model_type}`"),
     };
-    let supported = FAMILIES.iter().map(|one| format!("{}: {}", one.architecture, one.models));
+    let supported = FAMILIES.iter().map(|one| format!("{}: {}", one.architectures[0], one.models));
     let supported = supported.collect::<Vec<_>>().join("; ");
     // With the name of a supported family, the weights of an unsupported model would be computed, wrongly.
     Err(Failure::new(format!("the architecture {refused} is not supported"))

@@ -19,12 +19,11 @@
 //! ([`workspace`]), and [`head`] uses it. Counted elsewhere: statistics and rows for output errors (`pipeline`), a state per stream on
 //! its way to disk, the program, tokens and the tokenizer.
 
-use super::attention_layout::AttentionLayout;
-use super::backward::{backward_elements, kept_elements};
 use super::config::ModelConfig;
 use super::head::{Head, largest_chunk, largest_tokens};
-use super::observe::Observation;
-use super::projection::Projection;
+use super::layer::layout::AttentionLayout;
+use super::layer::sizes::{backward_elements, kept_elements};
+use super::linears::{InputId, LinearId, Role};
 use super::reading::stored_dtype;
 use super::rotary::Rotary;
 use super::tensors::TensorRole;
@@ -56,7 +55,7 @@ impl Dtypes {
 pub fn stored_dtypes(source: &dyn WeightSource, config: &ModelConfig) -> Dtypes {
     let of = |name: &str| stored_dtype(source.entry(name)?).ok();
     let layers = (0..config.num_hidden_layers)
-        .flat_map(|layer| config.projections().map(move |one| one.tensor_name(layer)))
+        .flat_map(|layer| config.linears().map(move |one| one.tensor_name(layer)))
         .filter_map(|name| of(&name))
         .reduce(StoredDtype::wider)
         .unwrap_or(StoredDtype::F32);
@@ -70,21 +69,21 @@ const F32: usize = 4;
 const PACKED_PER_THREAD: usize = 2 << 20;
 
 /// Memory of a decoder layer: weights e · (2·H·Q + 2·H·K + 3·H·I), or masks of 1 bit per weight if matrices stay on disk; norms
-/// 4 · 2·H; 4 bytes per element of a bias.
+/// 4 · 2·H, with two norms; 4 bytes per element of a bias.
 pub fn layer_weights(
     config: &ModelConfig,
     dtype: StoredDtype,
     settings: &MemorySettings,
 ) -> ByteSize {
     let mut bytes = ByteSize::of(config.norm_weights(), F32);
-    for projection in config.projections() {
-        let (rows, columns) = projection.shape(config);
+    for id in config.linears() {
+        let (rows, columns) = id.shape(config);
         bytes = bytes
             + match settings.weights {
                 WeightsHeld::Layer => ByteSize::of(rows * columns, dtype.bytes()),
                 WeightsHeld::Matrix => ByteSize::of((rows * columns).div_ceil(8), 1),
             };
-        if config.has_bias(projection) {
+        if config.has_bias(id) {
             bytes = bytes + ByteSize::of(rows, F32);
         }
     }
@@ -95,8 +94,8 @@ pub fn layer_weights(
 /// rounded up to 32. p is the number of bf16 parts of an element: 1 in bf16 products; in split f32 products 1 for bf16, 2 for f16 and 3
 /// for f32 weights.
 pub fn layer_packed(config: &ModelConfig, kernel: Kernel) -> ByteSize {
-    let bytes = config.projections().map(|projection| {
-        let (rows, columns) = projection.shape(config);
+    let bytes = config.linears().map(|id| {
+        let (rows, columns) = id.shape(config);
         ByteSize::of(PackedWeight::bytes(kernel, rows, columns), 1)
     });
     bytes.sum()
@@ -116,9 +115,9 @@ pub fn hidden_states(config: &ModelConfig, seqlen: usize) -> ByteSize {
     ByteSize::of(seqlen * config.hidden_size, F32)
 }
 
-/// Memory of the rotary tables, 4·L·head_dim, which exist from the first layer on.
+/// Memory of the rotary tables, 4·L·r each with r rotated elements of a head, which exist from the first layer on.
 pub fn context(config: &ModelConfig, seqlen: usize) -> ByteSize {
-    ByteSize::of(Rotary::bytes(config.head_dim, seqlen), 1)
+    ByteSize::of(Rotary::bytes(&config.ropes, seqlen), 1)
 }
 
 /// Returns whether a layer's weights stay packed while the layer is in use.
@@ -166,19 +165,29 @@ impl SamplePass<'_> {
     pub(super) fn forward_products(self, others: Vec<Product>) -> Vec<Product> {
         let Self { config, kernel, seqlen, settings, .. } = self;
         let mlp_tokens = largest_part(seqlen, settings.mlp_tokens, LEAST_ROWS);
-        // Heads whose first row is inside a packed unit are packed again.
-        let begins_within =
-            settings.attention_heads.is_some() && !PackedWeight::begins_at(kernel, config.head_dim);
-        let layout = AttentionLayout::new(config.heads(), seqlen, config.hidden_size, settings);
+        let spec = config.layer(0);
+        // Rows whose first is inside a packed unit are packed again: of a group of heads, or of a role in a matrix of several.
+        let begins = |role: Role| PackedWeight::begins_at(kernel, spec.part(role).1.start);
+        let begins_within = |input: InputId| match input {
+            InputId::Attention => {
+                let is_parted = settings.attention_heads.is_some();
+                (is_parted && !PackedWeight::begins_at(kernel, config.head_dim))
+                    || ![Role::K, Role::V].into_iter().all(begins)
+            }
+            InputId::Mlp => !begins(Role::Up),
+            InputId::O | InputId::Down => false,
+        };
+        let layout = AttentionLayout::new(&spec, seqlen, settings);
         // Linears with the same input are multiplied together.
-        let of_layer = Observation::ALL.into_iter().flat_map(|point| {
-            let is_mlp = matches!(point, Observation::MlpInput | Observation::DownInput);
+        let of_layer = InputId::ALL.into_iter().flat_map(|point| {
+            let is_mlp = matches!(point, InputId::Mlp | InputId::Down);
             let shapes = config
-                .projections()
-                .filter(move |projection| projection.observed_at() == point)
-                .map(|projection| projection.shape(config));
+                .linears()
+                .filter(move |id| id.input() == point)
+                .map(|id| id.shape(config));
             let columns: Vec<Vec<usize>> = match point {
-                Observation::AttentionInput => layout.group_columns().map(Vec::from).collect(),
+                InputId::Attention => layout.group_columns().map(Vec::from).collect(),
+                InputId::Mlp => vec![vec![config.intermediate_size; 2]],
                 _ => vec![shapes.clone().map(|(rows, _)| rows).collect()],
             };
             let product = move |columns| Product {
@@ -186,7 +195,7 @@ impl SamplePass<'_> {
                 tokens: if is_mlp { mlp_tokens } else { seqlen },
                 columns,
                 inner: shapes.clone().map(|(_, columns)| columns).max().unwrap_or(0),
-                is_kept: keeps_packed(kernel, settings) && (is_mlp || !begins_within),
+                is_kept: keeps_packed(kernel, settings) && !begins_within(point),
                 is_in_parts: false,
             };
             columns.into_iter().map(product)
@@ -209,8 +218,13 @@ impl SamplePass<'_> {
     pub fn backward(self, is_kept: bool) -> ByteSize {
         let Self { config, kernel, seqlen, threads, settings } = self;
         let elements = backward_elements(config, seqlen, settings.mlp_tokens, is_kept);
-        let scratch =
-            attention::backward::backward_scratch_bytes(kernel, config.head_dim, seqlen, threads);
+        let scratch = attention::backward::backward_scratch_bytes(
+            kernel,
+            config.head_dim,
+            seqlen,
+            config.widest_scoring(),
+            threads,
+        );
         let state = hidden_states(config, seqlen);
         ByteSize::of(elements, F32) + ByteSize::of(scratch, 1) + state + state + state
     }
@@ -232,9 +246,9 @@ impl SamplePass<'_> {
     ) -> Vec<Product> {
         let Self { config, kernel, seqlen, settings, .. } = self;
         let mlp_tokens = largest_part(seqlen, settings.mlp_tokens, LEAST_ROWS);
-        let of_matrix = |projection: Projection| {
-            let (out, inner) = projection.shape(config);
-            let tokens = match projection.is_attention() {
+        let of_matrix = |id: LinearId| {
+            let (out, inner) = id.shape(config);
+            let tokens = match id.is_attention() {
                 true => seqlen,
                 false => mlp_tokens,
             };
@@ -248,7 +262,7 @@ impl SamplePass<'_> {
             };
             [product(kernel, tokens, out, false), product(of_gradients, out, tokens, is_of_factors)]
         };
-        config.projections().flat_map(of_matrix).collect()
+        config.linears().flat_map(of_matrix).collect()
     }
 }
 
@@ -267,7 +281,7 @@ pub fn workspace(
 /// * attention: L·max(H, Q) + L·Q + 2·L·K; in p groups of heads L·H + L·Q + (L·Q + 2·L·K) / p
 /// * MLP: t·(H + 2·I), t the tokens at once
 pub fn activations(config: &ModelConfig, seqlen: usize, settings: &MemorySettings) -> ByteSize {
-    let layout = AttentionLayout::new(config.heads(), seqlen, config.hidden_size, settings);
+    let layout = AttentionLayout::new(&config.layer(0), seqlen, settings);
     let attention: usize = layout.buffers().iter().sum();
     let tokens = largest_part(seqlen, settings.mlp_tokens, LEAST_ROWS);
     let mlp = tokens * (config.hidden_size + 2 * config.intermediate_size);
@@ -279,8 +293,8 @@ pub fn rows_read(config: &ModelConfig, dtype: StoredDtype, settings: &MemorySett
     if settings.weights == WeightsHeld::Layer {
         return ByteSize::ZERO;
     }
-    let bytes = config.projections().map(|projection| {
-        let (rows, columns) = projection.shape(config);
+    let bytes = config.linears().map(|id| {
+        let (rows, columns) = id.shape(config);
         ByteSize::of(Linear::rows_at_once(columns, rows) * columns, dtype.bytes())
     });
     bytes.max().unwrap_or_default()
@@ -311,9 +325,7 @@ pub fn generation(
 
 /// Memory of the activations of a layer and a sample that are kept for the backward pass.
 pub fn kept_activations(config: &ModelConfig, seqlen: usize) -> ByteSize {
-    let heads = config.heads();
-    let elements = kept_elements(heads, config.hidden_size, config.intermediate_size, seqlen);
-    ByteSize::of(elements, F32)
+    ByteSize::of(kept_elements(config, seqlen), F32)
 }
 
 /// Memory of the head's weight in its stored dtype: e·V·H.
@@ -334,8 +346,8 @@ pub fn score(
     threads: usize,
     settings: &MemorySettings,
 ) -> ByteSize {
-    let scored = config.projections().map(|projection| {
-        let (rows, columns) = projection.shape(config);
+    let scored = config.linears().map(|id| {
+        let (rows, columns) = id.shape(config);
         let matrix = match settings.weights {
             WeightsHeld::Layer => ByteSize::ZERO,
             WeightsHeld::Matrix => ByteSize::of(rows * columns, dtype.bytes()),

@@ -1,4 +1,5 @@
-//! The end of the model: the last norm and the language-model head, for some tokens and some rows of the vocabulary at a time.
+//! The end of the model: the last norm and the language-model head, for some tokens and some rows of the vocabulary at a time. Some
+//! families bound the logits l to c·tanh(l/c).
 //!
 //! The head's weight is the largest matrix of a model. It is in memory as a whole, or it stays in the checkpoint and some rows of
 //! the vocabulary are read at a time ([`Head::chunks`]). The norm is then computed again for each part.
@@ -12,6 +13,7 @@ use candle_core::Tensor;
 use super::config::ModelConfig;
 use super::context::LayerContext;
 use super::embedding::EMBEDDING;
+use super::norms::NormWeight;
 use super::reading::{matrix_at_rest, read_matrix, read_vector};
 use crate::bytes::ByteSize;
 use crate::checkpoint::WeightSource;
@@ -49,9 +51,11 @@ pub const HEAD: &str = "lm_head.weight";
 /// Norm and head, in memory or at rest.
 #[derive(Debug)]
 pub struct Head {
-    norm: Vec<f32>,
+    norm: NormWeight,
     rms_norm_eps: f32,
     lm_head: Linear,
+    /// Bound of the logits.
+    logit_cap: Option<f32>,
     /// Rows of the vocabulary in memory at once.
     rows_at_once: Option<usize>,
 }
@@ -130,16 +134,25 @@ impl Head {
         rows_at_once: Option<usize>,
     ) -> Result<Self> {
         Ok(Self {
-            norm: read_vector(source, NORM, config.hidden_size)?,
+            norm: NormWeight::new(
+                read_vector(source, NORM, config.hidden_size)?,
+                config.family.norms_add_one,
+            ),
             rms_norm_eps: config.rms_norm_eps as f32,
             lm_head: Linear::new(weight, None),
+            logit_cap: config.logit_cap,
             rows_at_once,
         })
     }
 
-    /// The weight of the last norm, and ε.
+    /// The factor of the last norm, and ε.
     pub(super) fn norm(&self) -> (&[f32], f32) {
-        (&self.norm, self.rms_norm_eps)
+        (self.norm.factor(), self.rms_norm_eps)
+    }
+
+    /// The bound of the logits.
+    pub(super) fn logit_cap(&self) -> Option<f32> {
+        self.logit_cap
     }
 
     /// The head's linear.
@@ -204,17 +217,26 @@ impl Head {
     ) -> Result<()> {
         let (tokens, hidden_size) = hidden.dims2()?;
         ensure!(
-            tokens > 0 && hidden_size == self.norm.len(),
+            tokens > 0 && hidden_size == self.norm.stored().len(),
             "{tokens} hidden states are {hidden_size} wide, the head needs {}",
-            self.norm.len()
+            self.norm.stored().len()
         );
         logits.resize(self.vocab_size(), 0.0);
         tensor::with_slice(hidden, |hidden| {
             let ([normed], products) = context.workspace().buffers([hidden_size]);
             let last = &hidden[(tokens - 1) * hidden_size..];
-            elementwise::rms_norm(last, &self.norm, self.rms_norm_eps, normed);
-            self.lm_head.forward(normed, logits, SingleToken::MatrixVector, products)
+            elementwise::rms_norm(last, self.norm.factor(), self.rms_norm_eps, normed);
+            self.lm_head.forward(normed, logits, SingleToken::MatrixVector, products)?;
+            self.bound(logits);
+            Ok(())
         })?
+    }
+
+    /// logits ← c·tanh(logits / c), with a bound c.
+    pub(super) fn bound(&self, logits: &mut [f32]) {
+        if let Some(cap) = self.logit_cap {
+            elementwise::soft_cap(logits, cap);
+        }
     }
 
     fn some_logits(
@@ -227,9 +249,9 @@ impl Head {
     ) -> Result<()> {
         let (seqlen, hidden_size) = hidden.dims2()?;
         ensure!(
-            hidden_size == self.norm.len(),
+            hidden_size == self.norm.stored().len(),
             "hidden states are {hidden_size} wide, the head needs {}",
-            self.norm.len()
+            self.norm.stored().len()
         );
         let at_most = logit_rows(context.settings().logits_bytes, rows.len());
         // The pass runs on a thread of the pool, as in a layer.
@@ -240,10 +262,11 @@ impl Head {
                     .buffers([part.len() * hidden_size, part.len() * rows.len()]);
                 products.watch.enter(Part::Head);
                 let hidden = &hidden[part.start * hidden_size..part.end * hidden_size];
-                elementwise::rms_norm(hidden, &self.norm, self.rms_norm_eps, normed);
+                elementwise::rms_norm(hidden, self.norm.factor(), self.rms_norm_eps, normed);
                 let mut outputs =
                     [LinearOutput { linear, features: rows.clone(), out: &mut *logits }];
                 forward_all(&mut outputs, normed, SingleToken::AsMany, products)?;
+                self.bound(logits);
                 body(part.start, logits)?;
                 products.watch.enter(Part::Elsewhere);
             }

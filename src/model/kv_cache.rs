@@ -1,7 +1,8 @@
 //! Keys and values of the tokens a model has read. With them the next token costs the work of one token.
 //!
 //! Each layer has two f32 arrays `[tokens, num_key_value_heads * head_dim]`; rotary positions are applied to the keys. Grouped-query
-//! models keep their few key heads once. Memory for the longest sequence is reserved at the start, and used as tokens come.
+//! models keep their few key heads once. Memory for the longest sequence is reserved at the start, and used as tokens come. A layer with an
+//! attention window keeps the tokens of two windows at most.
 
 use anyhow::{Result, ensure};
 
@@ -14,17 +15,21 @@ use crate::failure::Failure;
 pub struct LayerCache {
     width: usize,
     capacity: usize,
+    /// Tokens that later tokens see, at most.
+    window: Option<usize>,
+    /// Tokens that were removed, because no later token sees them.
+    removed: usize,
     keys: Vec<f32>,
     values: Vec<f32>,
 }
 
 impl LayerCache {
-    /// Number of cached tokens, which is the position of the next token.
+    /// Number of tokens so far, which is the position of the next token.
     pub fn tokens(&self) -> usize {
-        self.keys.len() / self.width
+        self.removed + self.keys.len() / self.width
     }
 
-    /// Keys `[tokens, num_key_value_heads * head_dim]` with rotary positions.
+    /// Keys of the tokens in memory `[tokens, num_key_value_heads * head_dim]`, with rotary positions.
     pub fn keys(&self) -> &[f32] {
         &self.keys
     }
@@ -34,26 +39,46 @@ impl LayerCache {
         &self.values
     }
 
-    /// Adds the keys and values of the next tokens.
+    /// Adds the keys and values of the next tokens, and returns the number of tokens in memory before them.
+    ///
+    /// With a window, tokens that no later token sees are removed as soon as they are as many as the window, so that a token costs a
+    /// constant time.
     ///
     /// # Errors
     /// Fails when the slices differ in length, hold a fraction of a token, or exceed the capacity.
-    pub fn append(&mut self, keys: &[f32], values: &[f32]) -> Result<()> {
+    pub fn append(&mut self, keys: &[f32], values: &[f32]) -> Result<usize> {
         ensure!(
             keys.len() == values.len() && keys.len().is_multiple_of(self.width),
             "keys and values of whole tokens are cached"
         );
         ensure!(
-            self.keys.len() + keys.len() <= self.capacity * self.width,
+            self.tokens() + keys.len() / self.width <= self.capacity,
             "the cache has room for {} tokens, and {} follow {}",
             self.capacity,
             keys.len() / self.width,
             self.tokens()
         );
+        if let Some(window) = self.window {
+            // The next token sees the window with itself.
+            let before = self.keys.len() / self.width;
+            let unseen = before.saturating_sub(window - 1);
+            if unseen >= window {
+                self.removed += unseen;
+                self.keys.drain(..unseen * self.width);
+                self.values.drain(..unseen * self.width);
+            }
+        }
+        let before = self.keys.len() / self.width;
         self.keys.extend_from_slice(keys);
         self.values.extend_from_slice(values);
-        Ok(())
+        Ok(before)
     }
+}
+
+/// Tokens whose keys and values are in memory at once in a layer.
+fn reserved(window: Option<usize>, capacity: usize, block: usize) -> usize {
+    let at_most = window.map(|window| window.saturating_mul(2).saturating_add(block));
+    capacity.min(at_most.unwrap_or(capacity))
 }
 
 /// The caches of all layers.
@@ -63,30 +88,35 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// Reserves memory for `capacity` tokens.
-    pub fn new(config: &ModelConfig, capacity: usize) -> Result<Self> {
+    /// Reserves memory for `capacity` tokens, which come in blocks of at most `block`.
+    pub fn new(config: &ModelConfig, capacity: usize, block: usize) -> Result<Self> {
         let width = config.num_key_value_heads * config.head_dim;
-        let reserve = || {
+        let reserve = |tokens: usize| {
             let mut values = Vec::new();
-            values.try_reserve_exact(capacity.saturating_mul(width)).map_err(|_| {
+            values.try_reserve_exact(tokens.saturating_mul(width)).map_err(|_| {
                 Failure::new(format!(
                     "cannot allocate {} for the keys and values of {capacity} tokens",
-                    Self::bytes(config, capacity)
+                    Self::bytes(config, capacity, block)
                 ))
                 .hint("use a smaller --max-tokens")
             })?;
             Ok::<Vec<f32>, Failure>(values)
         };
-        let layers = (0..config.num_hidden_layers)
-            .map(|_| Ok(LayerCache { width, capacity, keys: reserve()?, values: reserve()? }))
-            .collect::<Result<_>>()?;
-        Ok(Self { layers })
+        let layers = (0..config.num_hidden_layers).map(|layer| {
+            let window = config.layer(layer).scoring.window;
+            let tokens = reserved(window, capacity, block);
+            let (keys, values) = (reserve(tokens)?, reserve(tokens)?);
+            Ok(LayerCache { width, capacity, window, removed: 0, keys, values })
+        });
+        Ok(Self { layers: layers.collect::<Result<_>>()? })
     }
 
     /// Bytes that [`KvCache::new`] reserves.
-    pub fn bytes(config: &ModelConfig, capacity: usize) -> ByteSize {
+    pub fn bytes(config: &ModelConfig, capacity: usize, block: usize) -> ByteSize {
         let of_a_token = 2 * 4 * config.num_key_value_heads * config.head_dim;
-        ByteSize::of(capacity, of_a_token.saturating_mul(config.num_hidden_layers))
+        let tokens = config.layers.iter().map(|kind| reserved(kind.window, capacity, block));
+        let tokens = tokens.fold(0, usize::saturating_add);
+        ByteSize::of(tokens, of_a_token)
     }
 
     /// The cache of a layer.
@@ -107,6 +137,7 @@ impl KvCache {
         for layer in &mut self.layers {
             layer.keys.clear();
             layer.values.clear();
+            layer.removed = 0;
         }
     }
 }
@@ -125,12 +156,12 @@ mod tests {
     #[test]
     fn grouped_heads_are_kept_once() {
         // 5 tokens · 3 layers · (keys and values) · 2 heads of 8 · 4 bytes
-        assert_eq!(KvCache::bytes(&config(), 5), ByteSize(5 * 3 * 2 * 16 * 4));
+        assert_eq!(KvCache::bytes(&config(), 5, 5), ByteSize(5 * 3 * 2 * 16 * 4));
     }
 
     #[test]
     fn more_tokens_than_reserved_and_halves_of_tokens_are_refused() {
-        let mut cache = KvCache::new(&config(), 2).unwrap();
+        let mut cache = KvCache::new(&config(), 2, 2).unwrap();
         let layer = cache.layer(0);
         layer.append(&[1.0; 16], &[2.0; 16]).unwrap();
         assert_eq!(layer.tokens(), 1);

@@ -1,14 +1,15 @@
-//! A decoder layer: its weights as stored, and its forward pass with four observation points.
+//! A decoder layer: its weights as stored, and the passes of a sample through it.
 //!
 //! ```text
-//! x ← hidden;  a = norm(x);  q, k, v = a·Wqᵀ, a·Wkᵀ, a·Wvᵀ;  q, k rotated
-//! x ← x + attention(q, k, v)·Woᵀ;  m = norm(x);  x ← x + (silu(m·Wgateᵀ) ∘ m·Wupᵀ)·Wdownᵀ
+//! a = norm(x);  q, k, v = a·Wqᵀ, a·Wkᵀ, a·Wvᵀ;  q, k = rotate(norm(q)), rotate(norm(k))
+//! h = x + norm(attention(q, k, v)·Woᵀ);  m = norm(h);  y = h + norm((act(m·Wgateᵀ) ∘ m·Wupᵀ)·Wdownᵀ)
 //! ```
 //!
-//! norm(x) = x / √(mean(x²) + ε) ∘ w. Touvron et al. 2023, arXiv:2302.13971 §2.2; the arithmetic follows transformers'
-//! `LlamaDecoderLayer` in f32 with eager attention. All steps work on slices, with scratch memory from the workspace. The MLP runs
-//! over some tokens at a time, so its two wide activations never exist for a whole sequence. Attention can run over some key/value
-//! heads at a time, with their queries. The [`MemorySettings`] set both numbers; they change no bit of the result.
+//! norm(x) = x / √(mean(x²) + ε) ∘ w. A family has some of these norms; the identity stands for the others. [`LayerSpec`] says which, and
+//! holds the numbers of the arithmetic. Touvron et al. 2023, arXiv:2302.13971 §2.2; the arithmetic follows transformers' decoder layers in
+//! f32 with eager attention. All steps work on slices, with scratch memory from the workspace. The MLP runs over some tokens at a time, so
+//! its two wide activations never exist for a whole sequence. Attention can run over some key/value heads at a time, with their queries.
+//! The memory settings set both numbers; they change no bit of the result.
 //!
 //! Memory that exists at once, in f32 elements, with L tokens, H hidden_size, I intermediate_size, Q and K the widths of all queries
 //! and of all keys:
@@ -22,28 +23,36 @@
 //!
 //! Attention and MLP share the workspace. The rows of a weight at rest ([`Linear::rows_at_once`]) and the packed factors of products
 //! (`footprint`) come in addition.
+//!
+//! | file | content |
+//! | --- | --- |
+//! | `attention` | the attention block, forwards and backwards |
+//! | `layout` | groups of heads, and their place in the workspace |
+//! | `mlp` | the MLP, forwards and backwards |
+//! | `pass` | passes of a sample: what they keep, observe, and where their memory is |
+//! | `sizes` | sizes of the memory of passes |
+//! | `stages` | norms as stages of a pass |
+
+mod attention;
+pub(super) mod layout;
+mod mlp;
+mod pass;
+pub mod sizes;
+mod stages;
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
-use anyhow::{Result, ensure};
-use candle_core::Tensor;
+use anyhow::Result;
 
-use super::attention_layout::AttentionLayout;
 use super::config::ModelConfig;
-use super::context::LayerContext;
-use super::family::{Activation, Family};
-use super::kv_cache::LayerCache;
-use super::observe::{Observation, Observer};
-use super::projection::Projection;
+use super::linears::{LinearId, Role};
+use super::norms::{NormRole, NormWeight};
 use super::reading::{matrix_at_rest, read_matrix, read_vector};
+use super::spec::LayerSpec;
 use crate::checkpoint::WeightSource;
-use crate::linalg::attention::{self, Heads};
-use crate::linalg::linear::{LinearOutput, SingleToken, forward_all};
-use crate::linalg::parts::{LEAST_ROWS, parts};
-use crate::linalg::profile::Part;
-use crate::linalg::{Linear, ProductContext, StoredMatrix, Weight, elementwise, tensor};
-use crate::run::MemorySettings;
+use crate::linalg::{Linear, StoredMatrix, Weight};
 
 /// A decoder layer in its stored dtype.
 #[derive(Debug, Clone)]
@@ -53,13 +62,10 @@ pub struct DecoderLayer {
     /// The revision of the norms, and of linears that are not in `changed`.
     base: u64,
     /// The revision of linears that were changed since.
-    changed: BTreeMap<Projection, u64>,
-    heads: Heads,
-    rms_norm_eps: f32,
-    family: &'static Family,
-    /// Weights of the norms before attention and before the MLP.
-    norms: [Vec<f32>; 2],
-    linears: BTreeMap<Projection, Linear>,
+    changed: BTreeMap<LinearId, u64>,
+    spec: LayerSpec,
+    norms: BTreeMap<NormRole, NormWeight>,
+    linears: BTreeMap<LinearId, Linear>,
 }
 
 impl DecoderLayer {
@@ -99,29 +105,27 @@ impl DecoderLayer {
         weight: impl Fn(&str, usize, usize) -> Result<Weight>,
     ) -> Result<Self> {
         let mut linears = BTreeMap::new();
-        for projection in config.projections() {
-            let (rows, columns) = projection.shape(config);
-            let weight = weight(&projection.tensor_name(index), rows, columns)?;
+        for id in config.linears() {
+            let (rows, columns) = id.shape(config);
+            let weight = weight(&id.tensor_name(index), rows, columns)?;
             let bias = config
-                .has_bias(projection)
-                .then(|| read_vector(source, &projection.bias_name(index), rows))
+                .has_bias(id)
+                .then(|| read_vector(source, &id.bias_name(index), rows))
                 .transpose()?;
-            linears.insert(projection, Linear::new(weight, bias).reused());
+            linears.insert(id, Linear::new(weight, bias).reused());
         }
-        let norm = |name: &str| {
-            let name = format!("model.layers.{index}.{name}.weight");
-            read_vector(source, &name, config.hidden_size)
-        };
-        let [before_attention, before_mlp] = config.family.norms;
+        let spec = config.layer(index);
+        let norms = spec.family.norm_names(index).map(|(role, name)| {
+            let weight = read_vector(source, &name, spec.norm_width(role))?;
+            Ok((role, NormWeight::new(weight, spec.family.norms_add_one)))
+        });
         Ok(Self {
             index,
             revision: 0,
             base: 0,
             changed: BTreeMap::new(),
-            heads: config.heads(),
-            rms_norm_eps: config.rms_norm_eps as f32,
-            family: config.family,
-            norms: [norm(before_attention)?, norm(before_mlp)?],
+            spec,
+            norms: norms.collect::<Result<_>>()?,
             linears,
         })
     }
@@ -131,13 +135,13 @@ impl DecoderLayer {
     pub fn with_linears(
         &self,
         config: &ModelConfig,
-        linears: BTreeMap<Projection, Linear>,
+        linears: BTreeMap<LinearId, Linear>,
     ) -> Self {
         Self {
             revision: self.revision + 1,
             base: self.revision + 1,
             changed: BTreeMap::new(),
-            heads: config.heads(),
+            spec: config.layer(self.index),
             norms: self.norms.clone(),
             linears,
             ..*self
@@ -150,7 +154,7 @@ impl DecoderLayer {
     }
 
     /// The layer's linears, in the order of the reference.
-    pub fn projections(&self) -> impl Iterator<Item = Projection> + use<'_> {
+    pub fn linear_ids(&self) -> impl Iterator<Item = LinearId> + use<'_> {
         self.linears.keys().copied()
     }
 
@@ -158,8 +162,8 @@ impl DecoderLayer {
     ///
     /// # Panics
     /// Panics when the family has no such linear.
-    pub fn linear(&self, projection: Projection) -> &Linear {
-        &self.linears[&projection]
+    pub fn linear(&self, id: LinearId) -> &Linear {
+        &self.linears[&id]
     }
 
     /// The revision of the weights, which counts accesses for a change. A copy is up to date only if its revision is the same.
@@ -173,8 +177,8 @@ impl DecoderLayer {
     }
 
     /// The revision of a linear's weights.
-    pub fn linear_revision(&self, projection: Projection) -> u64 {
-        self.changed.get(&projection).copied().unwrap_or(self.base)
+    pub fn linear_revision(&self, id: LinearId) -> u64 {
+        self.changed.get(&id).copied().unwrap_or(self.base)
     }
 
     /// The same layer as version `number`, from 1. No two versions share a revision, so a copy of an earlier version on a device is never
@@ -185,50 +189,39 @@ impl DecoderLayer {
         Self { revision, base: revision, changed: BTreeMap::new(), ..self }
     }
 
-    /// Weights of the norms before attention and before the MLP, as f32.
-    pub fn norm_weights(&self) -> [&[f32]; 2] {
-        self.norms()
+    /// The layer as data.
+    pub fn spec(&self) -> &LayerSpec {
+        &self.spec
     }
 
-    /// The names of the norms' tensors.
-    pub fn norm_names(&self) -> [String; 2] {
-        self.family.norm_names(self.index)
+    /// The norms, in the order of a forward pass.
+    pub fn norms(&self) -> impl Iterator<Item = (NormRole, &NormWeight)> {
+        self.norms.iter().map(|(role, weight)| (*role, weight))
     }
 
-    /// Replaces the weights of a norm.
+    /// Replaces the weight of a norm.
     ///
     /// # Panics
-    /// Panics when there are not as many values as before.
-    pub fn set_norm(&mut self, norm: usize, values: &[f32]) {
+    /// Panics when the layer has no such norm, or there are not as many values as before.
+    pub fn set_norm(&mut self, role: NormRole, values: &[f32]) {
         self.revision += 1;
         (self.base, self.changed) = (self.revision, BTreeMap::new());
-        self.norms[norm].copy_from_slice(values);
+        self.norms.get_mut(&role).expect("callers name norms of the layer").set(values);
     }
 
-    pub(super) fn norms(&self) -> [&[f32]; 2] {
-        self.norms.each_ref().map(Vec::as_slice)
-    }
-
-    pub(super) fn rms_norm_eps(&self) -> f32 {
-        self.rms_norm_eps
-    }
-
-    pub(super) fn activation(&self) -> Activation {
-        self.family.activation
-    }
-
-    pub(super) fn heads(&self) -> Heads {
-        self.heads
+    /// The linear that has the rows of a role, and the place of these rows in it.
+    fn part(&self, role: Role) -> (LinearId, Range<usize>) {
+        self.spec.part(role)
     }
 
     /// A linear of the layer, for a change.
     ///
     /// # Panics
     /// Panics when the family has no such linear.
-    pub fn linear_mut(&mut self, projection: Projection) -> &mut Linear {
+    pub fn linear_mut(&mut self, id: LinearId) -> &mut Linear {
         self.revision += 1;
-        self.changed.insert(projection, self.revision);
-        self.linears.get_mut(&projection).expect("callers name linears of the layer's family")
+        self.changed.insert(id, self.revision);
+        self.linears.get_mut(&id).expect("callers name linears of the layer's family")
     }
 
     /// Frees packed weights.
@@ -237,230 +230,24 @@ impl DecoderLayer {
     }
 
     /// Takes the weight of a linear out, if it is in memory. The layer cannot be used afterwards.
-    pub fn take_weight(&mut self, projection: Projection) -> Option<StoredMatrix> {
-        let linear = self.linears.remove(&projection)?;
+    pub fn take_weight(&mut self, id: LinearId) -> Option<StoredMatrix> {
+        let linear = self.linears.remove(&id)?;
         linear.into_weight()
     }
 
     /// Puts the intermediate channels of the MLP into a new order, `order[new] = old`: the rows of gate and up with their biases, and
-    /// the columns of down. The function stays the same but for the order of down's sums. The three weights must be in memory.
+    /// the columns of down. The function stays the same but for the order of down's sums. The weights must be in memory.
     ///
     /// # Panics
     /// Panics when `order` does not name every channel once.
     pub fn permute_intermediate(&mut self, order: &[usize]) {
-        for projection in [Projection::Gate, Projection::Up] {
-            self.linear_mut(projection).permute_outputs(order);
+        for id in self.spec.linears().filter(|id| id.roles().contains(&Role::Gate) || id.roles() == [Role::Up]) {
+            // A matrix with the rows of both has each part in the new order.
+            let parts = 0..id.roles().len();
+            let order = parts.flat_map(|part| order.iter().map(move |old| part * order.len() + old));
+            self.linear_mut(id).permute_outputs(&order.collect::<Vec<_>>());
         }
-        self.linear_mut(Projection::Down).permute_inputs(order);
-    }
-
-    /// Passes a sample through the layer: `[seqlen, hidden_size]` in, the same shape out.
-    ///
-    /// The pass runs on a thread of the pool, as in [`DecoderLayer::capture`]. A layer has dozens of loops; starting each of
-    /// them from outside the pool would cost a small model as much time as the loops take.
-    ///
-    /// # Errors
-    /// Fails when `hidden` has a wrong width or more tokens than the context was created for, and when a weight at rest cannot be read.
-    pub fn forward(&self, hidden: &Tensor, context: &mut LayerContext) -> Result<Tensor> {
-        let mut out = Self::allocate_output(hidden);
-        rayon::scope(|_| self.pass(hidden, context, None, &mut out))?;
-        tensor::from_vec(out, hidden.dims())
-    }
-
-    /// Passes the tokens after the cached tokens through the layer, and adds their keys and values to `cache`: `[tokens, hidden_size]` in,
-    /// the same shape out. Except for rounding, the output equals the last rows of [`DecoderLayer::forward`] of the whole sequence.
-    pub fn forward_cached(
-        &self,
-        hidden: &Tensor,
-        cache: &mut LayerCache,
-        context: &mut LayerContext,
-    ) -> Result<Tensor> {
-        let mut out = Self::allocate_output(hidden);
-        self.pass(hidden, context, Some(cache), &mut out)?;
-        tensor::from_vec(out, hidden.dims())
-    }
-
-    /// Allocates the output on the caller's thread, because it outlives the pass: a thread of the pool keeps the memory of its own heap.
-    fn allocate_output(hidden: &Tensor) -> Vec<f32> {
-        vec![0.0; hidden.elem_count()]
-    }
-
-    fn pass(
-        &self,
-        hidden: &Tensor,
-        context: &mut LayerContext,
-        cache: Option<&mut LayerCache>,
-        out: &mut [f32],
-    ) -> Result<()> {
-        let single = single_token(cache.as_deref());
-        self.attend(hidden, context, cache, None, out)?;
-        self.mlp(out, context, single, None)
-    }
-
-    /// Shows the four observed inputs of a sample to `observer`. The pass ends before down's product, because its output is not needed.
-    pub fn capture(
-        &self,
-        hidden: &Tensor,
-        context: &mut LayerContext,
-        observer: &mut dyn Observer,
-    ) -> Result<()> {
-        let mut out = Self::allocate_output(hidden);
-        rayon::scope(|_| {
-            self.attend(hidden, context, None, Some(&mut *observer), &mut out)?;
-            self.mlp(&mut out, context, SingleToken::AsMany, Some(observer))
-        })
-    }
-
-    /// out ← hidden + attention(norm(hidden))·Woᵀ
-    fn attend(
-        &self,
-        hidden: &Tensor,
-        context: &mut LayerContext,
-        cache: Option<&mut LayerCache>,
-        observer: Option<&mut dyn Observer>,
-        out: &mut [f32],
-    ) -> Result<()> {
-        let (_, width) = hidden.dims2()?;
-        let hidden_size = self.norms[0].len();
-        ensure!(
-            width == hidden_size,
-            "hidden states are {width} wide, the layer needs {hidden_size}"
-        );
-        tensor::with_slice(hidden, |hidden| {
-            self.attend_rows(hidden, context, cache, observer, out)
-        })?
-    }
-
-    fn attend_rows(
-        &self,
-        hidden: &[f32],
-        context: &mut LayerContext,
-        mut cache: Option<&mut LayerCache>,
-        mut observer: Option<&mut dyn Observer>,
-        out: &mut [f32],
-    ) -> Result<()> {
-        let single = single_token(cache.as_deref());
-        let past = cache.as_ref().map_or(0, |cache| cache.tokens());
-        let hidden_size = self.norms[0].len();
-        let seqlen = hidden.len() / hidden_size;
-        let LayerContext { rotary, workspace, settings } = context;
-        // A cache holds the keys of all heads.
-        let whole = MemorySettings { attention_heads: None, ..settings.clone() };
-        let settings = if cache.is_some() { &whole } else { &*settings };
-        let layout = AttentionLayout::new(self.heads, seqlen, hidden_size, settings);
-        let ([shared, q, k, v, apart], products) = workspace.buffers(layout.buffers());
-        products.watch.enter(Part::Qkv);
-        let normed = &mut shared[..seqlen * hidden_size];
-        elementwise::rms_norm(hidden, &self.norms[0], self.rms_norm_eps, normed);
-        show(&mut observer, Observation::AttentionInput, normed, products);
-        for group in layout.groups() {
-            products.watch.enter(Part::Qkv);
-            let normed = &shared[..seqlen * hidden_size];
-            let heads = layout.heads(&group);
-            let (queries, keys) = (layout.query_columns(&group), layout.key_columns(&group));
-            let q = &mut q[..seqlen * queries.len()];
-            let k = &mut k[..seqlen * keys.len()];
-            let v = &mut v[..seqlen * keys.len()];
-            let [to_q, to_k, to_v] = [Projection::Q, Projection::K, Projection::V]
-                .map(|projection| self.linear(projection));
-            let mut outputs =
-                [(to_q, &queries, &mut *q), (to_k, &keys, &mut *k), (to_v, &keys, &mut *v)].map(
-                    |(linear, features, out)| LinearOutput {
-                        linear,
-                        features: features.clone(),
-                        out,
-                    },
-                );
-            forward_all(&mut outputs, normed, single, products)?;
-            products.watch.enter(Part::Attention);
-            products.watch.count(heads.operations(past, seqlen));
-            let kernel = products.products.of_activations();
-            rotary.apply(q, past, heads.num_heads, heads.head_dim)?;
-            rotary.apply(k, past, heads.num_key_value_heads, heads.head_dim)?;
-            let attended = layout.context(shared, apart);
-            if let Some(cache) = cache.as_deref_mut() {
-                cache.append(k, v)?;
-                let (keys, values) = (cache.keys(), cache.values());
-                attention::Causal { kernel, heads, past, q, k: keys, v: values }.context(attended);
-            } else {
-                let columns =
-                    attention::Columns { width: layout.query_width(), first: queries.start };
-                attention::Causal { kernel, heads, past: 0, q, k, v }
-                    .context_columns(attended, columns);
-            }
-        }
-        products.watch.enter(Part::O);
-        let attended = layout.context(shared, apart);
-        show(&mut observer, Observation::OInput, attended, products);
-        let o = self.linear(Projection::O);
-        o.forward(attended, out, single, products)?;
-        elementwise::add(out, hidden);
-        products.watch.enter(Part::Elsewhere);
-        Ok(())
-    }
-
-    /// hidden ← hidden + (silu(m·Wgateᵀ) ∘ m·Wupᵀ)·Wdownᵀ with m = norm(hidden). With an observer the pass ends at down's input.
-    fn mlp(
-        &self,
-        hidden: &mut [f32],
-        context: &mut LayerContext,
-        single: SingleToken,
-        mut observer: Option<&mut dyn Observer>,
-    ) -> Result<()> {
-        let norm = &self.norms[1];
-        let hidden_size = norm.len();
-        let intermediate_size = self.linear(Projection::Gate).out_features();
-        let seqlen = hidden.len() / hidden_size;
-        for part in parts(seqlen, context.settings.mlp_tokens, LEAST_ROWS) {
-            let (tokens, rows) = (part.len(), part.start * hidden_size..part.end * hidden_size);
-            let rows = &mut hidden[rows];
-            let wide = tokens * intermediate_size;
-            let ([normed, gate, up], products) =
-                context.workspace.buffers([tokens * hidden_size, wide, wide]);
-            products.watch.enter(Part::Mlp);
-            elementwise::rms_norm(rows, norm, self.rms_norm_eps, normed);
-            show(&mut observer, Observation::MlpInput, normed, products);
-            let mut outputs = [(Projection::Gate, &mut *gate), (Projection::Up, &mut *up)].map(
-                |(projection, out)| LinearOutput {
-                    linear: self.linear(projection),
-                    features: 0..intermediate_size,
-                    out,
-                },
-            );
-            forward_all(&mut outputs, normed, single, products)?;
-            match self.activation() {
-                Activation::Silu => elementwise::silu_times(gate, up),
-            }
-            show(&mut observer, Observation::DownInput, gate, products);
-            if observer.is_none() {
-                // The normed rows are free from here on.
-                self.linear(Projection::Down).forward(gate, normed, single, products)?;
-                elementwise::add(rows, normed);
-            }
-            products.watch.enter(Part::Elsewhere);
-        }
-        Ok(())
-    }
-}
-
-/// Arithmetic of a single token: fast with a cache, else as for many tokens.
-fn single_token(cache: Option<&LayerCache>) -> SingleToken {
-    match cache {
-        Some(_) => SingleToken::MatrixVector,
-        None => SingleToken::AsMany,
-    }
-}
-
-/// Shows the rows of an observed input, and counts the time as statistics.
-fn show(
-    observer: &mut Option<&mut dyn Observer>,
-    point: Observation,
-    rows: &[f32],
-    products: &mut ProductContext,
-) {
-    if let Some(observer) = observer {
-        let part = products.watch.enter(Part::Statistics);
-        observer.observe(point, rows);
-        products.watch.enter(part);
+        let (down, _) = self.part(Role::Down);
+        self.linear_mut(down).permute_inputs(order);
     }
 }

@@ -5,7 +5,6 @@
 //!
 //! | file | content |
 //! | --- | --- |
-//! | `attention_layout` | buffers of attention: the groups of key/value heads it is computed in, and their place in the workspace |
 //! | `backward` | the backward pass: gradients of a decoder layer and of the head, from recomputed activations |
 //! | `config` | `config.json` of a model: read and checked, never written |
 //! | `context` | the state that all layers of a model share: rotary tables, scratch memory and memory settings |
@@ -14,18 +13,19 @@
 //! | `footprint` | memory of each phase of a run, computed from the model's shape and the `MemorySettings` |
 //! | `head` | the end of the model: the last norm and the language-model head |
 //! | `kv_cache` | keys and values of the tokens a model has read |
-//! | `layer` | a decoder layer: its weights as stored, and its forward pass with four observation points |
-//! | `observe` | observation points of a decoder layer, and the observer that sees the inputs of its linears there |
+//! | `layer` | a decoder layer: its weights as stored, and the passes of a sample through it |
+//! | `linears` | the linears of a decoder layer and the inputs they share |
+//! | `norms` | the RMS norms of a decoder layer, by their role |
+//! | `observe` | the observer that sees the inputs of a decoder layer's linears |
 //! | `on_device` | decoder layers and head with candle's operators, for GPUs |
-//! | `projection` | the linears of a decoder layer: names, shapes and the inputs they share |
 //! | `reading` | tensors of a checkpoint as vectors and matrices |
-//! | `rotary` | rotary position tables: θ_i = rope_theta^(−2i/head_dim), angle(t, i) = t·θ_i, with the scaling of the configuration |
+//! | `rotary` | rotary position tables: θ_k = rope_theta^(−2k/r), angle(t, k) = t·θ_k, with the scaling of the configuration |
 //! | `shapes` | shapes of published models by name, for plans without a checkpoint |
 //! | `smaller` | a smaller model made of parts of a larger model: its configuration, and the place of its tensors in the larger model |
+//! | `spec` | a decoder layer as data: its sizes, the linears and norms it has, and the numbers of its arithmetic |
 //! | `tensors` | the tensors of a model by name and shape, as the family's record has them |
 //! | `training_footprint` | memory that layers and head share in a training of the whole model |
 
-mod attention_layout;
 pub mod backward;
 pub mod config;
 mod context;
@@ -36,28 +36,33 @@ pub mod footprint;
 pub mod head;
 pub mod kv_cache;
 pub mod layer;
+mod linears;
+pub mod norms;
 pub mod observe;
 pub mod on_device;
-pub mod projection;
 mod reading;
 pub mod rotary;
 pub mod shapes;
 pub mod smaller;
+pub mod spec;
 mod tensors;
 pub mod training_footprint;
 
-pub use backward::{KeptActivations, LayerGradients, TeacherStates};
-pub use config::{ModelConfig, RopeScaling};
+pub use backward::{LayerGradients, TeacherStates};
+pub use config::{LayerKind, ModelConfig, Rope, RopeScaling};
 pub use context::LayerContext;
 pub use embedding::{EMBEDDING, Embedding};
 pub use footprint::{Dtypes, stored_dtypes};
 pub use head::{HEAD, Head};
 pub use kv_cache::{KvCache, LayerCache};
 pub use layer::DecoderLayer;
-pub use observe::{Observation, Observer};
-pub use projection::Projection;
+pub use layer::sizes::KeptActivations;
+pub use linears::{InputId, InputMap, LinearId, Role};
+pub use norms::NormRole;
+pub use observe::Observer;
 pub(crate) use reading::read_matrix;
 pub use reading::stored_dtype;
 pub use rotary::Rotary;
 pub use smaller::{KeptLayers, Width};
+pub use spec::LayerSpec;
 pub use tensors::{ModelTensor, TensorRole};

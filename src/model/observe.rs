@@ -1,25 +1,7 @@
-//! Observation points of a decoder layer, and the observer that sees the inputs of its linears there.
+//! The observer that sees the inputs of its linears there.
 
+use super::linears::InputId;
 use crate::linalg::columns::ColumnSums;
-
-/// The four distinct inputs of a layer's seven linears.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Observation {
-    /// The normed hidden states: input of q, k and v.
-    AttentionInput,
-    /// The attention's context: input of o.
-    OInput,
-    /// The normed hidden states after attention: input of gate and up.
-    MlpInput,
-    /// silu(gate)·up: input of down.
-    DownInput,
-}
-
-impl Observation {
-    /// All four, in the order a layer passes them.
-    pub const ALL: [Self; 4] =
-        [Self::AttentionInput, Self::OInput, Self::MlpInput, Self::DownInput];
-}
 
 /// Data that a device sends of its activations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,10 +17,10 @@ pub enum FromDevice<'a> {
 /// Sees the inputs of a layer's linears while a sample passes through.
 pub trait Observer: Send {
     /// Takes the next rows `[tokens, in_features]` of the current sample; a sample may arrive in several calls.
-    fn observe(&mut self, point: Observation, rows: &[f32]);
+    fn observe(&mut self, point: InputId, rows: &[f32]);
 
     /// The data that a device sends at a point. The CPU always shows all rows.
-    fn wants(&mut self, _point: Observation) -> FromDevice<'_> {
+    fn wants(&mut self, _point: InputId) -> FromDevice<'_> {
         FromDevice::Rows
     }
 
@@ -46,5 +28,5 @@ pub trait Observer: Send {
     ///
     /// # Arguments
     /// * `kept`: the rows at the positions that [`FromDevice`] names, `[rows, in_features]`
-    fn observe_sums(&mut self, _point: Observation, _sums: &ColumnSums<'_>, _kept: &[f32]) {}
+    fn observe_sums(&mut self, _point: InputId, _sums: &ColumnSums<'_>, _kept: &[f32]) {}
 }

@@ -1,47 +1,70 @@
-//! Rotary position tables: θ_i = rope_theta^(−2i/head_dim), angle(t, i) = t·θ_i, with the scaling of the configuration.
+//! Rotary position tables: θ_k = rope_theta^(−2k/r) for pair k of the first r elements of a head, angle(t, k) = t·θ_k, with the scaling of
+//! the configuration. Pair k is elements k and k + r/2; the elements after the first r stay.
 //!
-//! Su et al. 2021, arXiv:2104.09864 §3.2.2; the scalings follow transformers' `modeling_rope_utils` (`linear`, `dynamic`,
-//! `llama3`). Frequencies and angles are rounded to f32 at the same steps as in transformers. An angle of 2000 rad in f32 has an error
-//! of 10⁻⁴. A table computed in f64 would be more exact than the table of the model's training, and would not reproduce the
-//! statistics of the reference. The first half of a head is paired with its second half, as in transformers. The sine and cosine of the
-//! C library decide the last bit of an entry.
+//! Su et al. 2021, arXiv:2104.09864 §3.2.2; the scalings follow transformers' `modeling_rope_utils`. With s the length of the tables, L
+//! the trained context and f the factor:
+//!
+//! ```text
+//! linear    θ / f
+//! dynamic   rope_theta · (f·s/L − (f − 1))^(r/(r − 2)) as the base, where s > L
+//! llama3    θ for wavelengths below L/high, θ/f above L/low, and a ramp between
+//! yarn      θ/f · ramp_k + θ · (1 − ramp_k);  ramp_k = (k − low)/(high − low) within 0 and 1,
+//!           low = floor(r·ln(L/(2π·beta_fast)) / (2·ln rope_theta)), high = ceil(the same of beta_slow)
+//! longrope  θ / short_k, or θ / long_k where s > L
+//! ```
+//!
+//! yarn and longrope multiply cos and sin by an attention factor. Frequencies and angles are rounded to f32 at the same steps as in
+//! transformers. An angle of 2000 rad in f32 has an error of 10⁻⁴. A table computed in f64 would be more exact than the table of the
+//! model's training, and would not reproduce the statistics of the reference. The sine and cosine of the C library decide the last bit of
+//! an entry.
+
+use std::f64::consts::PI;
 
 use anyhow::{Result, ensure};
 use rayon::prelude::*;
 
-use super::config::{ModelConfig, RopeScaling};
+use super::config::{Rope, RopeScaling};
 
-/// cos and sin tables, `[seqlen, head_dim / 2]` each.
+/// cos and sin tables, `[seqlen, dims / 2]` each.
 #[derive(Debug, Clone)]
 pub struct Rotary {
     cos: Vec<f32>,
     sin: Vec<f32>,
+    /// Rotated elements of a head.
+    dims: usize,
 }
 
 const TOKENS_PER_TASK: usize = 16;
 
 impl Rotary {
     /// Computes the tables for sequences of up to `seqlen` tokens.
-    pub fn new(config: &ModelConfig, seqlen: usize) -> Self {
-        let frequencies = frequencies(config, seqlen);
-        let table = |function: fn(f32) -> f32| {
-            (0..seqlen)
-                .flat_map(|t| {
-                    frequencies.iter().map(move |&frequency| function(t as f32 * frequency))
-                })
-                .collect()
+    pub fn new(rope: &Rope, seqlen: usize) -> Self {
+        let frequencies = frequencies(rope, seqlen);
+        let factor = match rope.scaling {
+            RopeScaling::Yarn { attention_factor, .. }
+            | RopeScaling::Longrope { attention_factor, .. } => attention_factor as f32,
+            _ => 1.0,
         };
-        Self { cos: table(f32::cos), sin: table(f32::sin) }
+        let table = |function: fn(f32) -> f32| {
+            let angles = (0..seqlen).flat_map(|t| frequencies.iter().map(move |of| t as f32 * of));
+            angles.map(|angle| function(angle) * factor).collect()
+        };
+        Self { cos: table(f32::cos), sin: table(f32::sin), dims: rope.dims }
     }
 
-    /// Bytes of the tables for `seqlen` tokens.
-    pub fn bytes(head_dim: usize, seqlen: usize) -> usize {
-        2 * 4 * seqlen * (head_dim / 2)
+    /// Bytes of the tables of a model for `seqlen` tokens.
+    pub fn bytes(ropes: &[Rope], seqlen: usize) -> usize {
+        ropes.iter().map(|rope| 2 * 4 * seqlen * (rope.dims / 2)).sum()
     }
 
-    /// cos and sin, `[seqlen, head_dim / 2]` each.
+    /// cos and sin, `[seqlen, dims / 2]` each.
     pub(super) fn tables(&self) -> (&[f32], &[f32]) {
         (&self.cos, &self.sin)
+    }
+
+    /// Rotated elements of a head.
+    pub(super) fn dims(&self) -> usize {
+        self.dims
     }
 
     /// Rotates every head of `x` `[seqlen, num_heads * head_dim]` in place, by the position of its row. `first` is the position of the
@@ -81,7 +104,7 @@ impl Rotary {
         head_dim: usize,
         turn: impl Fn((f32, f32), f32, f32) -> (f32, f32) + Sync,
     ) -> Result<()> {
-        let (width, half) = (num_heads * head_dim, head_dim / 2);
+        let (width, half) = (num_heads * head_dim, self.dims / 2);
         let seqlen = x.len() / width.max(1);
         ensure!(
             x.len() == seqlen * width && (first + seqlen) * half <= self.cos.len(),
@@ -95,7 +118,7 @@ impl Rotary {
                 let tables = cos.chunks_exact(half).zip(sin.chunks_exact(half));
                 for (token, (cos, sin)) in x.chunks_exact_mut(width).zip(tables) {
                     for head in token.chunks_exact_mut(head_dim) {
-                        let (first, second) = head.split_at_mut(half);
+                        let (first, second) = head[..2 * half].split_at_mut(half);
                         for (((a, b), cos), sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
                             (*a, *b) = turn((*a, *b), *cos, *sin);
                         }
@@ -107,29 +130,26 @@ impl Rotary {
 }
 
 /// A frequency per pair of elements, in rad per token.
-fn frequencies(config: &ModelConfig, seqlen: usize) -> Vec<f32> {
-    let dim = config.head_dim as f32;
-    let base = match config.rope_scaling {
-        RopeScaling::Dynamic { factor } if seqlen > config.max_position_embeddings => {
-            // base · (factor · s / max − (factor − 1))^(d / (d − 2))
-            let stretch =
-                factor * seqlen as f64 / config.max_position_embeddings as f64 - (factor - 1.0);
-            config.rope_theta * stretch.powf(f64::from(dim) / (f64::from(dim) - 2.0))
+fn frequencies(rope: &Rope, seqlen: usize) -> Vec<f32> {
+    let dims = rope.dims as f32;
+    let base = match rope.scaling {
+        RopeScaling::Dynamic { factor, max_position_embeddings: trained } if seqlen > trained => {
+            let stretch = factor * seqlen as f64 / trained as f64 - (factor - 1.0);
+            rope.theta * stretch.powf(f64::from(dims) / (f64::from(dims) - 2.0))
         }
-        _ => config.rope_theta,
+        _ => rope.theta,
     };
-    (0..config.head_dim / 2)
-        .map(|i| {
-            let frequency = 1.0 / (base as f32).powf((2 * i) as f32 / dim);
-            scaled(config.rope_scaling, frequency)
-        })
-        .collect()
+    let powers = (0..rope.dims / 2).map(|k| (base as f32).powf((2 * k) as f32 / dims));
+    let scaled = powers.enumerate().map(|(k, power)| scaled(rope, seqlen, k, power));
+    scaled.collect()
 }
 
-fn scaled(scaling: RopeScaling, frequency: f32) -> f32 {
-    match scaling {
+/// The frequency of pair k, 1 / `power` without scaling.
+fn scaled(rope: &Rope, seqlen: usize, k: usize, power: f32) -> f32 {
+    let frequency = 1.0 / power;
+    match &rope.scaling {
         RopeScaling::Default | RopeScaling::Dynamic { .. } => frequency,
-        RopeScaling::Linear { factor } => frequency / factor as f32,
+        RopeScaling::Linear { factor } => frequency / *factor as f32,
         RopeScaling::Llama3 {
             factor,
             low_freq_factor,
@@ -137,8 +157,8 @@ fn scaled(scaling: RopeScaling, frequency: f32) -> f32 {
             original_max_position_embeddings,
         } => {
             let (factor, low, high) =
-                (factor as f32, low_freq_factor as f32, high_freq_factor as f32);
-            let original = original_max_position_embeddings as f32;
+                (*factor as f32, *low_freq_factor as f32, *high_freq_factor as f32);
+            let original = *original_max_position_embeddings as f32;
             let wavelength = 2.0 * std::f32::consts::PI / frequency;
             if wavelength < original / high {
                 frequency
@@ -149,19 +169,55 @@ fn scaled(scaling: RopeScaling, frequency: f32) -> f32 {
                 (1.0 - smooth) * frequency / factor + smooth * frequency
             }
         }
+        RopeScaling::Yarn {
+            factor,
+            original_max_position_embeddings: original,
+            beta_fast,
+            beta_slow,
+            truncate,
+            ..
+        } => {
+            // The pair that turns so often in the trained context.
+            let pair = |turns: f64| {
+                let share = (*original as f64 / (turns * 2.0 * PI)).ln() / (2.0 * rope.theta.ln());
+                rope.dims as f64 * share
+            };
+            let (mut low, mut high) = (pair(*beta_fast), pair(*beta_slow));
+            if *truncate {
+                (low, high) = (low.floor(), high.ceil());
+            }
+            let (low, mut high) = (low.max(0.0), high.min(rope.dims as f64 - 1.0));
+            if low == high {
+                high += 0.001;
+            }
+            let ramp = ((k as f32 - low as f32) / (high - low) as f32).clamp(0.0, 1.0);
+            let kept = 1.0 - ramp;
+            1.0 / (*factor as f32 * power) * (1.0 - kept) + frequency * kept
+        }
+        RopeScaling::Longrope {
+            short_factor,
+            long_factor,
+            original_max_position_embeddings,
+            ..
+        } => {
+            let is_long = seqlen > *original_max_position_embeddings;
+            let divisors = if is_long { long_factor } else { short_factor };
+            1.0 / (divisors[k] as f32 * power)
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::ModelConfig;
     use serde_json::json;
 
-    fn config(rope_scaling: serde_json::Value) -> ModelConfig {
-        ModelConfig::from_json(&json!({"model_type": "llama", "hidden_size": 128, "intermediate_size": 8, "num_hidden_layers": 1,
+    fn config(rope_scaling: serde_json::Value) -> Rope {
+        let config = ModelConfig::from_json(&json!({"model_type": "llama", "hidden_size": 128, "intermediate_size": 8, "num_hidden_layers": 1,
             "num_attention_heads": 2, "vocab_size": 300, "rope_theta": 500000.0, "max_position_embeddings": 4096,
-            "rope_scaling": rope_scaling}))
-        .unwrap()
+            "rope_scaling": rope_scaling}));
+        config.unwrap().ropes.remove(0)
     }
 
     #[test]

@@ -53,7 +53,11 @@ impl KeptLayers {
 
     /// The configuration of the smaller model.
     pub fn config(&self, of: &ModelConfig) -> ModelConfig {
-        ModelConfig { num_hidden_layers: self.kept.len(), ..of.clone() }
+        ModelConfig {
+            num_hidden_layers: self.kept.len(),
+            layers: self.kept.iter().filter_map(|&layer| of.layers.get(layer).copied()).collect(),
+            ..of.clone()
+        }
     }
 
     /// Changes a `config.json`: the number of layers, lists with an entry per layer (`layer_types`), and the number of first layers with

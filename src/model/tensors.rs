@@ -3,7 +3,7 @@
 use super::config::ModelConfig;
 use super::embedding::EMBEDDING;
 use super::head::{Head, NORM};
-use super::projection::Projection;
+use super::linears::LinearId;
 
 /// A tensor of a model.
 #[derive(Debug)]
@@ -24,9 +24,9 @@ pub enum TensorRole {
     /// Weight of an RMS norm.
     Norm,
     /// Matrix of a linear.
-    Weight(Projection),
+    Weight(LinearId),
     /// Bias of a linear.
-    Bias(Projection),
+    Bias(LinearId),
 }
 
 impl ModelTensor {
@@ -53,20 +53,20 @@ impl ModelConfig {
 
     /// The tensors of a decoder layer: norms, then each linear's weight and bias.
     pub fn layer_tensors(&self, layer: usize) -> impl Iterator<Item = ModelTensor> {
-        let norms = self.family.norms.map(|norm| {
-            let name = format!("model.layers.{layer}.{norm}.weight");
-            ModelTensor::new(name, &[self.hidden_size], TensorRole::Norm)
+        let spec = self.layer(layer);
+        let norms = self.family.norm_names(layer).map(move |(role, name)| {
+            ModelTensor::new(name, &[spec.norm_width(role)], TensorRole::Norm)
         });
-        let linears = self.projections().flat_map(move |projection| {
-            let (rows, columns) = projection.shape(self);
-            let name = projection.tensor_name(layer);
-            let weight = ModelTensor::new(name, &[rows, columns], TensorRole::Weight(projection));
-            let bias = self.has_bias(projection).then(|| {
-                let name = projection.bias_name(layer);
-                ModelTensor::new(name, &[rows], TensorRole::Bias(projection))
+        let linears = self.linears().flat_map(move |id| {
+            let (rows, columns) = id.shape(self);
+            let name = id.tensor_name(layer);
+            let weight = ModelTensor::new(name, &[rows, columns], TensorRole::Weight(id));
+            let bias = self.has_bias(id).then(|| {
+                let name = id.bias_name(layer);
+                ModelTensor::new(name, &[rows], TensorRole::Bias(id))
             });
             std::iter::once(weight).chain(bias)
         });
-        norms.into_iter().chain(linears)
+        norms.chain(linears)
     }
 }

@@ -8,10 +8,10 @@
 //! factors       per thread a piece of B·A, and of W' in f32 and in the stored dtype
 //! ```
 
-use super::backward::backward_elements;
 use super::config::ModelConfig;
 use super::footprint::{self, Dtypes, SamplePass};
 use super::head::largest_tokens;
+use super::layer::sizes::backward_elements;
 use crate::bytes::ByteSize;
 use crate::linalg::low_rank::applying_bytes;
 use crate::linalg::product::{self, Product};
@@ -64,8 +64,9 @@ impl TrainingBuffers<'_> {
     pub fn activations(&self) -> ByteSize {
         let Self { config, settings, .. } = *self;
         let backward = backward_elements(config, self.seqlen, settings.mlp_tokens, self.is_kept);
-        // Held-out examples have no teacher.
-        let models = 1..=1 + usize::from(self.has_teacher);
+        // Held-out examples have no teacher; their logits have no gradient, which needs a copy of bounded logits.
+        let copies = usize::from(self.has_teacher) + usize::from(config.logit_cap.is_some());
+        let models = 1..=1 + copies;
         let head = models
             .map(|models| self.tokens(models) * (config.hidden_size + models * config.vocab_size));
         let largest = head.max().unwrap_or(0).max(backward);

@@ -14,11 +14,10 @@
 use anyhow::{Context, Result};
 
 use super::calibrate::Calibrator;
-use super::output_error;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::linalg::{Products, columns, permute};
-use crate::model::{DecoderLayer, ModelConfig, Observation};
+use crate::model::{DecoderLayer, InputId, InputMap, ModelConfig};
 use crate::pruning::statistics::column_squares::SampleSquares;
 use crate::pruning::{MergedStatistics, SamplePart, Statistics, StatisticsKind};
 use crate::run::Events;
@@ -62,8 +61,8 @@ impl SquareSums {
     }
 }
 
-/// a_j² of the four inputs of a layer, each `[in_features]`, in the order of [`Observation::ALL`].
-pub type LayerSquares = [Vec<f32>; 4];
+/// a_j² of the inputs of a layer, each `[in_features]`.
+pub type LayerSquares = InputMap<Vec<f32>>;
 
 /// The receiver of measured layers.
 pub trait ActivationJournal {
@@ -72,11 +71,6 @@ pub trait ActivationJournal {
     /// # Errors
     /// Fails when the means cannot be stored.
     fn layer_measured(&mut self, means: LayerSquares) -> Result<()>;
-}
-
-/// Elements per row at the four observation points, in the order of [`Observation::ALL`].
-pub fn widths(config: &ModelConfig) -> [usize; 4] {
-    output_error::widths(config)
 }
 
 /// Measures the inputs of every layer. It takes the editor's place in the sweep, but leaves the layers as they are.
@@ -106,17 +100,16 @@ impl<'a> ActivationMeter<'a> {
 
 impl Editor for ActivationMeter<'_> {
     fn edit(&mut self, layer: DecoderLayer, compute: &mut Compute<'_>) -> Result<DecoderLayer> {
-        let statistics = self.calibrator.observe(&layer, &Observation::ALL, compute)?;
+        let statistics = self.calibrator.observe(&layer, &InputId::ALL, compute)?;
         let statistics = statistics.context("every layer is measured with samples")?;
-        let mut means = Vec::with_capacity(Observation::ALL.len());
-        for point in Observation::ALL {
+        let mut means = LayerSquares::default();
+        for point in InputId::ALL {
             let sums = statistics.at(point).and_then(Statistics::downcast::<SquareSums>);
             let of_point = sums.context("the kind is its own")?.means(self.tokens);
             check(&of_point, point, layer.index())?;
-            means.push(of_point);
+            means[point] = of_point;
         }
         drop(statistics);
-        let means = LayerSquares::try_from(means).expect("there are four points");
         self.journal.layer_measured(means)?;
         self.calibrator.events.check()?;
         self.calibrator.pass(&layer, compute)?;
@@ -133,7 +126,7 @@ impl Editor for ActivationMeter<'_> {
 }
 
 /// Refuses means that are not finite.
-fn check(means: &[f32], point: Observation, layer: usize) -> Result<()> {
+fn check(means: &[f32], point: InputId, layer: usize) -> Result<()> {
     match means.iter().find(|mean| !mean.is_finite()) {
         None => Ok(()),
         Some(mean) => Err(Failure::new(format!("the activations of layer {layer} are not finite"))
@@ -184,7 +177,7 @@ mod tests {
 
     #[test]
     fn activations_that_are_not_finite_are_refused_with_their_layer() {
-        let error = check(&[1.0, f32::INFINITY], Observation::OInput, 3).unwrap_err();
+        let error = check(&[1.0, f32::INFINITY], InputId::O, 3).unwrap_err();
         assert!(error.to_string().contains("layer 3"), "{error}");
     }
 }

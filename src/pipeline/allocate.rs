@@ -10,7 +10,7 @@ use super::output_error::DenseOutput;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::linalg::{StoredMatrix, Weight, tensor};
-use crate::model::{DecoderLayer, ModelConfig, Observation, Projection};
+use crate::model::{DecoderLayer, ModelConfig, InputId, LinearId};
 use crate::pruning::methods::wanda::{self, Wanda};
 use crate::pruning::statistics::column_squares::ColumnSquaresKind;
 use crate::pruning::{self, Pattern, Request, Statistics, Target};
@@ -114,7 +114,7 @@ impl<'a> AllocationMeter<'a> {
         }
         let mut disturbed = copy_of(&mut self.followed[0])?;
         let nothing = |_| ();
-        let of_input = |projection| statistics.of(projection);
+        let of_input = |id| statistics.of(id);
         with_pruned(layer, self.ratio, &of_input, |layer| {
             compute.forward(Phase::Propagate, layer, &mut disturbed, &nothing)
         })?;
@@ -128,19 +128,19 @@ impl<'a> AllocationMeter<'a> {
     /// D of a layer.
     fn outliers(&self, layer: &mut DecoderLayer, statistics: &LayerStatistics) -> Result<f64> {
         let mut sum = (0.0, 0);
-        for projection in layer.projections().collect::<Vec<_>>() {
-            with_held(layer, projection, |layer| {
-                sum.0 += sum_over_scores(layer, projection, statistics, f64::from)?;
-                sum.1 += held(layer, projection)?.elements();
+        for id in layer.linear_ids().collect::<Vec<_>>() {
+            with_held(layer, id, |layer| {
+                sum.0 += sum_over_scores(layer, id, statistics, f64::from)?;
+                sum.1 += held(layer, id)?.elements();
                 Ok(())
             })?;
         }
         let limit = (self.outliers * (sum.0 / sum.1 as f64)) as f32;
         let mut above = 0.0;
-        for projection in layer.projections().collect::<Vec<_>>() {
-            with_held(layer, projection, |layer| {
+        for id in layer.linear_ids().collect::<Vec<_>>() {
+            with_held(layer, id, |layer| {
                 let is_above = |score: f32| f64::from(u8::from(score > limit));
-                above += sum_over_scores(layer, projection, statistics, is_above)?;
+                above += sum_over_scores(layer, id, statistics, is_above)?;
                 Ok(())
             })?;
         }
@@ -156,11 +156,11 @@ impl<'a> AllocationMeter<'a> {
     ) -> Result<Vec<f64>> {
         // Attention, and the MLP: the errors, and the mean square of what they add to the stream.
         let mut parts = [(vec![0.0; self.points.len()], 0.0), (vec![0.0; self.points.len()], 0.0)];
-        for projection in layer.projections().collect::<Vec<_>>() {
-            let (errors, added) = &mut parts[usize::from(!projection.is_attention())];
-            with_held(layer, projection, |layer| {
-                let square = self.add_errors(layer, projection, statistics, compute, errors)?;
-                if matches!(projection.observed_at(), Observation::OInput | Observation::DownInput)
+        for id in layer.linear_ids().collect::<Vec<_>>() {
+            let (errors, added) = &mut parts[usize::from(!id.is_attention())];
+            with_held(layer, id, |layer| {
+                let square = self.add_errors(layer, id, statistics, compute, errors)?;
+                if matches!(id.input(), InputId::O | InputId::Down)
                 {
                     *added += square;
                 }
@@ -179,23 +179,23 @@ impl<'a> AllocationMeter<'a> {
     fn add_errors(
         &self,
         layer: &mut DecoderLayer,
-        projection: Projection,
+        id: LinearId,
         statistics: &LayerStatistics,
         compute: &mut Compute<'_>,
         errors: &mut [f64],
     ) -> Result<f64> {
-        let rows = statistics.rows(projection);
-        let dense = DenseOutput::of(layer, projection, rows, compute)?;
-        let weight = held(layer, projection)?.clone();
+        let rows = statistics.rows(id);
+        let dense = DenseOutput::of(layer, id, rows, compute)?;
+        let weight = held(layer, id)?.clone();
         for (error, &ratio) in errors.iter_mut().zip(&self.points) {
-            let name = projection.full_name(layer.index());
-            let pruned = pruned(&name, &weight, statistics.of(projection), ratio)?;
-            *layer.linear_mut(projection).weight_mut() = Weight::Held(pruned);
+            let name = id.full_name(layer.index());
+            let pruned = pruned(&name, &weight, statistics.of(id), ratio)?;
+            *layer.linear_mut(id).weight_mut() = Weight::Held(pruned);
             let relative = dense.error_of(layer, compute)?;
             *error += relative.unwrap_or_default().powi(2);
         }
         let mean_square = dense.mean_square(weight.columns())?;
-        *layer.linear_mut(projection).weight_mut() = Weight::Held(weight);
+        *layer.linear_mut(id).weight_mut() = Weight::Held(weight);
         Ok(mean_square)
     }
 }
@@ -204,25 +204,25 @@ impl<'a> AllocationMeter<'a> {
 pub(super) fn with_pruned<'s>(
     layer: &mut DecoderLayer,
     ratio: f64,
-    of_input: &dyn Fn(Projection) -> Option<&'s Statistics>,
+    of_input: &dyn Fn(LinearId) -> Option<&'s Statistics>,
     work: impl FnOnce(&DecoderLayer) -> Result<()>,
 ) -> Result<()> {
     let mut dense = Vec::new();
-    for projection in layer.projections().collect::<Vec<_>>() {
-        let weight = layer.linear_mut(projection).weight_mut();
+    for id in layer.linear_ids().collect::<Vec<_>>() {
+        let weight = layer.linear_mut(id).weight_mut();
         let at_rest = match weight {
             Weight::Held(_) => None,
             Weight::AtRest(_) => weight.hold()?,
         };
-        let name = projection.full_name(layer.index());
-        let pruned = pruned(&name, held(layer, projection)?, of_input(projection), ratio)?;
-        let weight = layer.linear_mut(projection).weight_mut();
+        let name = id.full_name(layer.index());
+        let pruned = pruned(&name, held(layer, id)?, of_input(id), ratio)?;
+        let weight = layer.linear_mut(id).weight_mut();
         let whole = std::mem::replace(weight, Weight::Held(pruned));
-        dense.push((projection, at_rest.map_or(whole, Weight::AtRest)));
+        dense.push((id, at_rest.map_or(whole, Weight::AtRest)));
     }
     work(layer)?;
-    for (projection, weight) in dense {
-        *layer.linear_mut(projection).weight_mut() = weight;
+    for (id, weight) in dense {
+        *layer.linear_mut(id).weight_mut() = weight;
     }
     Ok(())
 }
@@ -281,38 +281,38 @@ fn relative_error(undisturbed: &mut HiddenStates, disturbed: &mut HiddenStates) 
 /// Runs `work` while a matrix is in memory.
 fn with_held(
     layer: &mut DecoderLayer,
-    projection: Projection,
+    id: LinearId,
     work: impl FnOnce(&mut DecoderLayer) -> Result<()>,
 ) -> Result<()> {
-    let at_rest = match layer.linear(projection).weight() {
+    let at_rest = match layer.linear(id).weight() {
         Weight::Held(_) => None,
-        Weight::AtRest(_) => layer.linear_mut(projection).weight_mut().hold()?,
+        Weight::AtRest(_) => layer.linear_mut(id).weight_mut().hold()?,
     };
     work(layer)?;
     if let Some(at_rest) = at_rest {
-        *layer.linear_mut(projection).weight_mut() = Weight::AtRest(at_rest);
+        *layer.linear_mut(id).weight_mut() = Weight::AtRest(at_rest);
     }
     Ok(())
 }
 
-fn held(layer: &DecoderLayer, projection: Projection) -> Result<&StoredMatrix> {
-    let weight = layer.linear(projection).weight().held();
+fn held(layer: &DecoderLayer, id: LinearId) -> Result<&StoredMatrix> {
+    let weight = layer.linear(id).weight().held();
     weight
-        .with_context(|| format!("`{}` is measured in memory", projection.full_name(layer.index())))
+        .with_context(|| format!("`{}` is measured in memory", id.full_name(layer.index())))
 }
 
 /// Σ of a function of Wanda's scores of a matrix. The order of the sum is fixed.
 fn sum_over_scores(
     layer: &DecoderLayer,
-    projection: Projection,
+    id: LinearId,
     statistics: &LayerStatistics,
     of: impl Fn(f32) -> f64 + Sync,
 ) -> Result<f64> {
-    let name = projection.full_name(layer.index());
+    let name = id.full_name(layer.index());
     let pattern = Pattern::Unstructured;
-    let request = Request::new(&name, statistics.of(projection), Target { ratio: 0.0, pattern });
+    let request = Request::new(&name, statistics.of(id), Target { ratio: 0.0, pattern });
     let norms = wanda::input_norms(&request)?;
-    let weight = held(layer, projection)?;
+    let weight = held(layer, id)?;
     let rows: Vec<f64> = (0..weight.rows())
         .into_par_iter()
         .map_init(
@@ -330,7 +330,7 @@ fn sum_over_scores(
 
 impl Editor for AllocationMeter<'_> {
     fn edit(&mut self, mut layer: DecoderLayer, compute: &mut Compute<'_>) -> Result<DecoderLayer> {
-        let observed = self.calibrator.observe(&layer, &Observation::ALL, compute)?;
+        let observed = self.calibrator.observe(&layer, &InputId::ALL, compute)?;
         let statistics = observed.context("every layer is measured with samples")?;
         let outliers = self.outliers(&mut layer, &statistics)?;
         let mut curve = Vec::new();

@@ -5,11 +5,11 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use anyhow::{Context, Result};
 use candle_core::DType;
 
-use super::output_error::{self, InputRows, SampleRows};
+use super::output_error::{InputRows, SampleRows};
 use crate::linalg::columns::ColumnSums;
 use crate::linalg::tensor;
-use crate::model::observe::{FromDevice, Observation, Observer};
-use crate::model::{DecoderLayer, Embedding, ModelConfig, Projection};
+use crate::model::observe::{FromDevice, Observer};
+use crate::model::{DecoderLayer, Embedding, InputId, InputMap, LinearId, ModelConfig};
 use crate::pruning::{SamplePart, Statistics, StatisticsKind, Technique};
 use crate::run::memory_settings::GramsHeld;
 use crate::run::phase::in_layer;
@@ -26,7 +26,7 @@ pub fn embed(
     tokens: &[u32],
     seqlen: usize,
 ) -> Result<()> {
-    let mut rows = match hidden.is_on_device() {
+    let mut rows = match hidden.is_on_device() && embedding.is_as_stored() {
         true => Some(embedding.room(seqlen)?),
         false => None,
     };
@@ -41,51 +41,51 @@ pub fn embed(
     Ok(())
 }
 
-/// Observations at the four observation points of a layer: the method's statistics, and some rows for the output error.
+/// Observations of the inputs of a layer: the method's statistics, and some rows for the output error.
 pub struct LayerStatistics {
     /// `None` where the input was not observed, or its statistics were released.
-    points: [Option<Statistics>; 4],
+    points: InputMap<Option<Statistics>>,
     rows: InputRows,
 }
 
 impl LayerStatistics {
-    /// The statistics of a projection's input, where it was observed.
-    pub fn of(&self, projection: Projection) -> Option<&Statistics> {
-        self.at(projection.observed_at())
+    /// The statistics of a linear's input, where it was observed.
+    pub fn of(&self, id: LinearId) -> Option<&Statistics> {
+        self.at(id.input())
     }
 
-    /// The statistics at an observation point, where it was observed.
-    pub(super) fn at(&self, point: Observation) -> Option<&Statistics> {
-        self.points[point as usize].as_ref()
+    /// The statistics of an input, where it was observed.
+    pub(super) fn at(&self, point: InputId) -> Option<&Statistics> {
+        self.points[point].as_ref()
     }
 
-    /// Frees the statistics at an observation point.
-    pub(super) fn release(&mut self, point: Observation) {
-        self.points[point as usize] = None;
+    /// Frees the statistics of an input.
+    pub(super) fn release(&mut self, point: InputId) {
+        self.points[point] = None;
     }
 
-    /// Frees what methods have derived from the statistics at an observation point.
-    pub(super) fn forget_derived(&self, point: Observation) {
+    /// Frees what methods have derived from the statistics of an input.
+    pub(super) fn forget_derived(&self, point: InputId) {
         if let Some(statistics) = self.at(point) {
             statistics.forget_derived();
         }
     }
 
     /// Puts the columns of an observed input into a new order: `order[new] = old`.
-    pub(super) fn permute(&mut self, point: Observation, order: &[usize]) {
-        if let Some(statistics) = &mut self.points[point as usize] {
+    pub(super) fn permute(&mut self, point: InputId, order: &[usize]) {
+        if let Some(statistics) = &mut self.points[point] {
             statistics.permute(order);
         }
         self.rows.permute(point, order);
     }
 
-    /// X `[tokens, in_features]` of a projection: a few of the rows from which the statistics of [`LayerStatistics::of`] are made.
-    pub(super) fn rows(&self, projection: Projection) -> &[f32] {
-        self.rows.of(projection)
+    /// X `[tokens, in_features]` of a linear: a few of the rows from which the statistics of [`LayerStatistics::of`] are made.
+    pub(super) fn rows(&self, id: LinearId) -> &[f32] {
+        self.rows.of(id)
     }
 }
 
-/// The share of a sample in the statistics at an observation point.
+/// The share of a sample in the statistics of an input.
 enum PointOfSample<'a> {
     /// Merged when the sample is whole.
     Part(Box<dyn SamplePart>),
@@ -99,18 +99,18 @@ enum PointOfSample<'a> {
     Ignored,
 }
 
-/// The statistics by observation point; `None` for a point that the pass does not observe.
-type Points = [Option<Mutex<Statistics>>; 4];
+/// The statistics by input; `None` for an input that the pass does not observe.
+type Points = InputMap<Option<Mutex<Statistics>>>;
 
 /// The observations of a sample. A sample that passed half-way on a device is dropped, and counts for nothing.
 struct SampleStatistics<'a> {
-    points: [PointOfSample<'a>; 4],
+    points: InputMap<PointOfSample<'a>>,
     rows: SampleRows,
 }
 
 impl<'a> SampleStatistics<'a> {
     fn merged(points: &Points, rows: SampleRows) -> Self {
-        let points = points.each_ref().map(|point| match point {
+        let points = InputMap::new(|input| match &points[input] {
             None => PointOfSample::Ignored,
             Some(point) => match &*lock(point) {
                 Statistics::Merged(statistics) => PointOfSample::Part(statistics.part()),
@@ -125,9 +125,9 @@ impl<'a> SampleStatistics<'a> {
         points: &'a Points,
         turn: Accumulation,
         rows: SampleRows,
-        beside_gram: &dyn Fn(Observation) -> Option<Box<dyn SamplePart>>,
+        beside_gram: &dyn Fn(InputId) -> Option<Box<dyn SamplePart>>,
     ) -> Self {
-        let points = Observation::ALL.map(|at| match (&points[at as usize], turn) {
+        let points = InputMap::new(|at| match (&points[at], turn) {
             (None, _) => PointOfSample::Ignored,
             (Some(point), Accumulation::Now) => PointOfSample::InPlace(point),
             (Some(_), Accumulation::Later) => {
@@ -139,8 +139,8 @@ impl<'a> SampleStatistics<'a> {
 
     /// Adds the sample to the statistics of all samples before it.
     fn finish(self, points: &Points) -> SampleRows {
-        for (sample, point) in self.points.into_iter().zip(points) {
-            let Some(point) = point else {
+        for (input, sample) in self.points.into_iter() {
+            let Some(point) = &points[input] else {
                 continue;
             };
             match (sample, &mut *lock(point)) {
@@ -165,8 +165,8 @@ impl<'a> SampleStatistics<'a> {
 }
 
 impl Observer for SampleStatistics<'_> {
-    fn observe(&mut self, point: Observation, rows: &[f32]) {
-        match &mut self.points[point as usize] {
+    fn observe(&mut self, point: InputId, rows: &[f32]) {
+        match &mut self.points[point] {
             PointOfSample::Part(part) => part.add_rows(rows),
             PointOfSample::InPlace(statistics) => {
                 if let Statistics::InPlace(statistics) = &mut *lock(statistics) {
@@ -179,9 +179,9 @@ impl Observer for SampleStatistics<'_> {
         self.rows.add_rows(point, rows);
     }
 
-    fn wants(&mut self, point: Observation) -> FromDevice<'_> {
+    fn wants(&mut self, point: InputId) -> FromDevice<'_> {
         let chosen = self.rows.chosen();
-        match &self.points[point as usize] {
+        match &self.points[point] {
             PointOfSample::Part(part) if !part.takes_sums() => FromDevice::Rows,
             PointOfSample::InPlace(_) => FromDevice::Rows,
             PointOfSample::Rows { beside_gram, .. } if beside_gram.is_none() => FromDevice::Rows,
@@ -190,8 +190,8 @@ impl Observer for SampleStatistics<'_> {
         }
     }
 
-    fn observe_sums(&mut self, point: Observation, sums: &ColumnSums<'_>, kept: &[f32]) {
-        let own = &mut self.points[point as usize];
+    fn observe_sums(&mut self, point: InputId, sums: &ColumnSums<'_>, kept: &[f32]) {
+        let own = &mut self.points[point];
         if let PointOfSample::Rows { beside_gram, .. } = own
             && let Some(part) = beside_gram.take()
         {
@@ -260,7 +260,7 @@ impl<'a> Calibrator<'a> {
     pub(super) fn observe(
         &mut self,
         layer: &DecoderLayer,
-        points: &[Observation],
+        points: &[InputId],
         compute: &mut Compute<'_>,
     ) -> Result<Option<LayerStatistics>> {
         self.announce(layer, Phase::Calibrate);
@@ -363,34 +363,34 @@ fn progress(events: &dyn Events, sample: usize) {
 /// Collects the statistics and the rows of all samples in a layer.
 fn collect(
     (hidden, kind): (&mut HiddenStates, &'static dyn StatisticsKind),
-    observed: &[Observation],
+    observed: &[InputId],
     layer: &DecoderLayer,
     compute: &mut Compute<'_>,
     config: &ModelConfig,
     events: &dyn Events,
 ) -> Result<LayerStatistics> {
     let (samples, seqlen) = (hidden.samples(), hidden.seqlen());
-    let widths = output_error::widths(config);
+    let widths = config.input_widths();
     let products = compute.workspace().product_context().products;
-    let points = Observation::ALL.map(|point| {
+    let points = InputMap::new(|point| {
         let is_observed = observed.contains(&point);
-        is_observed.then(|| Mutex::new(kind.begin(widths[point as usize], products)))
+        is_observed.then(|| Mutex::new(kind.begin(widths[point], products)))
     });
-    let mut rows = InputRows::new(widths, samples, seqlen);
+    let mut rows = InputRows::new(&widths, samples, seqlen);
     let order = match kind.is_in_place() {
         true => ResultOrder::Blocking,
         false => ResultOrder::OfSamples,
     };
     // Devices sum up the Gram matrices of the observed inputs where the plan has room for them there.
     let on_devices = compute.settings().grams == GramsHeld::Device;
-    let beside_gram = |point: Observation| {
-        let part = kind.part_beside_gram(widths[point as usize]);
+    let beside_gram = |point: InputId| {
+        let part = kind.part_beside_gram(widths[point]);
         part.filter(|_| on_devices)
     };
     let summed = observed.iter().filter(|point| beside_gram(**point).is_some());
-    let summed: Vec<usize> = summed.map(|point| widths[*point as usize]).collect();
-    let mut take = |point: Observation, first: usize, sums: &[f32]| {
-        if let Some(point) = &points[point as usize]
+    let summed: Vec<usize> = summed.map(|point| widths[*point]).collect();
+    let mut take = |point: InputId, first: usize, sums: &[f32]| {
+        if let Some(point) = &points[point]
             && let Statistics::InPlace(statistics) = &mut *lock(point)
         {
             statistics.add_gram(first, sums);
@@ -402,7 +402,7 @@ fn collect(
         order,
         GramsOnDevices { widths: &summed, take: &mut take },
         &|sample, turn| {
-            let rows = SampleRows::new(widths, sample, samples, seqlen);
+            let rows = SampleRows::new(&widths, sample, samples, seqlen);
             match order {
                 ResultOrder::Blocking => {
                     SampleStatistics::in_place(&points, turn, rows, &beside_gram)
@@ -415,7 +415,7 @@ fn collect(
             progress(events, sample);
         },
     )?;
-    let points = points.map(|point| {
+    let points = points.map(|_, point| {
         let mut statistics = point?.into_inner().unwrap_or_else(PoisonError::into_inner);
         if let Statistics::InPlace(statistics) = &mut statistics {
             statistics.finish();

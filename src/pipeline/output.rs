@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 
 use crate::checkpoint::CheckpointWriter;
 use crate::linalg::StoredMatrix;
-use crate::model::{DecoderLayer, Projection};
+use crate::model::{DecoderLayer, LinearId};
 use crate::pruning::{Mask, Statistics, Target};
 use crate::run::manifest::LayerReport;
 
@@ -16,7 +16,7 @@ pub struct PrunedMatrix<'a> {
     /// The decoder layer.
     pub layer: usize,
     /// The matrix within the layer.
-    pub projection: Projection,
+    pub id: LinearId,
     /// Its weights, including the weights to remove.
     pub weight: &'a StoredMatrix,
     /// Statistics of its input; `None` for methods that need none.
@@ -67,12 +67,12 @@ impl Output<'_> {
     }
 
     /// Writes a matrix, which is in memory.
-    pub(super) fn write(&mut self, layer: &DecoderLayer, projection: Projection) -> Result<()> {
+    pub(super) fn write(&mut self, layer: &DecoderLayer, id: LinearId) -> Result<()> {
         let Some(sink) = &mut self.sink else {
             return Ok(());
         };
-        let name = projection.tensor_name(layer.index());
-        let weight = layer.linear(projection).weight().held();
+        let name = id.tensor_name(layer.index());
+        let weight = layer.linear(id).weight().held();
         let weight = weight.with_context(|| format!("`{name}` is written from memory"))?;
         sink.write(&name, weight.as_bytes()).with_context(|| format!("writing `{name}`"))
     }
@@ -106,11 +106,11 @@ impl Output<'_> {
     pub fn save(
         &mut self,
         layer: &DecoderLayer,
-        unwritten: &[Projection],
+        unwritten: &[LinearId],
         layers: &[LayerReport],
     ) -> Result<()> {
-        for &projection in unwritten {
-            self.write(layer, projection)?;
+        for &id in unwritten {
+            self.write(layer, id)?;
         }
         let Some(journal) = &mut self.journal else {
             return Ok(());

@@ -25,22 +25,12 @@ use crate::bytes::ByteSize;
 use crate::linalg::profile::Part;
 use crate::linalg::{Linear, ProductContext, permute};
 use crate::model::on_device::squares_of_difference;
-use crate::model::{DecoderLayer, ModelConfig, Observation, Projection};
+use crate::model::{DecoderLayer, InputId, InputMap, LinearId, ModelConfig};
 use crate::runtime::Compute;
 use crate::runtime::engine::OutOfMemory;
 
 /// Tokens kept per layer, at most: 25 MiB of input rows for Llama-2-7B's shape.
 const TOKENS: usize = 256;
-
-/// Elements per row at the four observation points.
-pub(super) fn widths(config: &ModelConfig) -> [usize; 4] {
-    [
-        config.hidden_size,
-        config.num_attention_heads * config.head_dim,
-        config.hidden_size,
-        config.intermediate_size,
-    ]
-}
 
 /// Bytes of the rows of the four points, which are held from the first sample of a layer until its last matrix is pruned; with
 /// `has_outputs` also the bytes of the outputs of a matrix, before and after it is pruned.
@@ -50,9 +40,9 @@ pub(super) fn bytes(
     seqlen: usize,
     has_outputs: bool,
 ) -> ByteSize {
-    let outputs = config.projections().map(|of| of.shape(config).0).max();
+    let outputs = config.linears().map(|of| of.shape(config).0).max();
     let outputs = outputs.filter(|_| has_outputs).unwrap_or(0);
-    let row = widths(config).iter().sum::<usize>() + 2 * outputs;
+    let row = config.input_widths().values().sum::<usize>() + 2 * outputs;
     ByteSize::of(TOKENS.min(samples * seqlen) * row, size_of::<f32>())
 }
 
@@ -78,7 +68,7 @@ fn positions(sample: usize, samples: usize, seqlen: usize) -> Vec<usize> {
 pub(super) struct SampleRows {
     /// The positions of the rows, ascending.
     chosen: Vec<usize>,
-    points: [Point; 4],
+    points: InputMap<Point>,
 }
 
 #[derive(Debug, Clone)]
@@ -92,12 +82,12 @@ struct Point {
 
 impl SampleRows {
     /// Room for rows of `widths` elements at the four points, from the sample with the index `sample` of `samples` of `seqlen` tokens.
-    pub(super) fn new(widths: [usize; 4], sample: usize, samples: usize, seqlen: usize) -> Self {
+    pub(super) fn new(widths: &InputMap<usize>, sample: usize, samples: usize, seqlen: usize) -> Self {
         let chosen = positions(sample, samples, seqlen);
-        let points = widths.map(|width| Point {
-            width,
+        let points = InputMap::new(|input| Point {
+            width: widths[input],
             seen: 0,
-            rows: Vec::with_capacity(chosen.len() * width),
+            rows: Vec::with_capacity(chosen.len() * widths[input]),
         });
         Self { chosen, points }
     }
@@ -108,13 +98,13 @@ impl SampleRows {
     }
 
     /// Takes the next rows at this point, which were chosen already.
-    pub(super) fn add_chosen(&mut self, point: Observation, rows: &[f32]) {
-        self.points[point as usize].rows.extend_from_slice(rows);
+    pub(super) fn add_chosen(&mut self, point: InputId, rows: &[f32]) {
+        self.points[point].rows.extend_from_slice(rows);
     }
 
     /// Takes the next rows `[tokens, in_features]` of the sample at this point.
-    pub(super) fn add_rows(&mut self, point: Observation, rows: &[f32]) {
-        let point = &mut self.points[point as usize];
+    pub(super) fn add_rows(&mut self, point: InputId, rows: &[f32]) {
+        let point = &mut self.points[point];
         let tokens = rows.len() / point.width;
         for &position in &self.chosen {
             if (point.seen..point.seen + tokens).contains(&position) {
@@ -128,20 +118,21 @@ impl SampleRows {
 
 /// Some rows of the four inputs of a layer, from all samples.
 #[derive(Debug, Clone)]
-pub(super) struct InputRows([Vec<f32>; 4]);
+pub(super) struct InputRows(InputMap<Vec<f32>>);
 
 impl InputRows {
     /// Room for rows of `widths` elements at the four points, from `samples` of `seqlen` tokens.
-    pub(super) fn new(widths: [usize; 4], samples: usize, seqlen: usize) -> Self {
+    pub(super) fn new(widths: &InputMap<usize>, samples: usize, seqlen: usize) -> Self {
         let tokens = TOKENS.min(samples * seqlen);
         // The rows of a single sample are taken over as they are.
         let room = if samples > 1 { tokens } else { 0 };
-        Self(widths.map(|width| Vec::with_capacity(room * width)))
+        Self(InputMap::new(|input| Vec::with_capacity(room * widths[input])))
     }
 
     /// Takes the next sample's rows.
     pub(super) fn add_sample(&mut self, sample: SampleRows) {
-        for (rows, point) in self.0.iter_mut().zip(sample.points) {
+        for (input, point) in sample.points.into_iter() {
+            let rows = &mut self.0[input];
             if rows.capacity() == 0 {
                 *rows = point.rows;
             } else {
@@ -151,20 +142,20 @@ impl InputRows {
     }
 
     /// Puts the columns of an input into a new order: `order[new] = old`.
-    pub(super) fn permute(&mut self, point: Observation, order: &[usize]) {
-        permute::permute_columns(&mut self.0[point as usize], order);
+    pub(super) fn permute(&mut self, point: InputId, order: &[usize]) {
+        permute::permute_columns(&mut self.0[point], order);
     }
 
-    /// X `[tokens, in_features]` of a projection.
-    pub(super) fn of(&self, projection: Projection) -> &[f32] {
-        &self.0[projection.observed_at() as usize]
+    /// X `[tokens, in_features]` of a linear.
+    pub(super) fn of(&self, id: LinearId) -> &[f32] {
+        &self.0[id.input()]
     }
 }
 
 /// X·Wᵀ of a matrix of a layer, kept until the mask is applied.
 pub(super) struct DenseOutput<'a> {
     rows: &'a [f32],
-    projection: Projection,
+    id: LinearId,
     output: MatrixOutput,
 }
 
@@ -179,15 +170,15 @@ impl MatrixOutput {
     /// X·Wᵀ without the bias, on a device that has the layer or on the CPU. Fails when a weight at rest cannot be read.
     fn of(
         layer: &DecoderLayer,
-        projection: Projection,
+        id: LinearId,
         rows: &[f32],
         compute: &mut Compute<'_>,
     ) -> Result<Self> {
-        if let Some(output) = compute.product(layer, projection, rows)? {
+        if let Some(output) = compute.product(layer, id, rows)? {
             return Ok(Self::Device(output));
         }
         let products = compute.workspace().product_context();
-        Ok(Self::Host(product(layer.linear(projection), rows, products)?))
+        Ok(Self::Host(product(layer.linear(id), rows, products)?))
     }
 
     /// Σ y², and Σ (y − z)² with a second output z of the same shape.
@@ -221,12 +212,12 @@ impl<'a> DenseOutput<'a> {
     /// The output of a matrix that is not pruned yet. Fails when a weight at rest cannot be read, and when a device fails.
     pub(super) fn of(
         layer: &DecoderLayer,
-        projection: Projection,
+        id: LinearId,
         rows: &'a [f32],
         compute: &mut Compute<'_>,
     ) -> Result<Self> {
-        let output = MatrixOutput::of(layer, projection, rows, compute)?;
-        Ok(Self { rows, projection, output })
+        let output = MatrixOutput::of(layer, id, rows, compute)?;
+        Ok(Self { rows, id, output })
     }
 
     /// The mean over the rows of the squared length of the output `[tokens, out_features]`.
@@ -242,7 +233,7 @@ impl<'a> DenseOutput<'a> {
         layer: &DecoderLayer,
         compute: &mut Compute<'_>,
     ) -> Result<Option<f64>> {
-        let pruned = MatrixOutput::of(layer, self.projection, self.rows, compute)?;
+        let pruned = MatrixOutput::of(layer, self.id, self.rows, compute)?;
         Ok(relative(self.output.squares(&pruned)?))
     }
 }
@@ -376,8 +367,8 @@ mod tests {
             let mut kept = InputRows::new(widths, samples, seqlen);
             for sample in 0..samples {
                 let mut rows_of = SampleRows::new(widths, sample, samples, seqlen);
-                for point in Observation::ALL {
-                    let width = widths[point as usize];
+                for point in InputId::ALL {
+                    let width = widths[point];
                     let rows: Vec<f32> =
                         (0..seqlen * width).map(|i| (sample * 10_000 + i) as f32).collect();
                     for rows in rows.chunks(rows_at_once * width) {
@@ -389,12 +380,12 @@ mod tests {
             kept
         };
         let (whole, split) = (kept(seqlen), kept(7));
-        for &(projection, _) in FAMILIES[0].linears {
-            assert_eq!(whole.of(projection), split.of(projection));
-            let width = widths[projection.observed_at() as usize];
-            assert_eq!(whole.of(projection).len(), TOKENS * width);
+        for &(id, _) in FAMILIES[0].linears {
+            assert_eq!(whole.of(id), split.of(id));
+            let width = widths[id.input()];
+            assert_eq!(whole.of(id).len(), TOKENS * width);
         }
         let first = positions(0, samples, seqlen)[0];
-        assert_eq!(&whole.of(Projection::Q)[..3], [0, 1, 2].map(|i| (first * 3 + i) as f32));
+        assert_eq!(&whole.of(LinearId::Q)[..3], [0, 1, 2].map(|i| (first * 3 + i) as f32));
     }
 }

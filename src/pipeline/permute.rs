@@ -11,13 +11,20 @@ use super::calibrate::LayerStatistics;
 use super::flow::{Flow, ObservationOrder};
 use super::targets::TargetPlan;
 use crate::failure::Failure;
-use crate::model::{DecoderLayer, ModelConfig, Observation, Projection};
+use crate::model::{DecoderLayer, InputId, LinearId, ModelConfig, Role};
 use crate::pruning::{Pattern, Request, Technique, permutation};
 use crate::run::Events;
 use crate::run::manifest::PermutationReport;
 
-/// The matrices that take a new order together.
-const MLP: [Projection; 3] = [Projection::Gate, Projection::Up, Projection::Down];
+/// The matrices that take a new order together: of the MLP.
+fn matrices(config: &ModelConfig) -> Vec<LinearId> {
+    config.linears().filter(|id| !id.is_attention()).collect()
+}
+
+/// The matrix whose input takes the order.
+fn down(config: &ModelConfig) -> LinearId {
+    config.layer(0).part(Role::Down).0
+}
 
 /// Checks that the channels of every layer whose down is pruned can be permuted; nothing is to check without `--permute-channels`.
 ///
@@ -50,10 +57,11 @@ pub fn check(
     }
     let mut permuted = 0;
     for layer in 0..config.num_hidden_layers {
-        let is_chosen = |&projection: &Projection| targets.of(layer, projection).is_some();
-        let chosen = MLP.iter().filter(|one| is_chosen(one)).count();
-        permuted += usize::from(chosen == MLP.len());
-        let left = MLP.iter().find(|one| !is_chosen(one));
+        let is_chosen = |&id: &LinearId| targets.of(layer, id).is_some();
+        let matrices = matrices(config);
+        let chosen = matrices.iter().filter(|one| is_chosen(one)).count();
+        permuted += usize::from(chosen == matrices.len());
+        let left = matrices.iter().find(|one| !is_chosen(one));
         if let Some(left) = left.filter(|_| chosen > 0) {
             let name = left.full_name(layer);
             let short = left.name().rsplit('.').next().unwrap_or_default();
@@ -80,16 +88,16 @@ pub fn biases(technique: &Technique, targets: &TargetPlan, config: &ModelConfig)
         return Vec::new();
     }
     let layers = 0..config.num_hidden_layers;
-    let permuted = layers.filter(|&layer| targets.of(layer, Projection::Down).is_some());
+    let permuted = layers.filter(|&layer| targets.of(layer, down(config)).is_some());
     permuted.flat_map(|layer| biases_of(config, layer)).collect()
 }
 
 /// The biases of a layer that follow the order of its channels.
 fn biases_of(config: &ModelConfig, layer: usize) -> Vec<String> {
-    [Projection::Gate, Projection::Up]
-        .into_iter()
-        .filter(|&projection| config.has_bias(projection))
-        .map(|projection| projection.bias_name(layer))
+    let permuted = config.linears().filter(|id| id.input() == InputId::Mlp);
+    permuted
+        .filter(|&id| config.has_bias(id))
+        .map(|id| id.bias_name(layer))
         .collect()
 }
 
@@ -116,20 +124,20 @@ pub(super) fn permute(
     mut statistics: Option<&mut LayerStatistics>,
     events: &dyn Events,
 ) -> Result<Option<Permuted>> {
-    let index = layer.index();
-    let target = targets.of(index, Projection::Down);
+    let (index, down) = (layer.index(), down(config));
+    let target = targets.of(index, down);
     let Some((target, Pattern::NOfM { n, m })) =
         target.filter(|_| technique.permutes.is_some()).map(|target| (target, target.pattern))
     else {
         return Ok(None);
     };
-    for projection in MLP {
-        layer.linear_mut(projection).weight_mut().hold()?;
+    for id in matrices(config) {
+        layer.linear_mut(id).weight_mut().hold()?;
     }
-    let name = Projection::Down.full_name(index);
-    let weight = layer.linear(Projection::Down).weight().held();
+    let name = down.full_name(index);
+    let weight = layer.linear(down).weight().held();
     let weight = weight.with_context(|| format!("`{name}` is scored in memory"))?;
-    let of_down = (statistics.as_deref()).and_then(|all| all.of(Projection::Down));
+    let of_down = (statistics.as_deref()).and_then(|all| all.of(down));
     let request = Request {
         options: &technique.options,
         warn: &|text| events.warn(text),
@@ -139,7 +147,7 @@ pub(super) fn permute(
     let chosen = permutation::choose(weight, &request, &*score, (n, m))?;
     layer.permute_intermediate(&chosen.order);
     if let Some(statistics) = &mut statistics {
-        statistics.permute(Observation::DownInput, &chosen.order);
+        statistics.permute(InputId::Down, &chosen.order);
     }
     Ok(Some(Permuted {
         biases: biases_of(config, index),

@@ -18,7 +18,7 @@ use super::output_error::DenseOutput;
 use super::permute::permute;
 use super::targets::TargetPlan;
 use crate::linalg::Weight;
-use crate::model::{DecoderLayer, Observation, Projection};
+use crate::model::{DecoderLayer, InputId, LinearId};
 use crate::pruning::{Mask, Request, StatisticsKind, Target, Technique};
 use crate::run::manifest::{LayerReport, MatrixReport, PermutationReport};
 use crate::run::memory_settings::StatisticsHeld;
@@ -30,7 +30,7 @@ use crate::runtime::{Clock, Compute, Editor, Side, memory};
 struct PrunedMatrices {
     reports: Vec<MatrixReport>,
     /// The pruned matrices that are not yet written.
-    unwritten: Vec<Projection>,
+    unwritten: Vec<LinearId>,
     permutation: Option<PermutationReport>,
 }
 
@@ -79,8 +79,8 @@ impl<'a> Pruner<'a> {
     }
 
     /// The inputs that each pass of the samples observes, in the order of the passes.
-    fn passes(&self, compute: &Compute<'_>) -> Vec<Vec<Observation>> {
-        let each = Observation::ALL.map(|point| vec![point]);
+    fn passes(&self, compute: &Compute<'_>) -> Vec<Vec<InputId>> {
+        let each = InputId::ALL.map(|point| vec![point]);
         let is_in_place = |kind: &'static dyn StatisticsKind| kind.is_in_place();
         let is_large = self.technique.statistics().is_some_and(is_in_place);
         match self.flow.sequence {
@@ -93,7 +93,7 @@ impl<'a> Pruner<'a> {
                 // From the last input to the first: what is pruned then does not change the inputs that are still to be observed.
                 each.into_iter().rev().collect()
             }
-            ObservationOrder::Layer => vec![Observation::ALL.into()],
+            ObservationOrder::Layer => vec![InputId::ALL.into()],
         }
     }
 
@@ -130,7 +130,7 @@ impl<'a> Pruner<'a> {
                 self.calibrator.pass(layer, compute)?;
             }
             // A run that permutes observes down's input first, or together with all inputs, so nothing is pruned yet.
-            if points.contains(&Observation::DownInput) {
+            if points.contains(&InputId::Down) {
                 done.permutation = self.permute(layer, statistics.as_mut())?;
             }
             for &point in points {
@@ -153,7 +153,7 @@ impl<'a> Pruner<'a> {
     ) -> Result<DecoderLayer> {
         let start = Instant::now();
         let mut done = PrunedMatrices::default();
-        for point in Observation::ALL {
+        for point in InputId::ALL {
             self.prune_matrices(&mut layer, point, statistics, compute, &mut done)?;
             // The next editor may have a different method.
             if let Some(statistics) = statistics {
@@ -174,7 +174,7 @@ impl<'a> Pruner<'a> {
     ) -> Result<()> {
         let PrunedMatrices { mut reports, unwritten, permutation } = done;
         let order: Vec<String> =
-            (layer.projections()).map(|projection| projection.full_name(layer.index())).collect();
+            (layer.linear_ids()).map(|id| id.full_name(layer.index())).collect();
         reports.sort_by_key(|report| order.iter().position(|name| *name == report.name));
         let (index, sparsity) = (layer.index(), sparsity(&reports));
         self.layers.push(LayerReport {
@@ -199,33 +199,33 @@ impl<'a> Pruner<'a> {
     fn prune_matrices(
         &mut self,
         layer: &mut DecoderLayer,
-        point: Observation,
+        point: InputId,
         statistics: Option<&LayerStatistics>,
         compute: &mut Compute<'_>,
         done: &mut PrunedMatrices,
     ) -> Result<()> {
-        let of_point = |projection: &Projection| projection.observed_at() == point;
-        let matrices: Vec<Projection> = layer.projections().filter(of_point).collect();
-        for projection in matrices {
-            let at_rest = match layer.linear(projection).weight() {
+        let of_point = |id: &LinearId| id.input() == point;
+        let matrices: Vec<LinearId> = layer.linear_ids().filter(of_point).collect();
+        for id in matrices {
+            let at_rest = match layer.linear(id).weight() {
                 Weight::Held(_) => None,
                 Weight::AtRest(_) => self
                     .clock
-                    .measure(Phase::Read, || layer.linear_mut(projection).weight_mut().hold())?,
+                    .measure(Phase::Read, || layer.linear_mut(id).weight_mut().hold())?,
             };
-            let (report, mask) = match self.targets.of(layer.index(), projection) {
-                None => (report_untouched(layer, projection)?, None),
+            let (report, mask) = match self.targets.of(layer.index(), id) {
+                None => (report_untouched(layer, id)?, None),
                 Some(target) => {
                     let (report, mask) =
-                        self.prune_matrix(layer, projection, target, statistics, compute)?;
+                        self.prune_matrix(layer, id, target, statistics, compute)?;
                     (report, Some(mask))
                 }
             };
             match (&at_rest, &mask) {
                 (Some(_), Some(_)) => {
-                    self.clock.measure(Phase::Write, || self.output.write(layer, projection))?
+                    self.clock.measure(Phase::Write, || self.output.write(layer, id))?
                 }
-                (None, Some(_)) => done.unwritten.push(projection),
+                (None, Some(_)) => done.unwritten.push(id),
                 (_, None) => {}
             }
             // The source does not have weights that the method changed: they stay in memory.
@@ -234,7 +234,7 @@ impl<'a> Pruner<'a> {
                     Some(mask) => at_rest.without(mask.into_bits()),
                     None => at_rest,
                 };
-                *layer.linear_mut(projection).weight_mut() = Weight::AtRest(at_rest);
+                *layer.linear_mut(id).weight_mut() = Weight::AtRest(at_rest);
             }
             self.events.emit(Event::MatrixPruned(report.clone()));
             done.reports.push(report);
@@ -246,7 +246,7 @@ impl<'a> Pruner<'a> {
     fn prune_matrix(
         &mut self,
         layer: &mut DecoderLayer,
-        projection: Projection,
+        id: LinearId,
         target: Target,
         statistics: Option<&LayerStatistics>,
         compute: &mut Compute<'_>,
@@ -254,22 +254,22 @@ impl<'a> Pruner<'a> {
         let clock = self.clock;
         let dense = statistics.map(|statistics| {
             clock.measure(Phase::OutputError, || {
-                DenseOutput::of(layer, projection, statistics.rows(projection), compute)
+                DenseOutput::of(layer, id, statistics.rows(id), compute)
             })
         });
         let dense = dense.transpose()?;
-        let statistics = statistics.and_then(|statistics| statistics.of(projection));
+        let statistics = statistics.and_then(|statistics| statistics.of(id));
         let (mut report, mask) = clock.measure(Phase::Score, || -> Result<_> {
-            let mut report = report_untouched(layer, projection)?;
+            let mut report = report_untouched(layer, id)?;
             let events = self.events;
             let request = Request {
                 warn: &|text| events.warn(text),
                 ..Request::new(&report.name, statistics, target)
             };
             let index = layer.index();
-            let chosen = self.choose_on_device(layer, projection, &request, compute)?;
+            let chosen = self.choose_on_device(layer, id, &request, compute)?;
             // Only this matrix of the layer changes, and only here: copies of unchanged matrices, packed or on a GPU, stay valid.
-            let weight = layer.linear_mut(projection).weight_mut().held_mut();
+            let weight = layer.linear_mut(id).weight_mut().held_mut();
             let weight =
                 weight.with_context(|| format!("`{}` is scored in memory", request.name))?;
             let is_on_device = chosen.is_some();
@@ -279,7 +279,7 @@ impl<'a> Pruner<'a> {
             };
             self.output.show(&PrunedMatrix {
                 layer: index,
-                projection,
+                id,
                 weight,
                 statistics,
                 target,
@@ -296,7 +296,7 @@ impl<'a> Pruner<'a> {
             report.pruned = Some(mask.count());
             report.mask_sha256 = Some(hash);
             if is_on_device {
-                compute.zero_chosen(layer, projection)?;
+                compute.zero_chosen(layer, id)?;
             }
             Ok((report, mask))
         })?;
@@ -311,15 +311,15 @@ impl<'a> Pruner<'a> {
     fn choose_on_device(
         &self,
         layer: &DecoderLayer,
-        projection: Projection,
+        id: LinearId,
         request: &Request<'_>,
         compute: &mut Compute<'_>,
     ) -> Result<Option<Mask>> {
-        let (rows, columns) = projection.shape(self.calibrator.config());
+        let (rows, columns) = id.shape(self.calibrator.config());
         let Some((factors, quota)) = self.technique.lowest(columns, request)? else {
             return Ok(None);
         };
-        let bits = compute.choose_lowest(layer, projection, &factors, quota)?;
+        let bits = compute.choose_lowest(layer, id, &factors, quota)?;
         Ok(bits.map(|bits| Mask::from_bits(rows, columns, bits)))
     }
 
@@ -328,7 +328,7 @@ impl<'a> Pruner<'a> {
     fn save_and_pass(
         &mut self,
         layer: &DecoderLayer,
-        unwritten: &[Projection],
+        unwritten: &[LinearId],
         compute: &mut Compute<'_>,
     ) -> Result<()> {
         let Self { calibrator, output, layers, clock, events, flow, .. } = self;
@@ -392,9 +392,9 @@ fn sparsity(matrices: &[MatrixReport]) -> f64 {
     zeros as f64 / weights.sum::<usize>() as f64
 }
 
-fn report_untouched(layer: &DecoderLayer, projection: Projection) -> Result<MatrixReport> {
-    let name = projection.full_name(layer.index());
-    let weight = layer.linear(projection).weight().held();
+fn report_untouched(layer: &DecoderLayer, id: LinearId) -> Result<MatrixReport> {
+    let name = id.full_name(layer.index());
+    let weight = layer.linear(id).weight().held();
     let weight = weight.with_context(|| format!("`{name}` is scored in memory"))?;
     let zeros = weight.count_zeros();
     Ok(MatrixReport {

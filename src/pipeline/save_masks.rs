@@ -73,10 +73,10 @@ impl SaveMasks {
 fn shapes(targets: &TargetPlan, config: &ModelConfig) -> BTreeMap<String, [usize; 2]> {
     let mut matrices = BTreeMap::new();
     for layer in 0..config.num_hidden_layers {
-        for projection in config.projections() {
-            if targets.of(layer, projection).is_some() {
-                let (rows, columns) = projection.shape(config);
-                matrices.insert(projection.full_name(layer), [rows, columns]);
+        for id in config.linears() {
+            if targets.of(layer, id).is_some() {
+                let (rows, columns) = id.shape(config);
+                matrices.insert(id.full_name(layer), [rows, columns]);
             }
         }
     }
@@ -85,7 +85,7 @@ fn shapes(targets: &TargetPlan, config: &ModelConfig) -> BTreeMap<String, [usize
 
 impl MaskObserver for SaveMasks {
     fn matrix(&mut self, matrix: &PrunedMatrix<'_>) -> Result<()> {
-        let name = matrix.projection.full_name(matrix.layer);
+        let name = matrix.id.full_name(matrix.layer);
         self.writer.write(&name, matrix.mask.bits())
     }
 

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 
 use super::calibrate::{Calibrator, LayerStatistics};
 use super::prune::Pruner;
-use crate::model::{DecoderLayer, Head, ModelConfig, Observation};
+use crate::model::{DecoderLayer, Head, ModelConfig, InputId};
 use crate::run::{Events, Moment, Stopped};
 use crate::runtime::{Clock, Compute, Finished, Passenger, Side, load_layer, memory};
 
@@ -113,7 +113,7 @@ impl Passenger for SharedPruning<'_> {
             bail!("no cell is left");
         }
         let statistics = match self.cells.iter().any(|cell| cell.prunes(index)) {
-            true => self.calibrator.observe(layer, &Observation::ALL, compute)?,
+            true => self.calibrator.observe(layer, &InputId::ALL, compute)?,
             false => None,
         };
         self.calibrator.pass(layer, compute)?;

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::layer_ratios::LayerRatios;
 use crate::failure::Failure;
-use crate::model::{ModelConfig, Projection};
+use crate::model::{ModelConfig, LinearId};
 use crate::pruning::method::check_pattern;
 use crate::pruning::{Pattern, PruningMethod, SparsityRule, Target, Technique};
 use crate::run::manifest::LayerReport;
@@ -52,7 +52,7 @@ const MISSED: f64 = 0.005;
 #[derive(Debug, Clone)]
 pub struct TargetPlan {
     /// `[num_hidden_layers]`: the targets of a layer's chosen matrices. A matrix without a target is left alone.
-    targets: Vec<BTreeMap<Projection, Target>>,
+    targets: Vec<BTreeMap<LinearId, Target>>,
     /// All matrices of the model's layers, chosen or not.
     pub matrices_in_model: usize,
     /// The overall ratio asked for.
@@ -83,23 +83,23 @@ impl TargetPlan {
         let mut targets = Vec::with_capacity(ratios.len());
         for (layer, &ratio) in ratios.iter().enumerate() {
             let mut row = BTreeMap::new();
-            for projection in config.projections() {
-                let name = projection.full_name(layer);
+            for id in config.linears() {
+                let name = id.full_name(layer);
                 let is_included =
                     include.matches(&name, &mut matched.0) || include.globs.is_empty();
                 let is_excluded = exclude.matches(&name, &mut matched.1);
                 if !is_included || is_excluded {
                     continue;
                 }
-                check_pattern(method, &name, projection.shape(config).1, pattern)?;
-                row.insert(projection, Target { ratio, pattern });
+                check_pattern(method, &name, id.shape(config).1, pattern)?;
+                row.insert(id, Target { ratio, pattern });
             }
             targets.push(row);
         }
         include.all_matched(&matched.0)?;
         exclude.all_matched(&matched.1)?;
         let plan = Self {
-            matrices_in_model: targets.len() * config.projections().len(),
+            matrices_in_model: targets.len() * config.linears().len(),
             targets,
             sparsity_ratio,
             pattern,
@@ -113,15 +113,15 @@ impl TargetPlan {
     }
 
     /// The target of a matrix; `None` for a matrix that stays as it is.
-    pub fn of(&self, layer: usize, projection: Projection) -> Option<Target> {
-        self.targets.get(layer)?.get(&projection).copied()
+    pub fn of(&self, layer: usize, id: LinearId) -> Option<Target> {
+        self.targets.get(layer)?.get(&id).copied()
     }
 
     /// The names of the tensors that are pruned.
     pub fn tensors(&self) -> Vec<String> {
         let rows = self.targets.iter().enumerate();
         rows.flat_map(|(layer, row)| {
-            row.keys().map(move |projection| projection.tensor_name(layer))
+            row.keys().map(move |id| id.tensor_name(layer))
         })
         .collect()
     }
@@ -148,8 +148,8 @@ impl TargetPlan {
         for layer in layers {
             for matrix in &layer.matrices {
                 let mut targets = self.targets.get(layer.layer).into_iter().flatten();
-                let is_it = |p: &Projection| p.full_name(layer.layer) == matrix.name;
-                let target = targets.find(|(projection, _)| is_it(projection));
+                let is_it = |p: &LinearId| p.full_name(layer.layer) == matrix.name;
+                let target = targets.find(|(id, _)| is_it(id));
                 if let (Some((_, target)), Some(pruned)) = (target, matrix.pruned) {
                     let elements = (matrix.shape[0] * matrix.shape[1]) as f64;
                     weights += elements;
@@ -182,7 +182,7 @@ impl TargetPlan {
         if self.matrices() == total {
             return vec![format!("all {total} matrices of {} layers", self.targets.len())];
         }
-        let names = |row: &BTreeMap<Projection, Target>| {
+        let names = |row: &BTreeMap<LinearId, Target>| {
             let chosen: Vec<_> =
                 row.keys().map(|p| p.name().rsplit('.').next().unwrap_or_default()).collect();
             if chosen.is_empty() { "nothing".to_string() } else { chosen.join(" ") }

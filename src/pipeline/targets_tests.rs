@@ -35,7 +35,7 @@ fn everything_is_chosen_unless_globs_say_otherwise() {
     );
     let plan = resolve(Selection { include: vec!["q_proj".into()], ..half() }).unwrap();
     assert_eq!(plan.matrices(), 3);
-    let tensors = [0, 1, 2].map(|layer| Projection::Q.tensor_name(layer));
+    let tensors = [0, 1, 2].map(|layer| LinearId::Q.tensor_name(layer));
     assert_eq!(plan.tensors(), tensors);
 }
 
@@ -104,7 +104,7 @@ fn layer_ratios_come_as_a_list_or_for_some_layers() {
     let all = load("[0.1, 0.2, 0.3]").unwrap();
     let plan =
         resolve(Selection { sparsity_ratio: None, layer_ratios: Some(all), ..half() }).unwrap();
-    assert_eq!(plan.of(2, Projection::Q).map(|target| target.ratio), Some(0.3));
+    assert_eq!(plan.of(2, LinearId::Q).map(|target| target.ratio), Some(0.3));
     for text in ["3", "{\"x\": 0.5}", "[\"a\"]", "{"] {
         assert!(
             load(text).unwrap_err().to_string().contains("does not hold layer ratios"),

@@ -13,7 +13,7 @@ use super::allocation::CANDIDATES;
 use super::calibrate::Calibrator;
 use crate::bytes::ByteSize;
 use crate::checkpoint::WeightSource;
-use crate::model::{DecoderLayer, Head, LayerContext, ModelConfig, Observation};
+use crate::model::{DecoderLayer, Head, LayerContext, ModelConfig, InputId};
 use crate::pruning::statistics::column_squares::ColumnSquaresKind;
 use crate::run::{Events, MemorySettings};
 use crate::runtime::{Clock, Compute, Editor, HiddenStates};
@@ -85,7 +85,7 @@ impl<'a> Trial<'a> {
 impl Editor for Trial<'_> {
     fn edit(&mut self, mut layer: DecoderLayer, compute: &mut Compute<'_>) -> Result<DecoderLayer> {
         for (ratios, calibrator) in &mut self.candidates {
-            let statistics = calibrator.observe(&layer, &Observation::ALL, compute)?;
+            let statistics = calibrator.observe(&layer, &InputId::ALL, compute)?;
             let statistics = statistics.context("tokens to try")?;
             let ratio = ratios[layer.index()];
             with_pruned(&mut layer, ratio, &|one| statistics.of(one), |layer| {

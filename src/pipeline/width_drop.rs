@@ -12,7 +12,7 @@ use super::calibrate::{Calibrator, LayerStatistics};
 use crate::bytes::ByteSize;
 use crate::checkpoint::MergedWriter;
 use crate::linalg::{Linear, StoredDtype, StoredMatrix, Weight};
-use crate::model::{DecoderLayer, ModelConfig, Observation, Projection};
+use crate::model::{DecoderLayer, InputId, LinearId, ModelConfig, Role};
 use crate::pruning::statistics::input_gram::InputGramKind;
 use crate::pruning::width::{
     channel_scores, channels_of, gather_columns, gather_rows, highest, refit_bytes, refit_columns,
@@ -47,9 +47,8 @@ pub const STATISTICS: &dyn StatisticsKind = &InputGramKind;
 /// Bytes of the pass beside the statistics: a narrower layer, and the refit of its largest matrix.
 pub fn working_bytes(of: &ModelConfig, to: &ModelConfig, dtype: StoredDtype) -> ByteSize {
     let layer = ByteSize::of(to.layer_weights(), dtype.bytes());
-    let refits = [Projection::O, Projection::Down].map(|projection| {
-        let (_, columns) = projection.shape(of);
-        refit_bytes(columns, projection.shape(to).1)
+    let refits = [InputId::O, InputId::Down].map(|input| {
+        refit_bytes(of.input_widths()[input], to.input_widths()[input])
     });
     layer + refits[0].max(refits[1])
 }
@@ -113,23 +112,23 @@ impl<'a> Narrower<'a> {
     fn narrow_input(
         &self,
         layer: &mut DecoderLayer,
-        projection: Projection,
+        id: LinearId,
         statistics: &LayerStatistics,
     ) -> Result<InputOf> {
-        let statistics = statistics.of(projection).context("its input was observed")?;
+        let statistics = statistics.of(id).context("its input was observed")?;
         let gram = Statistics::downcast::<InputGram>(statistics);
         let gram = gram.context("these statistics are Gram matrices")?;
-        let name = projection.full_name(layer.index());
+        let name = id.full_name(layer.index());
         let variance = gram.columns().variance_of_all();
         let heads = self.of.heads();
-        let (group, left) = match projection {
-            Projection::O => {
+        let (group, left) = match id.input() {
+            InputId::O => {
                 let queries = heads.num_heads / heads.num_key_value_heads;
                 (queries * heads.head_dim, self.to.num_key_value_heads)
             }
             _ => (1, self.to.intermediate_size),
         };
-        with_held(layer, projection, |linear, weight| {
+        with_held(layer, id, |linear, weight| {
             let scores = channel_scores(weight, &variance, &name)?;
             let groups = highest(&sums_of_groups(&scores, group), left);
             let channels = channels_of(&groups, group);
@@ -153,15 +152,21 @@ impl<'a> Narrower<'a> {
     fn narrow_outputs(
         &self,
         layer: &mut DecoderLayer,
-        projection: Projection,
+        id: LinearId,
         channels: &Channels,
     ) -> Result<Linear> {
-        let rows = match projection {
-            Projection::Q => channels.of_o.clone(),
-            Projection::K | Projection::V => channels_of(&channels.heads, self.of.head_dim),
-            _ => channels.of_down.clone(),
-        };
-        with_held(layer, projection, |linear, weight| {
+        let of_keys = channels_of(&channels.heads, self.of.head_dim);
+        let mut rows = Vec::new();
+        for &role in id.roles() {
+            let kept = match role {
+                Role::Q => &channels.of_o,
+                Role::K | Role::V => &of_keys,
+                _ => &channels.of_down,
+            };
+            let (_, own) = layer.spec().part(role);
+            rows.extend(kept.iter().map(|row| own.start + row));
+        }
+        with_held(layer, id, |linear, weight| {
             let bias = linear.bias();
             let bias = bias.map(|bias| rows.iter().map(|&row| bias[row]).collect());
             Ok(Linear::new(gather_rows(weight, &rows)?, bias).reused())
@@ -174,38 +179,38 @@ impl<'a> Narrower<'a> {
         layer: &mut DecoderLayer,
         compute: &mut Compute<'_>,
     ) -> Result<DecoderLayer> {
-        let inputs = [Projection::Down, Projection::O];
-        let passes: Vec<Vec<Projection>> = match compute.settings().statistics {
+        let [down, o] = [Role::Down, Role::O].map(|role| layer.spec().part(role).0);
+        let inputs = [down, o];
+        let passes: Vec<Vec<LinearId>> = match compute.settings().statistics {
             StatisticsHeld::Input => inputs.map(|one| vec![one]).into(),
             StatisticsHeld::Layer => vec![inputs.into()],
         };
         let mut found = BTreeMap::new();
-        for projections in passes {
-            let points: Vec<Observation> =
-                projections.iter().map(|one| one.observed_at()).collect();
+        for ids in passes {
+            let points: Vec<InputId> =
+                ids.iter().map(|one| one.input()).collect();
             let statistics = self.calibrator.observe(layer, &points, compute)?;
             let mut statistics = statistics.context("a model is made narrower with samples")?;
-            for projection in projections {
+            for id in ids {
                 let clock = self.calibrator.clock;
                 let input = clock
-                    .measure(Phase::Score, || self.narrow_input(layer, projection, &statistics))?;
-                found.insert(projection, input);
-                statistics.release(projection.observed_at());
+                    .measure(Phase::Score, || self.narrow_input(layer, id, &statistics))?;
+                found.insert(id, input);
+                statistics.release(id.input());
             }
         }
-        let mut take = |projection| found.remove(&projection).context("both were observed");
-        let (o, down) = (take(Projection::O)?, take(Projection::Down)?);
+        let mut take = |id| found.remove(&id).context("both were observed");
+        let (of_o, of_down) = (take(o)?, take(down)?);
         let channels =
-            Channels { heads: o.groups.clone(), of_o: o.channels, of_down: down.channels };
-        let mut linears =
-            BTreeMap::from([(Projection::O, o.linear), (Projection::Down, down.linear)]);
-        for projection in layer.projections().collect::<Vec<_>>() {
-            if let Entry::Vacant(missing) = linears.entry(projection) {
-                missing.insert(self.narrow_outputs(layer, projection, &channels)?);
+            Channels { heads: of_o.groups, of_o: of_o.channels, of_down: of_down.channels };
+        let mut linears = BTreeMap::from([(o, of_o.linear), (down, of_down.linear)]);
+        for id in layer.linear_ids().collect::<Vec<_>>() {
+            if let Entry::Vacant(missing) = linears.entry(id) {
+                missing.insert(self.narrow_outputs(layer, id, &channels)?);
             }
         }
         self.narrowed.heads.push(channels.heads);
-        self.narrowed.lost.push([o.lost, down.lost]);
+        self.narrowed.lost.push([of_o.lost, of_down.lost]);
         Ok(layer.with_linears(self.to, linears))
     }
 
@@ -219,15 +224,15 @@ impl<'a> Narrower<'a> {
             stream.write(bytes)?;
             stream.finish()
         };
-        for projection in layer.projections() {
-            let linear = layer.linear(projection);
-            let name = projection.tensor_name(layer.index());
+        for id in layer.linear_ids() {
+            let linear = layer.linear(id);
+            let name = id.tensor_name(layer.index());
             if writer.layout().entry(&name).is_some() {
                 let weight = linear.weight().held();
                 let weight = weight.with_context(|| format!("`{name}` is written from memory"))?;
                 write(&name, weight.as_bytes())?;
             }
-            let name = projection.bias_name(layer.index());
+            let name = id.bias_name(layer.index());
             if let Some((bias, entry)) = linear.bias().zip(writer.layout().entry(&name)) {
                 let dtype = crate::model::stored_dtype(entry)?;
                 let stored = StoredMatrix::from_f32(dtype, 1, bias.len(), bias);
@@ -269,18 +274,18 @@ impl Editor for Narrower<'_> {
 /// Calls `body` with a linear and its weight in memory. A weight at rest returns to rest.
 fn with_held<T>(
     layer: &mut DecoderLayer,
-    projection: Projection,
+    id: LinearId,
     body: impl FnOnce(&Linear, &StoredMatrix) -> Result<T>,
 ) -> Result<T> {
-    let at_rest = match layer.linear(projection).weight() {
+    let at_rest = match layer.linear(id).weight() {
         Weight::Held(_) => None,
-        Weight::AtRest(_) => layer.linear_mut(projection).weight_mut().hold()?,
+        Weight::AtRest(_) => layer.linear_mut(id).weight_mut().hold()?,
     };
-    let linear = layer.linear(projection);
+    let linear = layer.linear(id);
     let weight = linear.weight().held().context("it is in memory")?;
     let value = body(linear, weight);
     if let Some(at_rest) = at_rest {
-        *layer.linear_mut(projection).weight_mut() = Weight::AtRest(at_rest);
+        *layer.linear_mut(id).weight_mut() = Weight::AtRest(at_rest);
     }
     value
 }

@@ -14,7 +14,7 @@ use anyhow::{Context, Result, anyhow};
 use super::parameters::{BaseLayer, TrainedForm, TrainedPart};
 use crate::checkpoint::WeightSource;
 use crate::disk::positioned;
-use crate::model::{DecoderLayer, ModelConfig, Projection};
+use crate::model::{DecoderLayer, ModelConfig, LinearId};
 use crate::runtime::hidden_states::spill_file;
 
 /// The masks of a model in a file, taken before its weights were quantised.
@@ -22,7 +22,7 @@ use crate::runtime::hidden_states::spill_file;
 pub struct MaskFile {
     file: File,
     /// Offset and bytes of each matrix inside a layer.
-    matrices: BTreeMap<Projection, (u64, usize)>,
+    matrices: BTreeMap<LinearId, (u64, usize)>,
     layer_bytes: u64,
 }
 
@@ -40,16 +40,16 @@ impl MaskFile {
         let file = spill_file(folder, "masks")?;
         let mut matrices = BTreeMap::new();
         let mut layer_bytes = 0;
-        for &projection in &part.projections {
-            let bytes = projection.elements(config).div_ceil(8);
-            matrices.insert(projection, (layer_bytes, bytes));
+        for &id in &part.ids {
+            let bytes = id.elements(config).div_ceil(8);
+            matrices.insert(id, (layer_bytes, bytes));
             layer_bytes += bytes as u64;
         }
         let masks = Self { file, matrices, layer_bytes };
         for index in 0..config.num_hidden_layers {
-            for (&projection, &(offset, _)) in &masks.matrices {
-                let (rows, columns) = projection.shape(config);
-                let name = projection.tensor_name(index);
+            for (&id, &(offset, _)) in &masks.matrices {
+                let (rows, columns) = id.shape(config);
+                let name = id.tensor_name(index);
                 let weight = crate::model::read_matrix(source, &name, rows, columns)?;
                 let at = index as u64 * masks.layer_bytes + offset;
                 positioned::write_all_at(&masks.file, &weight.zeros_mask(), at)
@@ -59,8 +59,8 @@ impl MaskFile {
         Ok(masks)
     }
 
-    fn read(&self, index: usize, projection: Projection) -> Result<Vec<u8>> {
-        let (offset, bytes) = self.matrices.get(&projection).context("a trained matrix")?;
+    fn read(&self, index: usize, id: LinearId) -> Result<Vec<u8>> {
+        let (offset, bytes) = self.matrices.get(&id).context("a trained matrix")?;
         let mut mask = vec![0; *bytes];
         let at = index as u64 * self.layer_bytes + offset;
         positioned::read_exact_at(&self.file, &mut mask, at)
@@ -84,24 +84,24 @@ impl BaseReader {
         let layer = match self.part.form {
             TrainedForm::Weights => {
                 let mut layer = DecoderLayer::at_rest(&self.source, &self.config, index)?;
-                for projection in self.config.projections() {
-                    if !self.part.projections.contains(&projection) {
-                        layer.linear_mut(projection).weight_mut().hold()?;
+                for id in self.config.linears() {
+                    if !self.part.ids.contains(&id) {
+                        layer.linear_mut(id).weight_mut().hold()?;
                     }
                 }
                 layer
             }
             TrainedForm::Factors { .. } => {
                 let layer = DecoderLayer::load(&*self.source, &self.config, index)?;
-                for &projection in &self.part.projections {
+                for &id in &self.part.ids {
                     let mask = match &self.masks {
-                        Some(masks) => masks.read(index, projection)?,
+                        Some(masks) => masks.read(index, id)?,
                         None => {
-                            let weight = layer.linear(projection).weight().held();
+                            let weight = layer.linear(id).weight().held();
                             weight.context("a layer in memory")?.zeros_mask()
                         }
                     };
-                    pruned.insert(projection, mask.into());
+                    pruned.insert(id, mask.into());
                 }
                 layer
             }

@@ -164,7 +164,7 @@ impl BlockTrainer<'_> {
             }
             .into());
         }
-        self.spare.take(layer, &self.part.projections);
+        self.spare.take(layer, &self.part.ids);
         let factor = self.max_grad_norm.and_then(|limit| clip_factor(squares.sqrt(), limit));
         clock.measure(Phase::Update, || {
             for (place, values) in values.iter_mut().enumerate() {

@@ -62,11 +62,11 @@ impl Editor for Merger<'_> {
 
 /// The number of zeros of each trained matrix of a layer in memory, as the sweep has read it.
 pub(super) fn zeros(part: &TrainedPart, layer: &DecoderLayer) -> Result<Vec<u64>> {
-    let count = |&projection: &crate::model::Projection| -> Result<u64> {
-        let weight = layer.linear(projection).weight().held();
+    let count = |&id: &crate::model::LinearId| -> Result<u64> {
+        let weight = layer.linear(id).weight().held();
         Ok(weight.context("a layer in memory")?.count_zeros())
     };
-    part.projections.iter().map(count).collect()
+    part.ids.iter().map(count).collect()
 }
 
 /// The receivers of finished layers, and their reports.
@@ -97,12 +97,12 @@ impl LayerOutput<'_> {
         events: &dyn Events,
     ) -> Result<()> {
         let mut matrices = Vec::new();
-        for (&projection, &zeros_before) in part.projections.iter().zip(before) {
-            let weight = layer.linear(projection).weight().held();
+        for (&id, &zeros_before) in part.ids.iter().zip(before) {
+            let weight = layer.linear(id).weight().held();
             let weight = weight.context("a trained matrix is in memory")?;
             let mask = Mask::from_bits(weight.rows(), weight.columns(), weight.zeros_mask());
             matrices.push(MatrixReport {
-                name: projection.full_name(layer.index()),
+                name: id.full_name(layer.index()),
                 shape: [weight.rows(), weight.columns()],
                 zeros_before,
                 zeros: weight.count_zeros(),
@@ -123,13 +123,14 @@ impl LayerOutput<'_> {
             matrices,
         });
         if part.norms {
-            for (norm, name) in layer.norm_names().into_iter().enumerate() {
-                let values = layer.norm_weights()[norm];
+            let names = layer.spec().family.norm_names(layer.index());
+            for ((_, name), (_, norm)) in names.zip(layer.norms()) {
+                let values = norm.stored();
                 let stored = StoredMatrix::from_f32(self.norms, 1, values.len(), values);
                 self.output.write_tensor(&name, stored.as_bytes())?;
             }
         }
-        self.output.save(layer, &part.projections, &self.layers)?;
+        self.output.save(layer, &part.ids, &self.layers)?;
         events.emit(Event::LayerPruned {
             layer: layer.index(),
             sparsity,

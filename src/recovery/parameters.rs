@@ -18,7 +18,7 @@ use anyhow::{Context, Result};
 use super::reuse::BufferReuse;
 use crate::data::PythonRandom;
 use crate::linalg::{LowRank, MaskedLowRank, StoredDtype, StoredMatrix, Weight, convert};
-use crate::model::{DecoderLayer, LayerGradients, ModelConfig, Projection};
+use crate::model::{DecoderLayer, LayerGradients, LinearId, ModelConfig, NormRole};
 use crate::recovery::optimizers::KeptMask;
 use crate::recovery::optimizers::rounding::{Bf16Rounding, round_to_bf16};
 
@@ -28,7 +28,7 @@ pub struct BaseLayer {
     /// The layer.
     pub layer: DecoderLayer,
     /// Masks of the matrices with trained factors: one bit per element, 1 = pruned, least significant bit first.
-    pub pruned: BTreeMap<Projection, Arc<[u8]>>,
+    pub pruned: BTreeMap<LinearId, Arc<[u8]>>,
 }
 
 /// The form of a trained matrix.
@@ -49,7 +49,7 @@ pub enum TrainedForm {
 #[derive(Debug, Clone, PartialEq)]
 pub struct TrainedPart {
     /// The matrices, in the order of a layer.
-    pub projections: Vec<Projection>,
+    pub ids: Vec<LinearId>,
     /// Their form.
     pub form: TrainedForm,
     /// The weights of both norms, too.
@@ -60,13 +60,13 @@ pub struct TrainedPart {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ParameterName {
     /// The kept weights of a matrix.
-    Weight(Projection),
+    Weight(LinearId),
     /// A of a matrix.
-    A(Projection),
+    A(LinearId),
     /// B of a matrix.
-    B(Projection),
-    /// The norm before attention (0) or before the MLP (1).
-    Norm(usize),
+    B(LinearId),
+    /// A norm.
+    Norm(NormRole),
 }
 
 /// A parameter of every layer.
@@ -102,25 +102,26 @@ pub struct LayerParameters {
 impl TrainedPart {
     /// The parameters of a layer, in their order.
     pub fn parameters(&self, config: &ModelConfig) -> Vec<ParameterSpec> {
-        let of_matrix = |&projection: &Projection| {
-            let (out, inner) = projection.shape(config);
+        let of_matrix = |&id: &LinearId| {
+            let (out, inner) = id.shape(config);
             let spec = |name, shape| ParameterSpec { name, shape };
             match self.form {
                 TrainedForm::Weights => {
-                    vec![spec(ParameterName::Weight(projection), [out, inner])]
+                    vec![spec(ParameterName::Weight(id), [out, inner])]
                 }
                 TrainedForm::Factors { rank, .. } => vec![
-                    spec(ParameterName::A(projection), [rank, inner]),
-                    spec(ParameterName::B(projection), [out, rank]),
+                    spec(ParameterName::A(id), [rank, inner]),
+                    spec(ParameterName::B(id), [out, rank]),
                 ],
             }
         };
-        let norms = [0, 1].map(|norm| ParameterSpec {
-            name: ParameterName::Norm(norm),
-            shape: [1, config.hidden_size],
+        let layer = config.layer(0);
+        let norms = config.family.norms.iter().map(move |&(role, _)| ParameterSpec {
+            name: ParameterName::Norm(role),
+            shape: [1, layer.norm_width(role)],
         });
-        let matrices = self.projections.iter().flat_map(of_matrix);
-        matrices.chain(norms.into_iter().filter(|_| self.norms)).collect()
+        let matrices = self.ids.iter().flat_map(of_matrix);
+        matrices.chain(norms.filter(|_| self.norms)).collect()
     }
 
     /// The parameters of a layer before the training.
@@ -140,8 +141,8 @@ impl TrainedPart {
         let mut all = LayerParameters { values: Vec::new(), kept: Vec::new() };
         for spec in self.parameters(config) {
             let (values, kept) = match spec.name {
-                ParameterName::Weight(projection) => {
-                    let mut weight = base.layer.linear(projection).weight().clone();
+                ParameterName::Weight(id) => {
+                    let mut weight = base.layer.linear(id).weight().clone();
                     weight.hold()?;
                     let weight = weight.held().context("a weight that was read")?;
                     let mut values = vec![0.0; weight.elements()];
@@ -151,15 +152,15 @@ impl TrainedPart {
                     kept.apply(&mut values);
                     (values, Some(kept))
                 }
-                ParameterName::A(projection) => {
-                    let stream = (base.layer.index() * 16 + projection as usize) as u64;
+                ParameterName::A(id) => {
+                    let stream = (base.layer.index() * 16 + id.roles()[0] as usize) as u64;
                     let mut random = PythonRandom::new(seed ^ (stream + 1) << 20);
                     let bound = 1.0 / (spec.shape[1] as f64).sqrt();
                     let value = |_| ((2.0 * random.random() - 1.0) * bound) as f32;
                     ((0..spec.elements()).map(value).collect(), None)
                 }
                 ParameterName::B(_) => (vec![0.0; spec.elements()], None),
-                ParameterName::Norm(norm) => (base.layer.norm_weights()[norm].to_vec(), None),
+                ParameterName::Norm(norm) => (stored_norm(&base.layer, norm)?.to_vec(), None),
             };
             all.values.push(values);
             all.kept.push(kept);
@@ -189,17 +190,17 @@ impl TrainedPart {
             let number = layer.index() * specs.len() + at;
             let rounding = rounding.of_parameter(number as u64);
             match spec.name {
-                ParameterName::Weight(projection) => {
-                    let weight = layer.linear_mut(projection).weight_mut();
+                ParameterName::Weight(id) => {
+                    let weight = layer.linear_mut(id).weight_mut();
                     let matrix = spare.matrix(weight.dtype(), spec.shape)?;
                     *weight = stored(of, rounding, matrix).into();
                 }
-                ParameterName::A(projection) => {
-                    let pruned = mask_of(&pruned, projection)?;
+                ParameterName::A(id) => {
+                    let pruned = mask_of(&pruned, id)?;
                     // B follows A.
                     let b = values.get(at + 1).context("A has a B")?;
-                    let change = self.change(config, projection, pruned, [of, b]);
-                    let weight = layer.linear_mut(projection).weight_mut();
+                    let change = self.change(config, id, pruned, [of, b]);
+                    let weight = layer.linear_mut(id).weight_mut();
                     let dtype = weight.dtype();
                     let held = weight.held().context("a base of factors is in memory")?;
                     *weight = match (dtype, rounding) {
@@ -230,7 +231,7 @@ impl TrainedPart {
     fn change(
         &self,
         config: &ModelConfig,
-        projection: Projection,
+        id: LinearId,
         pruned: Arc<[u8]>,
         [a, b]: [&[f32]; 2],
     ) -> MaskedLowRank {
@@ -239,7 +240,7 @@ impl TrainedPart {
             TrainedForm::Weights => 1.0,
         };
         let factors = [a.to_vec(), b.to_vec()];
-        MaskedLowRank::with_mask(LowRank::new(projection.shape(config), factors, scale), pruned)
+        MaskedLowRank::with_mask(LowRank::new(id.shape(config), factors, scale), pruned)
     }
 
     /// Zero gradients of a layer's parameters.
@@ -254,14 +255,14 @@ impl TrainedPart {
     ) -> Result<LayerGradients> {
         let BaseLayer { layer, pruned } = base;
         let gradients = match self.form {
-            TrainedForm::Weights => LayerGradients::new(layer, self.projections.iter().copied()),
+            TrainedForm::Weights => LayerGradients::new(layer, self.ids.iter().copied()),
             TrainedForm::Factors { .. } => {
-                let pairs = self.projections.iter().zip(values.chunks(2));
-                let changes = pairs.map(|(&projection, factors)| {
-                    let pruned = mask_of(pruned, projection)?;
+                let pairs = self.ids.iter().zip(values.chunks(2));
+                let changes = pairs.map(|(&id, factors)| {
+                    let pruned = mask_of(pruned, id)?;
                     let factors = [&*factors[0], &*factors[1]];
-                    let change = self.change(config, projection, pruned, factors);
-                    Ok((projection, change))
+                    let change = self.change(config, id, pruned, factors);
+                    Ok((id, change))
                 });
                 LayerGradients::of_factors(changes.collect::<Result<_>>()?)
             }
@@ -284,10 +285,10 @@ impl TrainedPart {
     ) -> Result<Vec<Vec<f32>>> {
         let mut of = |name: ParameterName| match name {
             // The largest gradients are not copied.
-            ParameterName::Weight(projection) => gradients.take_weight(projection),
-            ParameterName::A(projection) => gradients.factors(projection).map(|[a, _]| a.to_vec()),
-            ParameterName::B(projection) => gradients.factors(projection).map(|[_, b]| b.to_vec()),
-            ParameterName::Norm(norm) => gradients.norms().map(|norms| norms[norm].to_vec()),
+            ParameterName::Weight(id) => gradients.take_weight(id),
+            ParameterName::A(id) => gradients.factors(id).map(|[a, _]| a.to_vec()),
+            ParameterName::B(id) => gradients.factors(id).map(|[_, b]| b.to_vec()),
+            ParameterName::Norm(norm) => gradients.norm(norm).map(<[f32]>::to_vec),
         };
         let specs = self.parameters(config);
         let collected = specs.iter().zip(kept).map(|(spec, kept)| {
@@ -303,9 +304,15 @@ impl TrainedPart {
     }
 }
 
+/// The weight of a norm as it is stored.
+fn stored_norm(layer: &DecoderLayer, role: NormRole) -> Result<&[f32]> {
+    let norm = layer.norms().find(|(of, _)| *of == role);
+    norm.map(|(_, norm)| norm.stored()).context("a layer has the norms of its family")
+}
+
 /// The mask of a matrix whose factors are trained.
-fn mask_of(pruned: &BTreeMap<Projection, Arc<[u8]>>, projection: Projection) -> Result<Arc<[u8]>> {
-    let mask = pruned.get(&projection).map(Arc::clone);
+fn mask_of(pruned: &BTreeMap<LinearId, Arc<[u8]>>, id: LinearId) -> Result<Arc<[u8]>> {
+    let mask = pruned.get(&id).map(Arc::clone);
     mask.context("a base of factors has masks")
 }
 

@@ -3,7 +3,7 @@
 use anyhow::Result;
 
 use crate::linalg::{StoredDtype, StoredMatrix};
-use crate::model::{DecoderLayer, KeptActivations, Projection};
+use crate::model::{DecoderLayer, KeptActivations, LinearId};
 
 /// Matrices and activations of layers that are not in use.
 #[derive(Debug, Default)]
@@ -40,9 +40,9 @@ impl BufferReuse {
     }
 
     /// Takes the trained matrices of a layer that is not needed any more.
-    pub fn take(&mut self, mut layer: DecoderLayer, trained: &[Projection]) {
-        for &projection in trained {
-            self.matrices.extend(layer.take_weight(projection));
+    pub fn take(&mut self, mut layer: DecoderLayer, trained: &[LinearId]) {
+        for &id in trained {
+            self.matrices.extend(layer.take_weight(id));
         }
     }
 }

@@ -152,7 +152,7 @@ impl<'a> Trainer<'a> {
                     kept.push(KeptLayer { layer, of_examples });
                 }
                 false => {
-                    self.spare.take(layer.layer, &self.parts.part.projections);
+                    self.spare.take(layer.layer, &self.parts.part.ids);
                     memory::release_freed();
                 }
             }
@@ -190,7 +190,7 @@ impl<'a> Trainer<'a> {
                 let (next, _) = self.forward(&layer.layer, example, &state, false)?;
                 states.put(example, next)?;
             }
-            self.spare.take(layer.layer, &self.parts.part.projections);
+            self.spare.take(layer.layer, &self.parts.part.ids);
             memory::release_freed();
         }
         let (mut sum, mut predicted) = (0.0, 0);
@@ -380,7 +380,7 @@ impl<'a> Trainer<'a> {
                 gradients.put(example, dx)?;
             }
             parts.compute.collect_gradients(&mut of_layer)?;
-            self.spare.take(layer.layer, &parts.part.projections);
+            self.spare.take(layer.layer, &parts.part.ids);
             let kept = parts.store.kept(index)?;
             let collected = parts.part.collected(&parts.config, of_layer, &kept)?;
             squares += collected.iter().map(|one| sum_of_squares(one)).sum::<f64>();

@@ -18,7 +18,7 @@ use crate::linalg::profile::Watch;
 use crate::linalg::select::Quota;
 use crate::model::head::HeadChunk;
 use crate::model::on_device::{LogSumExpPart, SampleSums, TakeGram};
-use crate::model::{DecoderLayer, LayerContext, Observer, Projection};
+use crate::model::{DecoderLayer, LayerContext, Observer, LinearId};
 use crate::run::fallback::{DeviceMemoryReport, FallbackReport};
 use crate::run::{Events, MemorySettings, Phase};
 use candle_core::{DType, Device, Tensor};
@@ -200,11 +200,11 @@ impl<'a> Compute<'a> {
     pub fn product(
         &mut self,
         layer: &DecoderLayer,
-        projection: Projection,
+        id: LinearId,
         rows: &[f32],
     ) -> Result<Option<Tensor>> {
         let worker = self.first_worker(layer);
-        worker.map_or(Ok(None), |worker| worker.product(layer, projection, rows))
+        worker.map_or(Ok(None), |worker| worker.product(layer, id, rows))
     }
 
     /// Chooses the lowest scores |w_ij| · norm_j of a matrix on a device that has the layer: the bits of a mask, equal to the CPU's; `None`
@@ -215,20 +215,20 @@ impl<'a> Compute<'a> {
     pub fn choose_lowest(
         &mut self,
         layer: &DecoderLayer,
-        projection: Projection,
+        id: LinearId,
         norms: &[f32],
         quota: Quota,
     ) -> Result<Option<Vec<u8>>> {
         let worker = self.first_worker(layer);
-        worker.map_or(Ok(None), |worker| worker.choose_lowest(layer, projection, norms, quota))
+        worker.map_or(Ok(None), |worker| worker.choose_lowest(layer, id, norms, quota))
     }
 
     /// Removes the weights chosen last on the device, too, where they are zero in `layer` now.
     ///
     /// # Errors
     /// Fails when a device fails.
-    pub fn zero_chosen(&mut self, layer: &DecoderLayer, projection: Projection) -> Result<()> {
-        self.first_worker(layer).map_or(Ok(()), |worker| worker.zero_chosen(layer, projection))
+    pub fn zero_chosen(&mut self, layer: &DecoderLayer, id: LinearId) -> Result<()> {
+        self.first_worker(layer).map_or(Ok(()), |worker| worker.zero_chosen(layer, id))
     }
 
     /// The first device that computes a layer.

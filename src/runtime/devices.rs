@@ -207,7 +207,7 @@ impl Devices {
                 true => Tiling::layer_bytes(config, engine.element()),
                 false => ByteSize::ZERO,
             };
-            let tables = ByteSize::of(Rotary::bytes(config.head_dim, seqlen), 1);
+            let tables = ByteSize::of(Rotary::bytes(&config.ropes, seqlen), 1);
             let worker = DeviceWorker::new(
                 opened.name.clone(),
                 engine,

@@ -144,8 +144,8 @@ impl Bench {
     fn loaded(&self, model: &Model, dtype: DType) -> Result<OnCandle> {
         let mut engine = self.engine(model, dtype)?;
         engine.begin(&model.layer)?;
-        for projection in model.layer.projections() {
-            engine.take_up(&model.layer, projection)?;
+        for id in model.layer.linear_ids() {
+            engine.take_up(&model.layer, id)?;
         }
         Ok(engine)
     }
@@ -180,8 +180,8 @@ impl Bench {
             engine.drop_weights();
             engine.adopt();
             engine.begin(layer)?;
-            for projection in layer.projections() {
-                engine.take_up(layer, projection)?;
+            for id in layer.linear_ids() {
+                engine.take_up(layer, id)?;
             }
             let ahead = engine.forward(layer, state, cut)?;
             let apart = apart
@@ -241,21 +241,21 @@ impl Bench {
         let cut = Tiling::of(&MemorySettings::default(), &model.config);
         let mut engine = self.loaded(&model, DType::F32)?;
         let Model { layer, context, state, .. } = &mut model;
-        let zeros = || LayerGradients::new(layer, layer.projections()).with_norms(layer);
+        let zeros = || LayerGradients::new(layer, layer.linear_ids()).with_norms(layer);
         let (mut ours, mut theirs) = (zeros(), zeros());
         let sample = [&*state, &*state];
         let dx = engine.backward(layer, sample, &mut theirs, &cut)?;
         engine.collect_gradients(&mut theirs)?;
         let expected = layer.backward(state, state, &mut ours, context)?;
         let mut apart = difference(&values(&expected)?, &values(&dx)?);
-        for projection in layer.projections() {
-            let of = ours.weight(projection).zip(theirs.weight(projection));
+        for id in layer.linear_ids() {
+            let of = ours.weight(id).zip(theirs.weight(id));
             let (ours, theirs) = of.context("a gradient")?;
             apart = apart.max(difference(ours, theirs));
         }
-        let norms = ours.norms().zip(theirs.norms()).context("norms")?;
-        for (ours, theirs) in norms.0.iter().zip(norms.1) {
-            apart = apart.max(difference(ours, theirs));
+        for (role, _) in layer.norms() {
+            let norms = ours.norm(role).zip(theirs.norm(role)).context("norms")?;
+            apart = apart.max(difference(norms.0, norms.1));
         }
         ensure!(apart <= TOLERANCES[0].1, "off by {apart:.1e}");
         Ok(CheckOutcome::Held(format!("off by {apart:.1e}")))

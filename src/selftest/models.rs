@@ -12,7 +12,7 @@ use crate::linalg::gram::GramMatrix;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::observe::FromDevice;
 use crate::model::on_device::LogSumExpPart;
-use crate::model::{DecoderLayer, Embedding, LayerContext, ModelConfig, Observation, Observer};
+use crate::model::{DecoderLayer, Embedding, LayerContext, ModelConfig, InputId, Observer};
 use crate::pipeline::{MaskObserver, PrunedMatrix};
 use crate::pruning::Mask;
 use crate::run::Silent;
@@ -76,19 +76,17 @@ pub(super) fn several_panels() -> RandomCheckpoint {
 }
 
 /// Column sums of squares at the four points.
-pub(super) struct Sums(pub(super) [Vec<f32>; 4]);
+pub(super) struct Sums(pub(super) InputMap<Vec<f32>>);
 
 impl Sums {
     pub(super) fn new(config: &ModelConfig) -> Self {
-        let queries = config.num_attention_heads * config.head_dim;
-        let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
-        Self([hidden, queries, hidden, intermediate].map(|width| vec![0.0; width]))
+        Self(config.input_widths().map(|_, width| vec![0.0; width]))
     }
 }
 
 impl Observer for Sums {
-    fn observe(&mut self, point: Observation, rows: &[f32]) {
-        let sums = &mut self.0[point as usize];
+    fn observe(&mut self, point: InputId, rows: &[f32]) {
+        let sums = &mut self.0[point];
         for row in rows.chunks_exact(sums.len()) {
             for (sum, value) in sums.iter_mut().zip(row) {
                 *sum += value * value;
@@ -96,12 +94,12 @@ impl Observer for Sums {
         }
     }
 
-    fn wants(&mut self, _point: Observation) -> FromDevice<'_> {
+    fn wants(&mut self, _point: InputId) -> FromDevice<'_> {
         FromDevice::Sums(&[])
     }
 
-    fn observe_sums(&mut self, point: Observation, observed: &ColumnSums<'_>, _kept: &[f32]) {
-        let sums = &mut self.0[point as usize];
+    fn observe_sums(&mut self, point: InputId, observed: &ColumnSums<'_>, _kept: &[f32]) {
+        let sums = &mut self.0[point];
         for (sum, square) in sums.iter_mut().zip(observed.squares) {
             *sum += *square as f32;
         }
@@ -109,23 +107,23 @@ impl Observer for Sums {
 }
 
 /// Gram matrices and column sums at the four points: of the rows that the CPU shows; a device sums them up itself.
-pub(super) struct Grams([(GramMatrix, Vec<f64>); 4]);
+pub(super) struct Grams(InputMap<(GramMatrix, Vec<f64>)>);
 
 impl Grams {
     pub(super) fn new(config: &ModelConfig) -> Self {
-        let widths = Sums::new(config).0.map(|sums| sums.len());
-        Self(widths.map(|width| (GramMatrix::new(width, Products::F32), vec![0.0; width])))
+        let widths = config.input_widths();
+        Self(widths.map(|_, width| (GramMatrix::new(width, Products::F32), vec![0.0; width])))
     }
 
     /// Adds rows of the upper triangle.
-    pub(super) fn add(&mut self, point: Observation, first: usize, sums: &[f32]) {
-        self.0[point as usize].0.add_upper(first, sums);
+    pub(super) fn add(&mut self, point: InputId, first: usize, sums: &[f32]) {
+        self.0[point].0.add_upper(first, sums);
     }
 
     /// Each of them whole.
     pub(super) fn all(&mut self) -> Vec<Vec<f32>> {
         let points = self.0.iter_mut();
-        let whole = points.flat_map(|(gram, values)| {
+        let whole = points.flat_map(|(_, (gram, values))| {
             gram.finish();
             [gram.square(), values.iter().map(|&sum| sum as f32).collect()]
         });
@@ -134,20 +132,20 @@ impl Grams {
 }
 
 impl Observer for Grams {
-    fn observe(&mut self, point: Observation, rows: &[f32]) {
-        let (gram, values) = &mut self.0[point as usize];
+    fn observe(&mut self, point: InputId, rows: &[f32]) {
+        let (gram, values) = &mut self.0[point];
         gram.add_rows(rows);
         for row in rows.chunks_exact(values.len()) {
             columns::add_sums(values, row);
         }
     }
 
-    fn wants(&mut self, _point: Observation) -> FromDevice<'_> {
+    fn wants(&mut self, _point: InputId) -> FromDevice<'_> {
         FromDevice::Gram(&[])
     }
 
-    fn observe_sums(&mut self, point: Observation, sums: &ColumnSums<'_>, _kept: &[f32]) {
-        columns::add_sums(&mut self.0[point as usize].1, sums.values);
+    fn observe_sums(&mut self, point: InputId, sums: &ColumnSums<'_>, _kept: &[f32]) {
+        columns::add_sums(&mut self.0[point].1, sums.values);
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::linalg::StoredDtype;
-use crate::model::{ModelConfig, Projection, TensorRole};
+use crate::model::{ModelConfig, LinearId, TensorRole};
 
 /// Deviation of fresh weights: transformers' `initializer_range`.
 const DEVIATION: f32 = 0.02;
@@ -33,8 +33,11 @@ pub(super) fn tensors(
     for (number, tensor) in config.tensors().enumerate() {
         let (mean, deviation) = match tensor.role {
             TensorRole::Norm => (1.0, DEVIATION),
-            TensorRole::Weight(Projection::O | Projection::Down)
-            | TensorRole::Bias(Projection::O | Projection::Down) => (0.0, residual),
+            TensorRole::Weight(id) | TensorRole::Bias(id)
+                if matches!(id.roles(), [Role::O | Role::Down]) =>
+            {
+                (0.0, residual)
+            }
             TensorRole::Vocabulary | TensorRole::Weight(_) | TensorRole::Bias(_) => {
                 (0.0, DEVIATION)
             }

@@ -53,7 +53,7 @@ fn tensors(folder: &Path) -> Vec<(String, Stored)> {
 /// A module's weight, without `.weight`: `self_attn.q_proj` and the like are what is pruned.
 fn is_linear(name: &str) -> bool {
     let mut linears = FAMILIES.iter().flat_map(|family| family.linears);
-    linears.any(|(projection, _)| name.ends_with(&format!("{}.weight", projection.name())))
+    linears.any(|(id, _)| name.ends_with(&format!("{}.weight", id.name())))
 }
 
 /// Holds an output to its source: same names, order, files, dtypes and shapes; where `may_change`, every element is the

@@ -18,7 +18,7 @@ use anyhow::{Context, Result};
 use prune::job;
 use prune::linalg::product::Kernel;
 use prune::linalg::{StoredDtype, StoredMatrix};
-use prune::model::Projection;
+use prune::model::LinearId;
 use prune::pipeline::{MaskObserver, PrunedMatrix};
 use prune::pruning::mask::{Mask, RowBits};
 use prune::pruning::{ColumnSquares, Pattern, Statistics, Target};
@@ -339,7 +339,7 @@ fn pruned<'a>(
     pattern: Pattern,
 ) -> PrunedMatrix<'a> {
     let target = Target { ratio: 0.5, pattern };
-    PrunedMatrix { layer: 0, projection: Projection::Up, weight, statistics, target, mask }
+    PrunedMatrix { layer: 0, id: LinearId::UP, weight, statistics, target, mask }
 }
 
 fn mask(prunes: impl Fn(usize, usize) -> bool + Sync + Send) -> Mask {

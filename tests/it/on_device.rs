@@ -15,8 +15,8 @@ use prune::linalg::columns::{self, ColumnSums};
 use prune::linalg::{StoredDtype, tensor};
 use prune::model::observe::FromDevice;
 use prune::model::on_device::{LogSumExpPart, Tiling};
-use prune::model::{DecoderLayer, Head, LayerContext, ModelConfig, Observation, Observer};
-use prune::model::{Embedding, Projection};
+use prune::model::{DecoderLayer, Head, LayerContext, ModelConfig, InputId, Observer};
+use prune::model::{Embedding, LinearId};
 use prune::run::MemorySettings;
 use prune::runtime::engine::{Engine, OnCandle};
 use prune::synthetic::RandomCheckpoint;
@@ -36,10 +36,10 @@ struct Observed {
 }
 
 impl Observer for Observed {
-    fn observe(&mut self, point: Observation, rows: &[f32]) {
+    fn observe(&mut self, point: InputId, rows: &[f32]) {
         let width = match point {
-            Observation::DownInput => INTERMEDIATE,
-            Observation::OInput => HEADS * HEAD_DIM,
+            InputId::Down => INTERMEDIATE,
+            InputId::O => HEADS * HEAD_DIM,
             _ => HIDDEN,
         };
         let point = point as usize;
@@ -59,14 +59,14 @@ impl Observer for Observed {
         }
     }
 
-    fn wants(&mut self, _: Observation) -> FromDevice<'_> {
+    fn wants(&mut self, _: InputId) -> FromDevice<'_> {
         match self.needs_rows {
             true => FromDevice::Rows,
             false => FromDevice::Sums(&self.keeps),
         }
     }
 
-    fn observe_sums(&mut self, point: Observation, sums: &ColumnSums<'_>, kept: &[f32]) {
+    fn observe_sums(&mut self, point: InputId, sums: &ColumnSums<'_>, kept: &[f32]) {
         let point = point as usize;
         self.squares[point].resize(sums.squares.len(), 0.0);
         self.values[point].resize(sums.values.len(), 0.0);
@@ -135,8 +135,8 @@ fn candles_operators_compute_what_our_layer_does() -> Result<()> {
         let mut expected = Observed { keeps: keeps.clone(), ..Observed::default() };
         layer.capture(&state, &mut context, &mut expected)?;
         engine.begin(&layer)?;
-        for projection in layer.projections() {
-            engine.take_up(&layer, projection)?;
+        for id in layer.linear_ids() {
+            engine.take_up(&layer, id)?;
         }
         let whole = Tiling::of(&MemorySettings::default(), &config);
         let small = Tiling {
@@ -230,8 +230,8 @@ fn a_layer_that_was_copied_ahead_is_not_copied_again() -> Result<()> {
     // From here on nothing can be copied: the weights are not in memory.
     let elsewhere = DecoderLayer::at_rest(&checkpoint, &config, 1)?;
     engine.begin(&elsewhere)?;
-    for projection in elsewhere.projections() {
-        engine.take_up(&elsewhere, projection)?;
+    for id in elsewhere.linear_ids() {
+        engine.take_up(&elsewhere, id)?;
     }
     let cut = Tiling::of(&MemorySettings::default(), &config);
     let theirs = values(&engine.forward(&elsewhere, &state, &cut)?)?;
@@ -239,12 +239,12 @@ fn a_layer_that_was_copied_ahead_is_not_copied_again() -> Result<()> {
     assert!(difference(&ours, &theirs) < 2e-6);
     // A matrix is out of date once it was changed, and the others are not.
     let mut changed = elsewhere.clone();
-    changed.linear_mut(Projection::Q);
+    changed.linear_mut(LinearId::Q);
     copies(&layer);
     engine.adopt();
     engine.begin(&changed)?;
-    assert!(engine.take_up(&changed, Projection::Q).is_err());
-    assert!(engine.take_up(&changed, Projection::K).is_ok());
+    assert!(engine.take_up(&changed, LinearId::Q).is_err());
+    assert!(engine.take_up(&changed, LinearId::K).is_ok());
     // A copy of other weights is not taken, and a copy is gone where memory is needed.
     for (layer, releases) in [(elsewhere.clone().as_version(1), false), (elsewhere, true)] {
         copies(&DecoderLayer::load(&*checkpoint, &config, 1)?);
@@ -253,7 +253,7 @@ fn a_layer_that_was_copied_ahead_is_not_copied_again() -> Result<()> {
         }
         engine.adopt();
         engine.begin(&layer)?;
-        assert!(engine.take_up(&layer, Projection::Q).is_err());
+        assert!(engine.take_up(&layer, LinearId::Q).is_err());
     }
     Ok(())
 }
@@ -268,7 +268,7 @@ fn a_weight_that_is_not_in_memory_is_an_error() -> Result<()> {
     let layer = DecoderLayer::at_rest(&checkpoint, &config, 0)?;
     let mut engine = OnCandle::new(Device::Cpu, DType::F32, String::new(), &config, &context)?;
     engine.begin(&layer)?;
-    assert!(engine.take_up(&layer, Projection::Q).is_err());
+    assert!(engine.take_up(&layer, LinearId::Q).is_err());
     let state = tensor::from_vec(vec![0.0; SEQLEN * HIDDEN], &[SEQLEN, HIDDEN])?;
     let cut = Tiling::of(&MemorySettings::default(), &config);
     let error = engine.forward(&layer, &state, &cut).unwrap_err();

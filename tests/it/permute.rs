@@ -1,7 +1,7 @@
 //! `--permute-channels`: what is written, what the records say, and what is refused.
 
 use prune::linalg::StoredDtype;
-use prune::model::{DecoderLayer, ModelConfig, Projection};
+use prune::model::{DecoderLayer, ModelConfig, LinearId};
 use prune::synthetic::RandomCheckpoint;
 use safetensors::SafeTensors;
 
@@ -38,18 +38,18 @@ fn rows_biases_and_columns_take_one_order_together() {
         ));
         let mut moved = 0;
         for layer in 0..config.num_hidden_layers {
-            let of = |folder: &str, projection: Projection| {
-                elements(&bytes(&place, folder, &projection.tensor_name(layer)))
+            let of = |folder: &str, id: LinearId| {
+                elements(&bytes(&place, folder, &id.tensor_name(layer)))
             };
-            let bias = |folder: &str, projection: Projection| {
-                elements(&bytes(&place, folder, &projection.bias_name(layer)))
+            let bias = |folder: &str, id: LinearId| {
+                elements(&bytes(&place, folder, &id.bias_name(layer)))
             };
             // Biases of noise name the channels.
-            let (old, new) = (bias("m", Projection::Gate), bias("out/model", Projection::Gate));
+            let (old, new) = (bias("m", LinearId::GATE), bias("out/model", LinearId::GATE));
             let pairs = |channel: usize| {
                 (0..wide).filter(|&from| old[from] == new[channel]).collect::<Vec<_>>()
             };
-            let ups = (bias("m", Projection::Up), bias("out/model", Projection::Up));
+            let ups = (bias("m", LinearId::UP), bias("out/model", LinearId::UP));
             let order: Vec<usize> = (0..wide)
                 .map(|channel| {
                     let candidates = pairs(channel);
@@ -60,21 +60,21 @@ fn rows_biases_and_columns_take_one_order_together() {
             moved += order.iter().enumerate().filter(|(at, from)| at != *from).count();
             // Where nothing is changed, kept weights are those of the source at the old place.
             if method != "sparsegpt" {
-                for projection in [Projection::Gate, Projection::Up] {
-                    let (old, new) = (of("m", projection), of("out/model", projection));
+                for id in [LinearId::GATE, LinearId::UP] {
+                    let (old, new) = (of("m", id), of("out/model", id));
                     for (at, value) in new.iter().enumerate() {
                         let from = order[at / hidden] * hidden + at % hidden;
                         assert!(*value == [0, 0] || *value == old[from], "{method} {at}");
                     }
                 }
-                let (old, new) = (of("m", Projection::Down), of("out/model", Projection::Down));
+                let (old, new) = (of("m", LinearId::DOWN), of("out/model", LinearId::DOWN));
                 for (at, value) in new.iter().enumerate() {
                     let from = at / wide * wide + order[at % wide];
                     assert!(*value == [0, 0] || *value == old[from], "{method} {at}");
                 }
             }
-            let down = bytes(&place, "m", &Projection::Down.bias_name(layer));
-            assert_eq!(down, bytes(&place, "out/model", &Projection::Down.bias_name(layer)));
+            let down = bytes(&place, "m", &LinearId::DOWN.bias_name(layer));
+            assert_eq!(down, bytes(&place, "out/model", &LinearId::DOWN.bias_name(layer)));
         }
         assert!(moved > wide, "{method}: {moved} channels moved");
         let manifest = place.manifest("out");
@@ -193,7 +193,7 @@ fn layers_without_a_pruned_mlp_stay_in_the_order_of_the_source() {
     place.prune("--model m --sparsity-type 2:4 --permute-channels --include model.layers.1.* --eval none --save out");
     let layers = place.manifest("out").layers;
     assert!(layers[0].permutation.is_none() && layers[1].permutation.is_some());
-    let up = Projection::Up.tensor_name(0);
+    let up = LinearId::UP.tensor_name(0);
     assert_eq!(bytes(&place, "m", &up), bytes(&place, "out/model", &up));
 }
 

@@ -18,9 +18,9 @@ use crate::job::opened::{OpenedModel, check_seqlen};
 use crate::job::pass::settle_pass;
 use crate::job::settled_run::SettledRun;
 use crate::merging::recipe::Recipe;
-use crate::model::{DecoderLayer, ModelConfig, stored_dtypes};
+use crate::model::{DecoderLayer, InputMap, ModelConfig, stored_dtypes};
 use crate::pipeline::Observed;
-use crate::pipeline::activations::{SquareSumsKind, widths};
+use crate::pipeline::activations::SquareSumsKind;
 use crate::run::Events;
 use crate::run::merging::{MeasuredActivations, SaliencyReport};
 use crate::settings::{MergeSettings, ModelSettings, SaliencySource};
@@ -313,7 +313,7 @@ fn check(
 
 /// Bytes of the statistics of a model.
 fn bytes_of(config: &ModelConfig) -> ByteSize {
-    let columns: usize = widths(config).iter().sum();
+    let columns: usize = config.input_widths().values().sum();
     ByteSize::of(columns * config.num_hidden_layers, size_of::<f32>())
 }
 
@@ -326,7 +326,7 @@ fn kept_bytes(found: &SaliencyFile, wishes: &[Wish], configs: &[ModelConfig]) ->
 
 /// Bytes of the vectors of a file.
 fn found_bytes(found: &SaliencyFile) -> ByteSize {
-    let vectors = found.models.iter().flat_map(|model| model.layers.iter().flatten());
+    let vectors = found.models.iter().flat_map(|model| model.layers.iter().flat_map(InputMap::values));
     vectors.map(|means| ByteSize::of(means.len(), size_of::<f32>())).sum()
 }
 

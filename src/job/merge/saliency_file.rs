@@ -20,11 +20,11 @@ use sha2::{Digest, Sha256};
 use crate::bytes::{ByteSize, hex};
 use crate::checkpoint::{Checkpoint, TensorEntry, WeightSource, encode_header, write_atomic};
 use crate::failure::Failure;
-use crate::model::ModelConfig;
-use crate::pipeline::activations::{LayerSquares, widths};
+use crate::model::{InputId, ModelConfig};
+use crate::pipeline::activations::LayerSquares;
 
-/// The names of the inputs of a layer, in the order of [`crate::model::Observation::ALL`].
-const INPUTS: [&str; 4] = ["attn_in", "o_in", "mlp_in", "down_in"];
+/// The names of the inputs of a layer, in the order of [`InputId::ALL`].
+const INPUTS: [&str; InputId::ALL.len()] = ["attn_in", "o_in", "mlp_in", "down_in"];
 
 /// The version of the layout.
 const VERSION: &str = "2";
@@ -141,7 +141,7 @@ impl SaliencyFile {
         };
         for (at, model) in self.models.iter().enumerate() {
             for (layer, inputs) in model.layers.iter().enumerate() {
-                for (input, means) in INPUTS.iter().zip(inputs) {
+                for (input, means) in INPUTS.iter().zip(inputs.values()) {
                     add(name_of(at, layer, input), means);
                 }
             }
@@ -292,15 +292,15 @@ impl StatisticsReader<'_> {
         let mut layers = Vec::new();
         while layers.len() < measurement.num_hidden_layers {
             let layer = layers.len();
-            let means = INPUTS.iter().map_while(|input| {
-                let squares = self.file.entry(&name_of(self.at, layer, input))?;
-                Some(self.vector(squares))
-            });
-            let means: Result<Vec<Vec<f32>>> = means.collect();
-            match LayerSquares::try_from(means?) {
-                Ok(means) => layers.push(means),
-                Err(_) => break,
+            let entries = INPUTS.iter().map(|input| self.file.entry(&name_of(self.at, layer, input)));
+            let Some(entries) = entries.collect::<Option<Vec<_>>>() else {
+                break;
+            };
+            let mut means = LayerSquares::default();
+            for ((_, means), entry) in means.iter_mut().zip(entries) {
+                *means = self.vector(entry)?;
             }
+            layers.push(means);
         }
         Ok(MeasuredModel { measurement, layers })
     }
@@ -331,8 +331,8 @@ impl MeasuredModel {
     /// # Errors
     /// Fails for statistics whose shape does not fit the model.
     pub(super) fn check(&self, config: &ModelConfig, path: &Path) -> Result<()> {
-        let widths = widths(config);
-        let fits = |inputs: &LayerSquares| inputs.each_ref().map(Vec::len) == widths;
+        let widths = config.input_widths();
+        let fits = |inputs: &LayerSquares| inputs.iter().all(|(at, means)| means.len() == widths[at]);
         if self.layers.len() <= config.num_hidden_layers && self.layers.iter().all(fits) {
             return Ok(());
         }
@@ -341,7 +341,7 @@ impl MeasuredModel {
             self.measurement.model,
             path.display()
         ))
-        .detail(format!("expected vectors of {widths:?} elements"))
+        .detail(format!("expected vectors of {:?} elements", widths.values().collect::<Vec<_>>()))
         .hint("remove the file, or name another --saliency-file")
         .into())
     }

@@ -14,7 +14,7 @@ use super::saliency_file::{MeasuredModel, Measurement};
 use crate::failure::Failure;
 use crate::job::device_records::DeviceRecords;
 use crate::merging::pass::MergeTensor;
-use crate::model::ModelConfig;
+use crate::model::{InputId, InputMap, ModelConfig};
 use crate::run::Events;
 use crate::settings::SaliencySource;
 
@@ -23,23 +23,23 @@ struct Shared<'a> {
     measurement: &'a Measurement,
     config: &'a ModelConfig,
     /// a_j² by layer and input.
-    squares: Vec<[Arc<[f32]>; 4]>,
+    squares: Vec<InputMap<Arc<[f32]>>>,
 }
 
 impl<'a> Shared<'a> {
     fn new(model: &'a MeasuredModel, config: &'a ModelConfig) -> Self {
         let layers = model.layers.iter();
-        let squares = layers.map(|inputs| inputs.each_ref().map(|means| means[..].into()));
+        let squares = layers.map(|inputs| inputs.clone().map(|_, means| means.into()));
         Self { measurement: &model.measurement, config, squares: squares.collect() }
     }
 
     /// Layer and input of a linear's weight, by its name.
-    fn input_of(&self, tensor: &str) -> Option<(usize, usize)> {
+    fn input_of(&self, tensor: &str) -> Option<(usize, InputId)> {
         let (layer, rest) = tensor.strip_prefix("model.layers.")?.split_once('.')?;
         let module = rest.strip_suffix(".weight")?;
-        let mut projections = self.config.projections();
-        let projection = projections.find(|projection| projection.name() == module)?;
-        Some((layer.parse().ok()?, projection.observed_at() as usize))
+        let mut ids = self.config.linears();
+        let id = ids.find(|id| id.name() == module)?;
+        Some((layer.parse().ok()?, id.input()))
     }
 
     fn squares_of(&self, tensor: &str) -> Option<Arc<[f32]>> {

@@ -86,8 +86,8 @@ fn quantised(
     let layers = 0..model.config.num_hidden_layers;
     let matrices: BTreeSet<String> = layers
         .flat_map(|layer| {
-            let of_layer = model.config.projections();
-            of_layer.map(move |projection| projection.tensor_name(layer))
+            let of_layer = model.config.linears();
+            of_layer.map(move |id| id.tensor_name(layer))
         })
         .collect();
     let checkpoint = &model.checkpoint;

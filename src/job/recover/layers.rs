@@ -181,9 +181,9 @@ fn report(
         rank: is_factors.then_some(settings.rank),
         target_modules: recovery
             .part
-            .projections
+            .ids
             .iter()
-            .map(|projection| projection.module().to_string())
+            .map(|id| id.module().to_string())
             .collect(),
         parameters: (each * config.num_hidden_layers) as u64,
         optim: settings.optim.clone(),

@@ -10,7 +10,7 @@ use super::given::GivenTraining;
 use super::teacher::Teacher;
 use crate::failure::Failure;
 use crate::linalg::StoredDtype;
-use crate::model::{ModelConfig, Projection};
+use crate::model::{ModelConfig, LinearId};
 use crate::recovery::optimizers::{
     Hyperparameters, OPTIMIZERS, Optimizer, OptimizerKind, Schedule,
 };
@@ -62,7 +62,7 @@ impl Recovery {
         let teacher = teacher.map(|folder| Teacher::open(folder, settings, model, events));
         let resolved = Self::of(recovery, &model.config, teacher.transpose()?)?;
         if let Some(teacher) = &resolved.teacher {
-            teacher.check_differs(model, &resolved.part.projections, events)?;
+            teacher.check_differs(model, &resolved.part.ids, events)?;
         }
         Ok(Some(resolved))
     }
@@ -78,7 +78,7 @@ impl Recovery {
     ) -> Result<Self> {
         let kind = find(&recovery.optim).ok_or_else(|| no_optimizer(&recovery.optim))?;
         let part = TrainedPart {
-            projections: projections(&recovery.target_modules, config)?,
+            ids: ids(&recovery.target_modules, config)?,
             form: match recovery.trains {
                 TrainedKind::Weights => TrainedForm::Weights,
                 TrainedKind::Factors => {
@@ -133,8 +133,8 @@ impl Recovery {
     pub(in crate::job) fn tensors(&self, config: &ModelConfig) -> Vec<String> {
         let layers = 0..config.num_hidden_layers;
         let of_layer = |layer: usize| {
-            let matrices = self.part.projections.iter();
-            let matrices = matrices.map(move |projection| projection.tensor_name(layer));
+            let matrices = self.part.ids.iter();
+            let matrices = matrices.map(move |id| id.tensor_name(layer));
             matrices.chain(self.norms_of(layer, config))
         };
         layers.flat_map(of_layer).collect()
@@ -143,7 +143,7 @@ impl Recovery {
     /// Names of the norms of a layer, if they are trained.
     pub(in crate::job) fn norms_of(&self, layer: usize, config: &ModelConfig) -> Vec<String> {
         match self.part.norms {
-            true => config.family.norm_names(layer).into(),
+            true => config.family.norm_names(layer).map(|(_, name)| name).collect(),
             false => Vec::new(),
         }
     }
@@ -282,14 +282,14 @@ fn quantized_base(folder: &Path) -> Failure {
 }
 
 /// The matrices that are trained, in the order of a layer.
-fn projections(names: &[String], config: &ModelConfig) -> Result<Vec<Projection>> {
-    let all: Vec<Projection> = config.projections().collect();
+fn ids(names: &[String], config: &ModelConfig) -> Result<Vec<LinearId>> {
+    let all: Vec<LinearId> = config.linears().collect();
     if let [only] = names
         && only == ALL_LINEAR
     {
         return Ok(all);
     }
-    let known: Vec<&str> = all.iter().map(|projection| projection.module()).collect();
+    let known: Vec<&str> = all.iter().map(|id| id.module()).collect();
     if let Some(unknown) = names.iter().find(|name| !known.contains(&name.as_str())) {
         return Err(Failure::usage(format!(
             "--target-modules: a layer of this model has no `{unknown}`"
@@ -297,7 +297,7 @@ fn projections(names: &[String], config: &ModelConfig) -> Result<Vec<Projection>
         .hint(format!("use {ALL_LINEAR}, or some of {}", known.join(",")))
         .into());
     }
-    let is_named = |projection: &Projection| names.iter().any(|name| name == projection.module());
+    let is_named = |id: &LinearId| names.iter().any(|name| name == id.module());
     Ok(all.into_iter().filter(is_named).collect())
 }
 
@@ -306,19 +306,19 @@ fn check_rank(recovery: &RecoverySettings, part: &TrainedPart, config: &ModelCon
     if recovery.trains == TrainedKind::Weights {
         return Ok(());
     }
-    let side = |projection: &Projection| {
-        let (out, inner) = projection.shape(config);
-        (out.min(inner), *projection)
+    let side = |id: &LinearId| {
+        let (out, inner) = id.shape(config);
+        (out.min(inner), *id)
     };
-    let smallest = part.projections.iter().map(side).min_by_key(|(side, _)| *side);
-    let Some((side, projection)) = smallest.filter(|(side, _)| recovery.rank > *side) else {
+    let smallest = part.ids.iter().map(side).min_by_key(|(side, _)| *side);
+    let Some((side, id)) = smallest.filter(|(side, _)| recovery.rank > *side) else {
         return Ok(());
     };
-    let (out, inner) = projection.shape(config);
+    let (out, inner) = id.shape(config);
     Err(Failure::usage(format!(
         "--rank {} is above the rank of {} ({out} x {inner}), which is at most {side}",
         recovery.rank,
-        projection.module()
+        id.module()
     ))
     .hint(format!("use --rank {side} or less"))
     .into())

@@ -10,7 +10,7 @@ use super::steps::states_dtype;
 use crate::bytes::ByteSize;
 use crate::linalg::{Products, StoredDtype, factor_parts_elements};
 use crate::model::on_device::TrainedSizes;
-use crate::model::{ModelConfig, Projection, footprint, stored_dtypes};
+use crate::model::{ModelConfig, LinearId, footprint, stored_dtypes};
 use crate::pipeline::TrainingShape;
 use crate::recovery::{ParameterSpec, ParameterStore, TrainedForm};
 use crate::run::{Events, MemorySettings};
@@ -117,17 +117,17 @@ impl Recovery {
     fn trained_sizes(&self, config: &ModelConfig) -> TrainedSizes {
         let specs = self.part.parameters(config);
         let elements = specs.iter().map(ParameterSpec::elements);
-        let matrices = self.part.projections.iter();
-        let matrices = matrices.map(|projection| projection.elements(config));
+        let matrices = self.part.ids.iter();
+        let matrices = matrices.map(|id| id.elements(config));
         let largest_matrix = matrices.clone().max().unwrap_or(0);
         let (masked, most_parameters) = match self.part.form {
             TrainedForm::Weights => (0, largest_matrix),
             TrainedForm::Factors { rank, .. } => {
-                let factors = |projection: &Projection| {
-                    let (out, inner) = projection.shape(config);
+                let factors = |id: &LinearId| {
+                    let (out, inner) = id.shape(config);
                     rank * (out + inner)
                 };
-                let most = self.part.projections.iter().map(factors).max();
+                let most = self.part.ids.iter().map(factors).max();
                 (matrices.sum(), most.unwrap_or(0))
             }
         };
@@ -167,11 +167,11 @@ impl Recovery {
             TrainedForm::Weights => own,
             TrainedForm::Factors { rank, .. } => {
                 let kernel = model.products.of_gradients(model.dtype);
-                let parts = |projection: &Projection| {
-                    let (out, inner) = projection.shape(config);
+                let parts = |id: &LinearId| {
+                    let (out, inner) = id.shape(config);
                     factor_parts_elements(kernel, [out, inner], rank)
                 };
-                let largest = self.part.projections.iter().map(parts).max();
+                let largest = self.part.ids.iter().map(parts).max();
                 // The gradients are collected into copies, and the changes have copies of the factors.
                 3 * own + largest.unwrap_or(0)
             }
@@ -194,8 +194,8 @@ impl Recovery {
     fn base_bytes(&self, model: TrainedModel<'_>) -> ByteSize {
         let config = model.config;
         let layer = footprint::layer_weights(config, model.dtype, &MemorySettings::default());
-        let trained = self.part.projections.iter();
-        let trained: usize = trained.map(|projection| projection.elements(config)).sum();
+        let trained = self.part.ids.iter();
+        let trained: usize = trained.map(|id| id.elements(config)).sum();
         match self.part.form {
             TrainedForm::Weights => {
                 let stored = ByteSize::of(trained, model.dtype.bytes());
@@ -207,8 +207,8 @@ impl Recovery {
 
     /// Bytes of the masks of a layer's trained matrices.
     fn mask_bytes(&self, config: &ModelConfig) -> ByteSize {
-        let trained = self.part.projections.iter();
-        let trained = trained.map(|projection| projection.elements(config) / 8);
+        let trained = self.part.ids.iter();
+        let trained = trained.map(|id| id.elements(config) / 8);
         ByteSize::of(trained.sum(), 1)
     }
 
@@ -225,7 +225,7 @@ impl Recovery {
         events.note(format!(
             "recovery     {}: {of} of {} matrices, {} parameters",
             settings.how.name(),
-            self.part.projections.len() * config.num_hidden_layers,
+            self.part.ids.len() * config.num_hidden_layers,
             self.trained_parameters(config),
         ));
         let examples = match &job.texts.examples {
@@ -310,7 +310,7 @@ impl SettledRun {
 /// Bytes of a quantised base: half a byte per weight, its scale, and a bit of its mask; embedding, head and norms as they are.
 fn quantised_bytes(config: &ModelConfig, dtype: StoredDtype) -> ByteSize {
     let layers = config.num_hidden_layers as u64;
-    let of_layer: usize = config.projections().map(|one| one.elements(config)).sum();
+    let of_layer: usize = config.linears().map(|one| one.elements(config)).sum();
     let weights = layers * of_layer as u64;
     let others = footprint::parameters(config).saturating_sub(weights);
     let others = others.saturating_mul(dtype.bytes() as u64);

@@ -60,13 +60,13 @@ impl Trained {
     ) -> Result<()> {
         let (config, part) = (&job.model.config, &recovery.part);
         let of_layer = |layer: usize| {
-            let matrices = part.projections.iter().map(|projection| {
-                let (out, inner) = projection.shape(config);
-                (projection.full_name(layer), [out, inner])
+            let matrices = part.ids.iter().map(|id| {
+                let (out, inner) = id.shape(config);
+                (id.full_name(layer), [out, inner])
             });
             matrices.collect()
         };
-        let modules = part.projections.iter();
+        let modules = part.ids.iter();
         let adapter = TrainedAdapter {
             base: job.model.report()?.name(),
             rank: recovery.settings.rank,

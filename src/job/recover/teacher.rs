@@ -10,7 +10,7 @@ use super::super::opened::OpenedModel;
 use crate::checkpoint::{Checkpoint, TensorEntry, WeightSource};
 use crate::failure::Failure;
 use crate::linalg::convert;
-use crate::model::{DecoderLayer, Embedding, ModelConfig, Projection, stored_dtype};
+use crate::model::{DecoderLayer, Embedding, ModelConfig, LinearId, stored_dtype};
 use crate::quantized::QuantizedSource;
 use crate::run::Events;
 use crate::settings::{ModelSettings, Settings};
@@ -69,14 +69,14 @@ impl Teacher {
     pub(super) fn check_differs(
         &self,
         model: &OpenedModel,
-        projections: &[Projection],
+        ids: &[LinearId],
         events: &dyn Events,
     ) -> Result<()> {
         let config = &model.config;
         for layer in 0..config.num_hidden_layers {
-            for projection in projections {
-                let (rows, columns) = projection.shape(config);
-                let name = projection.tensor_name(layer);
+            for id in ids {
+                let (rows, columns) = id.shape(config);
+                let name = id.tensor_name(layer);
                 let of_teacher = self.source.require(&name, &[rows, columns])?;
                 let of_model = model.source.require(&name, &[rows, columns])?;
                 for first in (0..rows * columns).step_by(PIECE) {

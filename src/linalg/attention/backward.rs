@@ -1,15 +1,16 @@
 //! Gradients of causal attention, from the gradient of a loss with respect to its contexts.
 //!
-//! With scores s_ij = q_i·k_j / √head_dim, probabilities p_ij = softmax_j(s_ij) over keys j ≤ i, and contexts c_i = Σ_j p_ij v_j:
+//! With scores s_ij = a·q_i·k_j, capped scores t_ij = cap·tanh(s_ij / cap), or s_ij without a cap, probabilities p_ij = softmax_j(t_ij)
+//! over visible keys i − window < j ≤ i, and contexts c_i = Σ_j p_ij v_j:
 //!
 //! ```text
 //! dv_j = Σ_i p_ij dc_i
-//! ds_ij = p_ij (dc_i·v_j − dc_i·c_i) / √head_dim
+//! ds_ij = a·p_ij (dc_i·v_j − dc_i·c_i) · (1 − (t_ij / cap)²), the last factor with a cap only
 //! dq_i = Σ_j ds_ij k_j,    dk_j = Σ_i ds_ij q_i
 //! ```
 //!
 //! Dao et al. 2022, arXiv:2205.14135, appendix B.2 and algorithm 4. Probabilities are computed again from q and k, for a block of
-//! queries of a head and all keys that it sees. So no `[seqlen, seqlen]` matrix exists, and the forward pass stores no statistics. Both
+//! queries of a head and the blocks of keys that it sees. So no `[seqlen, seqlen]` matrix exists, and the forward pass stores no statistics. Both
 //! passes use the same kernel; sums are f32.
 //!
 //! A task computes a query head. Query heads that share a key head have gradients of k and v of their own, which are added in the order
@@ -18,8 +19,10 @@
 //! ```text
 //! results    seqlen·(Q + 2·K)
 //! of heads   seqlen·2·Q                      (`partial`)
-//! a thread   128·(seqlen + 512 + head_dim) and packed factors  ([`scratch_bytes`])
+//! a thread   128·(seen + 512 + head_dim) and packed factors  ([`backward_scratch_bytes`])
 //! ```
+//!
+//! `seen` is seqlen, or at most window + 1150; with a cap it counts twice.
 
 mod block;
 mod inputs;
@@ -29,7 +32,7 @@ use rayon::prelude::*;
 use super::super::buffer_pool::BufferPool;
 use super::super::product::{Kernel, Line};
 use super::super::rectangles::{self, Rectangle};
-use super::scheme::Heads;
+use super::scheme::{Heads, Scoring};
 use block::{GradientScratch, PackedLengths};
 pub use inputs::AttentionInputs;
 use inputs::{BackwardInputs, QUERIES};
@@ -58,11 +61,12 @@ pub fn backward_scratch_bytes(
     kernel: Kernel,
     head_dim: usize,
     seqlen: usize,
+    scoring: Scoring,
     threads: usize,
 ) -> usize {
-    let lengths = PackedLengths::of(kernel, head_dim, seqlen);
+    let lengths = PackedLengths::of(kernel, head_dim, seqlen, scoring);
     let packed = lengths.query_lines() + lengths.blocks * lengths.key_lines();
-    let floats = lengths.queries * (seqlen + lengths.keys + head_dim + 1);
+    let floats = lengths.queries * (lengths.seen + lengths.slopes + lengths.keys + head_dim + 1);
     threads * (packed * size_of::<Line>() + floats * size_of::<f32>())
 }
 

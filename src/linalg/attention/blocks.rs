@@ -8,7 +8,7 @@ use pulp::{Arch, Simd, WithSimd};
 use super::super::exp;
 use super::super::product::{Factors, Kernel, Line, Strided, Values};
 use super::super::rectangles::Rectangle;
-use super::scheme::{Heads, Inputs, Scheme};
+use super::scheme::{Heads, Inputs, Scheme, Scoring, queries_of};
 
 const QUERIES_AT_ONCE: usize = 128;
 /// Keys per block. Their scores take 256 KiB, which is at most half of a second-level cache.
@@ -81,10 +81,24 @@ pub(super) struct BlockScratch {
 }
 
 impl Inputs<'_> {
-    /// The blocks of the first `keys` keys.
-    fn key_blocks(&self, keys: usize) -> impl Iterator<Item = Range<usize>> + use<> {
-        let all = self.keys;
-        (0..keys).step_by(KEYS_AT_ONCE).map(move |first| first..all.min(first + KEYS_AT_ONCE))
+    /// The blocks of keys that some queries see.
+    fn key_blocks(&self, queries: Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
+        let (all, keys) = (self.keys, self.keys_of(queries, KEYS_AT_ONCE));
+        keys.step_by(KEYS_AT_ONCE).map(move |first| first..all.min(first + KEYS_AT_ONCE))
+    }
+
+    /// All keys that are packed.
+    fn packed_keys(&self) -> Range<usize> {
+        self.keys_of(0..self.seqlen, KEYS_AT_ONCE)
+    }
+
+    fn lengths(&self, queries: usize) -> BlockLengths {
+        BlockLengths::of(self.kernel, self.heads.head_dim, queries, self.packed_keys().len())
+    }
+
+    /// The place of a block of keys among the packed blocks.
+    fn place(&self, keys: &Range<usize>) -> usize {
+        (keys.start - self.packed_keys().start) / KEYS_AT_ONCE
     }
 }
 
@@ -92,9 +106,9 @@ impl Scheme for BlockScratch {
     const QUERIES_AT_ONCE: usize = QUERIES_AT_ONCE;
 
     fn new(source: &Inputs<'_>) -> Self {
-        let Inputs { kernel, heads: Heads { head_dim, .. }, keys, seqlen, .. } = *source;
-        let queries = QUERIES_AT_ONCE.min(seqlen);
-        let lengths = BlockLengths::of(kernel, head_dim, queries, keys);
+        let head_dim = source.heads.head_dim;
+        let queries = QUERIES_AT_ONCE.min(source.seqlen);
+        let lengths = source.lengths(queries);
         let lines = bytemuck::allocation::zeroed_vec;
         let nothing = QuerySums { largest: f32::NEG_INFINITY, sum: 0.0 };
         Self {
@@ -111,10 +125,10 @@ impl Scheme for BlockScratch {
     fn pack(&mut self, source: &Inputs<'_>, key_head: usize, rectangles: &[Rectangle<'_>]) {
         let Heads { num_key_value_heads, head_dim, .. } = source.heads;
         let width = num_key_value_heads * head_dim;
-        let last = rectangles.last().map_or(0, |block| block.rows().end);
-        let lengths = BlockLengths::of(source.kernel, head_dim, 0, source.keys);
+        let lengths = source.lengths(0);
         let factor = |values| Strided::rows(Values::F32(values), width).at(0, key_head * head_dim);
-        for (block, keys) in source.key_blocks(source.past + last).enumerate() {
+        for keys in source.key_blocks(queries_of(rectangles)) {
+            let block = source.place(&keys);
             let k = factor(source.k).at(keys.start, 0);
             let mut packed = &mut self.k[block * lengths.k..][..lengths.k];
             for slab in slabs(source.kernel, head_dim) {
@@ -140,8 +154,7 @@ impl Scheme for BlockScratch {
         let Heads { num_heads, num_key_value_heads, head_dim } = source.heads;
         let (kernel, rows) = (source.kernel, out.rows());
         let queries = rows.len();
-        let lengths = BlockLengths::of(kernel, head_dim, queries, source.keys);
-        let scale = 1.0 / (head_dim as f32).sqrt();
+        let lengths = source.lengths(queries);
         let head = key_head * (num_heads / num_key_value_heads) + query_head;
         let q = Strided::rows(Values::F32(source.q), num_heads * head_dim)
             .at(rows.start, head * head_dim);
@@ -155,7 +168,8 @@ impl Scheme for BlockScratch {
         let running = &mut self.running[..queries];
         running.fill(QuerySums { largest: f32::NEG_INFINITY, sum: 0.0 });
         let seen = source.past + rows.end;
-        for (block, keys) in source.key_blocks(seen).enumerate() {
+        for (number, keys) in source.key_blocks(rows.clone()).enumerate() {
+            let block = source.place(&keys);
             // No query sees the last keys of the last block, but the packed values include them.
             let some = keys.len().min(seen - keys.start);
             let scores = &mut self.scores[..queries * keys.len()];
@@ -170,10 +184,10 @@ impl Scheme for BlockScratch {
             Arch::new().dispatch(Soften {
                 scores,
                 keys: keys.clone(),
-                scale,
-                first_seen: source.past + rows.start + 1,
+                scoring: source.scoring,
+                position: source.past + rows.start,
                 running,
-                context: (block > 0).then_some((&mut *context, head_dim)),
+                context: (number > 0).then_some((&mut *context, head_dim)),
             });
             let probabilities = Strided::rows(Values::F32(scores), keys.len());
             let p = &mut self.p[..kernel.row_lines(queries, keys.len())];
@@ -185,7 +199,7 @@ impl Scheme for BlockScratch {
                 columns: head_dim,
                 inner: keys.len(),
             };
-            kernel.multiply(factors, context, head_dim, block > 0);
+            kernel.multiply(factors, context, head_dim, number > 0);
         }
         let columns = query_head * head_dim..(query_head + 1) * head_dim;
         let context = context.chunks_exact(head_dim).zip(running);
@@ -204,9 +218,9 @@ struct Soften<'a> {
     /// `[queries, keys]`.
     scores: &'a mut [f32],
     keys: Range<usize>,
-    scale: f32,
-    /// Keys visible to the first query, of all keys.
-    first_seen: usize,
+    scoring: Scoring,
+    /// The position of the first query.
+    position: usize,
     running: &'a mut [QuerySums],
     /// The sums over earlier keys, and their width.
     context: Option<(&'a mut [f32], usize)>,
@@ -217,11 +231,11 @@ impl WithSimd for Soften<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { scores, keys, scale, first_seen, running, mut context } = self;
+        let Self { scores, keys, scoring, position, running, mut context } = self;
         let lines = scores.chunks_exact_mut(keys.len()).zip(running);
         for (query, (scores, running)) in lines.enumerate() {
-            let visible = (first_seen + query).saturating_sub(keys.start);
-            let shrinks = soften(simd, scores, visible.min(keys.len()), scale, running);
+            let visible = scoring.visible(position + query, &keys);
+            let shrinks = soften(simd, scores, visible, scoring, running);
             if let Some((context, width)) = &mut context
                 && shrinks != 1.0
             {
@@ -233,21 +247,23 @@ impl WithSimd for Soften<'_> {
     }
 }
 
-/// scores ← e^(scale·score − largest) for the first `visible` scores, and 0 for the scores of future keys. Returns the
+/// scores ← e^(score − largest), scaled and capped, for the `visible` scores, and 0 for the scores of hidden keys. Returns the
 /// factor for earlier sums, since the largest score may have changed.
 #[inline(always)]
 fn soften<S: Simd>(
     simd: S,
     scores: &mut [f32],
-    visible: usize,
-    scale: f32,
+    visible: Range<usize>,
+    scoring: Scoring,
     running: &mut QuerySums,
 ) -> f32 {
-    let (seen, future) = scores.split_at_mut(visible);
-    future.fill(0.0);
-    if seen.is_empty() {
+    scores[..visible.start].fill(0.0);
+    scores[visible.end..].fill(0.0);
+    if visible.is_empty() {
         return 1.0;
     }
+    let seen = &mut scores[visible];
+    let scale = scoring.cap(seen);
     let before = running.largest;
     running.largest = before.max(exp::largest_of(simd, seen) * scale);
     let shrinks =

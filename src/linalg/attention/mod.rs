@@ -1,9 +1,17 @@
 //! Causal attention in blocks of queries and keys, without a `[heads, seq, seq]` tensor.
 //!
-//! For each head h and query row i: p_ij = exp(s_ij − max_j s_ij) / Σ_j exp(s_ij − max_j s_ij) over keys j ≤ i with
-//! s_ij = q_i·k_j / √head_dim, and the context row is Σ_j p_ij v_j (Vaswani et al. 2017, arXiv:1706.03762, eq. 1). A block
-//! of queries takes the keys up to its last row block by block, so that scores, keys and values stay in a core's cache. Sums are
-//! relative to the largest score so far; they are scaled down when a later block has a larger score (Milakov and Gimelshein 2018,
+//! For each head h and query at position i, over the keys j ≤ i and, in a layer with a window of w tokens, j > i − w:
+//!
+//! ```text
+//! s_ij = a·q_i·k_j, and with a soft cap s_ij ← cap·tanh(s_ij / cap)       (`Scoring`; the usual scale a is 1 / √head_dim)
+//! p_ij = exp(s_ij − max_j s_ij) / Σ_j exp(s_ij − max_j s_ij)
+//! context_i = Σ_j p_ij v_j
+//! ```
+//!
+//! (Vaswani et al. 2017, arXiv:1706.03762, eq. 1; windows: Beltagy et al. 2020, arXiv:2004.05150; caps: Gemma Team 2024,
+//! arXiv:2408.00118; the order is the order of transformers' eager attention.) A block of queries takes its visible keys block by block,
+//! so that scores, keys and values stay in a core's cache. Blocks of keys before the window of all its queries are neither packed nor
+//! computed, so a window costs O(seqlen·window). Sums are relative to the largest score so far; they are scaled down when a later block has a larger score (Milakov and Gimelshein 2018,
 //! arXiv:1805.02867, algorithm 3). Scores, softmax and sums are f32, as in the reference's eager path. A bf16 kernel rounds queries,
 //! keys, values and exp(s_ij − max) to bf16 for the two products.
 //!
@@ -34,13 +42,14 @@ use rayon::prelude::*;
 use super::buffer_pool::BufferPool;
 use super::product::Kernel;
 use super::rectangles::{self, Rectangle};
-pub use scheme::{Causal, Heads};
+pub use scheme::{Causal, Heads, Scoring};
 use scheme::{Inputs, Scheme};
 
 /// The least tasks per thread, if there are enough blocks of queries.
 const TASKS_PER_THREAD: usize = 2;
 
-/// Bytes of scratch of [`Causal`] for `queries` tokens, of which the last sees `keys`, with `threads` threads.
+/// Bytes of scratch of [`Causal`] for `queries` tokens, of which the last follows `keys` - 1 tokens, with `threads` threads. A window may
+/// need less.
 pub fn scratch_bytes(
     kernel: Kernel,
     head_dim: usize,
@@ -82,7 +91,7 @@ impl Causal<'_> {
     /// # Panics
     /// Panics when a slice does not have the size of its shape.
     pub fn context_columns(self, out: &mut [f32], columns: Columns) {
-        let Self { kernel, heads, past, q, k, v } = self;
+        let Self { kernel, heads, scoring, past, q, k, v } = self;
         let Heads { num_heads, num_key_value_heads, head_dim } = heads;
         let (query_width, key_width) = (num_heads * head_dim, num_key_value_heads * head_dim);
         let seqlen = q.len() / query_width.max(1);
@@ -100,7 +109,7 @@ impl Causal<'_> {
         if seqlen == 0 {
             return;
         }
-        let source = Inputs { kernel, heads, past, seqlen, keys: past + seqlen, q, k, v };
+        let source = Inputs { kernel, heads, scoring, past, seqlen, keys: past + seqlen, q, k, v };
         match kernel {
             Kernel::Fused => share::<panels::PanelScratch>(&source, out, columns),
             _ => share::<blocks::BlockScratch>(&source, out, columns),
@@ -151,7 +160,7 @@ mod tests {
     use super::*;
 
     /// Straight from the formula, in f64.
-    fn plain(heads: Heads, q: &[f32], k: &[f32], v: &[f32]) -> Vec<f64> {
+    fn plain(heads: Heads, scoring: Scoring, [q, k, v]: [&[f32]; 3]) -> Vec<f64> {
         let Heads { num_heads, num_key_value_heads, head_dim } = heads;
         let (qw, kw) = (num_heads * head_dim, num_key_value_heads * head_dim);
         let seqlen = q.len() / qw;
@@ -159,7 +168,9 @@ mod tests {
         for h in 0..num_heads {
             let kh = h / (num_heads / num_key_value_heads);
             for i in 0..seqlen {
-                let scores: Vec<f64> = (0..=i)
+                let visible =
+                    (0..=i).filter(|j| scoring.window.is_none_or(|window| j + window > i));
+                let scores: Vec<(usize, f64)> = visible
                     .map(|j| {
                         let dot: f64 = (0..head_dim)
                             .map(|d| {
@@ -167,12 +178,14 @@ mod tests {
                                     * f64::from(k[j * kw + kh * head_dim + d])
                             })
                             .sum();
-                        dot / (head_dim as f64).sqrt()
+                        let score = dot * f64::from(scoring.scale);
+                        let cap = scoring.soft_cap.map(f64::from);
+                        (j, cap.map_or(score, |cap| cap * (score / cap).tanh()))
                     })
                     .collect();
-                let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                let sum: f64 = scores.iter().map(|s| (s - largest).exp()).sum();
-                for (j, s) in scores.iter().enumerate() {
+                let largest = scores.iter().map(|(_, s)| *s).fold(f64::NEG_INFINITY, f64::max);
+                let sum: f64 = scores.iter().map(|(_, s)| (s - largest).exp()).sum();
+                for &(j, s) in &scores {
                     for d in 0..head_dim {
                         out[i * qw + h * head_dim + d] +=
                             (s - largest).exp() / sum * f64::from(v[j * kw + kh * head_dim + d]);
@@ -181,6 +194,97 @@ mod tests {
             }
         }
         out
+    }
+
+    /// Cases of windows and caps: at and around the lengths of blocks, and longer than the sequence.
+    fn scorings() -> Vec<Scoring> {
+        let windows = [1, 3, 48, 127, 128, 129, 479, 480, 481, 511, 512, 513, 5000];
+        let of = |soft_cap, window| Scoring { scale: 0.2, soft_cap, window };
+        let mut all: Vec<_> = windows.iter().map(|window| of(None, Some(*window))).collect();
+        all.extend([of(None, None), of(Some(4.0), None), of(Some(50.0), None)]);
+        all.extend([of(Some(4.0), Some(1)), of(Some(4.0), Some(100)), of(Some(50.0), Some(512))]);
+        all
+    }
+
+    #[test]
+    fn windows_and_caps_follow_the_formula_with_every_kernel() {
+        let heads = Heads { num_heads: 2, num_key_value_heads: 1, head_dim: 16 };
+        let (seqlen, width) = (1100, 32);
+        let waves = waves(heads, seqlen).map(|values| -> Vec<f32> {
+            // Numbers that bf16 holds, so that all kernels have one formula.
+            values.iter().map(|&value| half::bf16::from_f32(value).to_f32()).collect()
+        });
+        let [q, k, v] = waves.each_ref().map(Vec::as_slice);
+        for scoring in scorings() {
+            let exact = plain(heads, scoring, [q, k, v]);
+            let check = |got: &[f32], first: usize, allowed: f64, what: &str| {
+                for (at, (got, exact)) in got.iter().zip(&exact[first * width..]).enumerate() {
+                    let (apart, query) = ((f64::from(*got) - exact).abs(), first + at / width);
+                    assert!(apart < allowed, "{scoring:?}, {what}, query {query}: {got} {exact}");
+                }
+            };
+            for kernel in Kernel::all() {
+                let allowed = if kernel.is_bf16() { 2.0 / 512.0 + 1e-4 } else { 1e-5 };
+                if matches!(kernel, Kernel::Split(..3)) {
+                    continue;
+                }
+                for (first, last) in [(0, seqlen), (0, 1), (700, 990), (1023, 1100), (999, 1000)] {
+                    let q = &q[first * width..last * width];
+                    let [k, v] = [k, v].map(|values| &values[..last * 16]);
+                    let mut out = vec![f32::NAN; q.len()];
+                    let source = Causal { kernel, heads, scoring, past: first, q, k, v };
+                    source.context(&mut out);
+                    check(&out, first, allowed, &format!("{kernel:?} of {first}..{last}"));
+                    if last - first == 1 {
+                        // The context of one token, by blocks.
+                        out.fill(f32::NAN);
+                        source.context_columns(&mut out, Columns { width, first: 0 });
+                        check(&out, first, allowed, &format!("{kernel:?} by blocks of {first}"));
+                    }
+                }
+            }
+            let kernel = Kernel::Fused;
+            let source = Inputs { kernel, heads, scoring, past: 0, seqlen, keys: seqlen, q, k, v };
+            let mut out = vec![f32::NAN; q.len()];
+            share::<blocks::BlockScratch>(&source, &mut out, Columns { width, first: 0 });
+            check(&out, 0, 1e-5, "by blocks");
+        }
+    }
+
+    #[test]
+    fn a_window_over_a_long_sequence_is_the_attention_of_its_last_keys() {
+        let heads = Heads { num_heads: 1, num_key_value_heads: 1, head_dim: 8 };
+        let (seqlen, window) = (6000, 70);
+        let [mut q, k, v] = waves(heads, seqlen);
+        // Scores of some hundreds: sums of blocks differ by many powers of e.
+        q.iter_mut().for_each(|q| *q *= 50.0);
+        let scoring = Scoring { window: Some(window), ..Scoring::of_width(8) };
+        for kernel in Kernel::all() {
+            let mut out = vec![f32::NAN; q.len()];
+            Causal { kernel, heads, scoring, past: 0, q: &q, k: &k, v: &v }.context(&mut out);
+            assert!(out.iter().all(|value| value.is_finite()), "{kernel:?}");
+            let last = (seqlen - window) * 8..seqlen * 8;
+            let [q, k, v] = [&q, &k, &v].map(|values| &values[last.clone()]);
+            let mut alone = vec![f32::NAN; q.len()];
+            let scoring = Scoring::of_width(8);
+            Causal { kernel, heads, scoring, past: 0, q, k, v }.context(&mut alone);
+            for (got, alone) in out[(seqlen - 1) * 8..].iter().zip(&alone[(window - 1) * 8..]) {
+                assert!((got - alone).abs() < 1e-2, "{kernel:?}: {got} {alone}");
+            }
+        }
+    }
+
+    #[test]
+    fn operations_count_visible_keys() {
+        let heads = Heads { num_heads: 1, num_key_value_heads: 1, head_dim: 1 };
+        for window in [None, Some(1), Some(3), Some(6), Some(7), Some(100)] {
+            let scoring = Scoring { window, ..Scoring::of_width(1) };
+            for (past, tokens) in [(0, 1), (0, 6), (2, 5), (5, 1), (6, 4), (200, 9)] {
+                let visible = |position: usize| (position + 1).min(window.unwrap_or(usize::MAX));
+                let pairs: usize = (past..past + tokens).map(visible).sum();
+                assert_eq!(heads.operations(scoring, past, tokens), 4 * pairs, "{window:?} {past}");
+            }
+        }
     }
 
     /// Queries, keys and values between -2 and 2.
@@ -205,13 +309,14 @@ mod tests {
             (9, 1, 1, 1100),
         ] {
             let heads = Heads { num_heads, num_key_value_heads, head_dim };
+            let scoring = Scoring::of_width(head_dim);
             let [q, k, v] = waves(heads, seqlen);
-            let exact = plain(heads, &q, &k, &v);
+            let exact = plain(heads, scoring, [&q, &k, &v]);
             let [rounded_q, rounded_k, rounded_v] = [&q, &k, &v].map(|values| -> Vec<f32> {
                 let rounded = values.iter().map(|&value| half::bf16::from_f32(value));
                 rounded.map(half::bf16::to_f32).collect()
             });
-            let of_rounded = plain(heads, &rounded_q, &rounded_k, &rounded_v);
+            let of_rounded = plain(heads, scoring, [&rounded_q, &rounded_k, &rounded_v]);
             // Scores reach 4·√32, so exp amplifies their rounding of 1e-6 by about that much.
             let is_close = |got: &[f32], exact: &[f64], what: &str| {
                 for (got, exact) in got.iter().zip(exact) {
@@ -225,7 +330,7 @@ mod tests {
             let is_whole = |kernel: &Kernel| !matches!(kernel, Kernel::Split(..3));
             for kernel in Kernel::all().into_iter().filter(is_whole) {
                 let mut out = vec![f32::NAN; q.len()];
-                Causal { kernel, heads, past: 0, q: &q, k: &k, v: &v }.context(&mut out);
+                Causal { kernel, heads, scoring, past: 0, q: &q, k: &k, v: &v }.context(&mut out);
                 if !kernel.is_bf16() {
                     is_close(&out, &exact, "the whole sequence");
                 }
@@ -240,6 +345,7 @@ mod tests {
             let source = Inputs {
                 kernel: Kernel::Fused,
                 heads,
+                scoring,
                 past: 0,
                 seqlen,
                 keys: seqlen,
@@ -256,7 +362,8 @@ mod tests {
                 let own = first * query_width..last * query_width;
                 let mut part = vec![f32::NAN; own.len()];
                 let (k, v) = (&k[..last * key_width], &v[..last * key_width]);
-                Causal { kernel: Kernel::Fused, heads, past: first, q: &q[own.clone()], k, v }
+                let q = &q[own.clone()];
+                Causal { kernel: Kernel::Fused, heads, scoring, past: first, q, k, v }
                     .context(&mut part);
                 is_close(&part, &exact[own], "behind cached keys");
             }
@@ -268,17 +375,31 @@ mod tests {
         let (seqlen, num_heads, num_key_value_heads, head_dim) = (700, 6, 3, 40);
         let heads = Heads { num_heads, num_key_value_heads, head_dim };
         let [q, k, v] = waves(heads, seqlen);
-        for kernel in Kernel::all() {
+        let usual = Scoring::of_width(head_dim);
+        let other = Scoring { soft_cap: Some(5.0), window: Some(200), ..usual };
+        let kernels = Kernel::all().into_iter();
+        for (kernel, scoring) in kernels.flat_map(|kernel| [(kernel, usual), (kernel, other)]) {
             let run = |threads: usize| {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
                 let mut out = vec![0.0; q.len()];
                 pool.install(|| {
-                    Causal { kernel, heads, past: 0, q: &q, k: &k, v: &v }.context(&mut out)
+                    Causal { kernel, heads, scoring, past: 0, q: &q, k: &k, v: &v }
+                        .context(&mut out)
                 });
                 out
             };
             let one = run(1);
-            assert!(one == run(2) && one == run(7), "{kernel:?}");
+            assert!(one == run(2) && one == run(7), "{kernel:?}, {scoring:?}");
+            // The last two heads of keys alone.
+            let mut some = vec![0.0; q.len()];
+            let part = |values: &[f32], first: usize, width: usize| -> Vec<f32> {
+                values.chunks_exact(width).flat_map(|row| &row[first..]).copied().collect()
+            };
+            let (q, k, v) = (part(&q, 80, 240), part(&k, 40, 120), part(&v, 40, 120));
+            let heads = Heads { num_heads: 4, num_key_value_heads: 2, head_dim };
+            Causal { kernel, heads, scoring, past: 0, q: &q, k: &k, v: &v }
+                .context_columns(&mut some, Columns { width: 240, first: 80 });
+            assert!(part(&one, 80, 240) == part(&some, 80, 240), "{kernel:?}, {scoring:?}");
         }
     }
 }

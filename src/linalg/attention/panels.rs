@@ -2,8 +2,9 @@
 //! along the lanes of registers, one query per lane, and its result is the packed factor of the product with the values.
 //!
 //! S ᵀ = K·Qᵀ, P ᵀ = e^(scale·Sᵀ − largest), context ᵀ = Vᵀ·Pᵀ, for a block of keys at a time; the rows of K and Vᵀ are broadcast. Future
-//! keys are computed only where they share a block of C with past keys: the last few keys of each panel. Blocks of keys have the same
-//! length on every CPU, and the sums of every query are its own. So all CPUs give the same bits.
+//! keys are computed only where they share a block of C with past keys: the last few keys of each panel. With a window, a panel begins
+//! at most 47 keys before the window of its first query. Blocks of keys begin at the same keys on every CPU, the sums of every query are
+//! its own, and hidden keys add zeros. So all CPUs give the same bits.
 
 use std::ops::Range;
 
@@ -14,7 +15,7 @@ use super::super::product::{
     InBlocks, Line, Strided, UNROLLED, Values, block_of_c, in_blocks, interleave, plus_block,
 };
 use super::super::rectangles::Rectangle;
-use super::scheme::{Heads, Inputs, Scheme};
+use super::scheme::{Heads, Inputs, Scheme, Scoring, queries_of};
 
 /// Queries per block, which share the keys and values in the second-level cache. A multiple of the widths of all panels.
 const QUERIES_AT_ONCE: usize = 144;
@@ -22,7 +23,7 @@ const QUERIES_AT_ONCE: usize = 144;
 const KEYS_AT_ONCE: usize = 480;
 /// Keys whose exponentials are added in f32; the sums of such groups are added in f64.
 const SHORT: usize = 16;
-/// A multiple of the heights of all blocks, so that scores are whole lines.
+/// A multiple of the heights of all blocks and of [`SHORT`]: scores are whole lines, and a panel may begin there.
 const STEP: usize = 48;
 /// The widest panel: three registers of 512 bits.
 const WIDEST: usize = 48;
@@ -80,7 +81,7 @@ pub(super) struct PanelScratch {
     /// Rows and columns of a block of C.
     block: (usize, usize),
     /// Keys that are packed.
-    keys: usize,
+    keys: Range<usize>,
     k: Vec<Line>,
     v: Vec<Line>,
     q: Vec<Line>,
@@ -91,11 +92,12 @@ pub(super) struct PanelScratch {
 
 impl PanelScratch {
     fn with_blocks(block: (usize, usize), source: &Inputs<'_>) -> Self {
-        let lengths = PanelLengths::of(block, source.heads.head_dim, source.seqlen, source.keys);
+        let keys = source.keys_of(0..source.seqlen, KEYS_AT_ONCE).len();
+        let lengths = PanelLengths::of(block, source.heads.head_dim, source.seqlen, keys);
         let lines = bytemuck::allocation::zeroed_vec;
         Self {
             block,
-            keys: 0,
+            keys: 0..0,
             k: lines(lengths.k),
             v: lines(lengths.v),
             q: lines(lengths.q),
@@ -124,8 +126,8 @@ impl PanelScratch {
             scratch: self,
             head_dim,
             queries: rows.len(),
-            first_seen: source.past + rows.start + 1,
-            scale: 1.0 / (head_dim as f32).sqrt(),
+            position: source.past + rows.start,
+            scoring: source.scoring,
             out,
             column: query_head * head_dim,
         }
@@ -142,11 +144,12 @@ impl Scheme for PanelScratch {
     fn pack(&mut self, source: &Inputs<'_>, key_head: usize, rectangles: &[Rectangle<'_>]) {
         let Heads { num_key_value_heads, head_dim, .. } = source.heads;
         let width = num_key_value_heads * head_dim;
-        let keys = source.past + rectangles.last().map_or(0, |block| block.rows().end);
-        let k = Strided::rows(Values::F32(source.k), width).at(0, key_head * head_dim);
-        interleave(k, keys, head_dim, self.block.0, &mut self.k);
-        let v = Strided::transposed(Values::F32(source.v), width).at(key_head * head_dim, 0);
-        interleave(v, head_dim, keys, self.block.0, &mut self.v);
+        let keys = source.keys_of(queries_of(rectangles), KEYS_AT_ONCE);
+        let column = key_head * head_dim;
+        let k = Strided::rows(Values::F32(source.k), width).at(keys.start, column);
+        interleave(k, keys.len(), head_dim, self.block.0, &mut self.k);
+        let v = Strided::transposed(Values::F32(source.v), width).at(column, keys.start);
+        interleave(v, head_dim, keys.len(), self.block.0, &mut self.v);
         self.keys = keys;
     }
 
@@ -166,9 +169,9 @@ struct Block<'a, 'o> {
     scratch: &'a mut PanelScratch,
     head_dim: usize,
     queries: usize,
-    /// Keys visible to the first query.
-    first_seen: usize,
-    scale: f32,
+    /// The position of the first query.
+    position: usize,
+    scoring: Scoring,
     out: &'a mut Rectangle<'o>,
     /// The first column of this head in `out`.
     column: usize,
@@ -179,16 +182,17 @@ impl InBlocks for Block<'_, '_> {
 
     #[inline(always)]
     fn run<S: Simd, const ROWS: usize, const WIDE: usize>(self, simd: S) {
-        let Self { scratch, head_dim, queries, first_seen, scale, out, column } = self;
+        let Self { scratch, head_dim, queries, position, scoring, out, column } = self;
         let width = WIDE * S::F32_LANES;
         let floats = bytemuck::cast_slice::<Line, f32>;
         let (k, v, q) = (floats(&scratch.k), floats(&scratch.v), floats(&scratch.q));
         let scores = bytemuck::cast_slice_mut::<Line, f32>(&mut scratch.scores);
         let context = bytemuck::cast_slice_mut::<Line, f32>(&mut scratch.context);
         let (steps, key_steps) =
-            (head_dim.next_multiple_of(LINE), scratch.keys.next_multiple_of(LINE));
+            (head_dim.next_multiple_of(LINE), scratch.keys.len().next_multiple_of(LINE));
         let in_context = head_dim.next_multiple_of(ROWS) * width;
-        for first in (0..first_seen + queries - 1).step_by(KEYS_AT_ONCE) {
+        let first_block = scoring.first_key(position) / KEYS_AT_ONCE * KEYS_AT_ONCE;
+        for first in (first_block..position + queries).step_by(KEYS_AT_ONCE) {
             let panels = q
                 .chunks_exact(steps * width)
                 .zip(context.chunks_exact_mut(in_context))
@@ -198,14 +202,16 @@ impl InBlocks for Block<'_, '_> {
                 if before >= queries {
                     break;
                 }
-                let first_seen = first_seen + before;
-                let last_seen = first_seen + width.min(queries - before) - 1;
-                let keys = first..last_seen.min(first + KEYS_AT_ONCE);
+                let position = position + before;
+                let oldest = scoring.first_key(position) / STEP * STEP;
+                let end = position + width.min(queries - before);
+                let keys = first.max(oldest)..end.min(first + KEYS_AT_ONCE);
                 if keys.is_empty() {
                     continue;
                 }
+                let at = keys.start - scratch.keys.start;
                 // Scores.
-                let blocks = k[first * steps..].chunks_exact(steps * ROWS);
+                let blocks = k[at * steps..].chunks_exact(steps * ROWS);
                 let results = scores.chunks_exact_mut(ROWS * width);
                 for (k, scores) in blocks.zip(results).take(keys.len().div_ceil(ROWS)) {
                     let nothing = [[simd.splat_f32s(0.0); WIDE]; ROWS];
@@ -215,16 +221,19 @@ impl InBlocks for Block<'_, '_> {
                 }
                 // Probabilities, in place of the scores.
                 let padded = keys.len().next_multiple_of(UNROLLED);
+                let scale = scoring.cap(&mut scores[..keys.len() * width]);
                 let (rows, _) = S::as_mut_simd_f32s(&mut scores[..padded * width]);
-                let (rows, _) = rows.as_chunks_mut::<WIDE>();
-                let shrinks = soften(simd, rows, keys, first_seen, scale, running);
+                let (rows, beyond) = rows.as_chunks_mut::<WIDE>().0.split_at_mut(keys.len());
+                beyond.as_flattened_mut().fill(simd.splat_f32s(0.0));
+                let band = Band::of(scoring, position, keys.start);
+                let shrinks = soften(simd, rows, band, scale, running);
                 // The context so far.
                 let blocks = v.chunks_exact(key_steps * ROWS);
                 for (v, context) in blocks.zip(context.chunks_exact_mut(ROWS * width)) {
                     let (context, _) = S::as_mut_simd_f32s(context);
                     let (rows, _) = context.as_chunks_mut::<WIDE>();
                     let mut sums = [[simd.splat_f32s(0.0); WIDE]; ROWS];
-                    if first > 0 {
+                    if keys.start > oldest {
                         for (sums, before) in sums.iter_mut().zip(&*rows) {
                             for ((sum, before), shrink) in sums.iter_mut().zip(before).zip(shrinks)
                             {
@@ -232,7 +241,7 @@ impl InBlocks for Block<'_, '_> {
                             }
                         }
                     }
-                    let v = &v[first * ROWS..][..padded * ROWS];
+                    let v = &v[at * ROWS..][..padded * ROWS];
                     let p = &scores[..padded * width];
                     rows.copy_from_slice(&plus_block::<S, ROWS, WIDE>(simd, v, p, sums));
                 }
@@ -252,56 +261,92 @@ impl InBlocks for Block<'_, '_> {
     }
 }
 
-/// scores ← e^(scale·score − largest), 0 for future keys and in the rows after the last key. Returns the factor for earlier sums, since
-/// the largest score may have changed.
-/// `scores` has a row for each key and a lane for each query. The first query sees `first_seen` keys, and every later query sees one key
-/// more than the query before it.
+/// The keys that a panel's queries see: the query of lane l sees the key of row r if r + begin ≤ l < r + end.
+#[derive(Clone, Copy)]
+struct Band {
+    begin: i64,
+    end: i64,
+}
+
+/// The number of each lane.
+const LANE_NUMBERS: [f32; WIDEST] = {
+    let mut numbers = [0.0; WIDEST];
+    let mut lane = 0;
+    while lane < WIDEST {
+        numbers[lane] = lane as f32;
+        lane += 1;
+    }
+    numbers
+};
+
+impl Band {
+    /// The band of queries from a position on, with rows of keys from `first_key` on.
+    fn of(scoring: Scoring, position: usize, first_key: usize) -> Self {
+        /// More keys than any sequence has.
+        const ALL: usize = 1 << 40;
+        let begin = first_key as i64 - position as i64;
+        Self { begin, end: begin + scoring.window.unwrap_or(ALL).clamp(1, ALL) as i64 }
+    }
+
+    /// The first of the `rows` that all of `width` lanes see, and the first row after them.
+    fn common(self, width: usize, rows: usize) -> (usize, usize) {
+        let end = (1 - self.begin).clamp(0, rows as i64);
+        ((width as i64 - self.end).clamp(0, end) as usize, end as usize)
+    }
+
+    /// Replaces the scores of a row by `filler` in lanes that do not see its key.
+    #[inline(always)]
+    fn hide<S: Simd, const WIDE: usize>(
+        self,
+        simd: S,
+        row: usize,
+        filler: S::f32s,
+        scores: &mut [S::f32s; WIDE],
+    ) {
+        let begin = simd.splat_f32s((row as i64 + self.begin) as f32);
+        let end = simd.splat_f32s((row as i64 + self.end) as f32);
+        for (score, lane) in scores.iter_mut().zip(S::as_simd_f32s(&LANE_NUMBERS).0) {
+            *score = simd.select_f32s(simd.less_than_f32s(*lane, begin), filler, *score);
+            *score = simd.select_f32s(simd.less_than_f32s(*lane, end), *score, filler);
+        }
+    }
+}
+
+/// scores ← e^(scale·score − largest), 0 for hidden keys. Returns the factor for earlier sums, since the largest score may have changed.
+/// `scores` has a row for each key and a lane for each query.
 #[inline(always)]
 fn soften<S: Simd, const WIDE: usize>(
     simd: S,
     scores: &mut [[S::f32s; WIDE]],
-    keys: Range<usize>,
-    first_seen: usize,
+    band: Band,
     scale: f32,
     running: &mut PanelSums,
 ) -> [S::f32s; WIDE] {
-    // Rows of keys that every query sees.
-    let all_see = first_seen.saturating_sub(keys.start).min(keys.len());
+    let width = WIDE * S::F32_LANES;
+    let (all_from, all_see) = band.common(width, scores.len());
     let (zero, lowest) = (simd.splat_f32s(0.0), simd.splat_f32s(f32::NEG_INFINITY));
-    let (scores, beyond) = scores.split_at_mut(keys.len());
-    beyond.as_flattened_mut().fill(zero);
-    // Lanes from `row + sees` on see the key of `row`.
-    let mut numbers = [0.0f32; WIDEST];
-    for (lane, number) in numbers.iter_mut().enumerate() {
-        *number = lane as f32;
-    }
-    let lanes = S::as_simd_f32s(&numbers).0;
-    let sees = keys.start as i64 + 1 - first_seen as i64;
-
-    let (common, edge) = scores.split_at_mut(all_see);
-    for (row, scores) in (all_see..).zip(&mut *edge) {
-        let least = simd.splat_f32s((row as i64 + sees) as f32);
-        for (score, lane) in scores.iter_mut().zip(lanes) {
-            *score = simd.select_f32s(simd.less_than_f32s(*lane, least), lowest, *score);
-        }
+    for row in (0..all_from).chain(all_see..scores.len()) {
+        band.hide(simd, row, lowest, &mut scores[row]);
     }
     let mut largest = [[lowest; WIDE]; CHAINS];
-    let (chunks, rest) = common.as_chunks::<CHAINS>();
+    let (chunks, rest) = scores.as_chunks::<CHAINS>();
     for chunk in chunks {
         for (largest, scores) in largest.iter_mut().zip(chunk) {
             larger_of(simd, largest, scores);
         }
     }
     let [mut most, others @ ..] = largest;
-    for scores in others.iter().chain(rest).chain(&*edge) {
+    for scores in others.iter().chain(rest) {
         larger_of(simd, &mut most, scores);
     }
     let wide_scale = simd.splat_f32s(scale);
     let (offsets, shrinks) = rescale(simd, most, wide_scale, running);
-    let (width, mut narrow) = (WIDE * S::F32_LANES, [0.0; WIDEST]);
+    let mut narrow = [0.0; WIDEST];
     for (chunk, scores) in scores.chunks_mut(SHORT).enumerate() {
         let first = chunk * SHORT;
-        let common = all_see.saturating_sub(first).min(scores.len());
+        // A chunk that begins before the window of a query has no rows in pairs.
+        let common = if first < all_from { 0 } else { all_see.saturating_sub(first) };
+        let common = common.min(scores.len());
         let (common, edge) = scores.split_at_mut(common);
         let mut sums = [zero; WIDE];
         let (pairs, odd) = common.as_chunks_mut::<2>();
@@ -324,10 +369,8 @@ fn soften<S: Simd, const WIDE: usize>(
                 *score = simd.mul_add_f32s(*score, wide_scale, offset);
             }
             [*scores] = exp::exps(simd, [*scores]);
-            let least = simd.splat_f32s((row as i64 + sees) as f32);
-            let values = scores.iter_mut().zip(lanes).zip(&mut sums);
-            for ((score, lane), sum) in values {
-                *score = simd.select_f32s(simd.less_than_f32s(*lane, least), zero, *score);
+            band.hide(simd, row, zero, scores);
+            for (sum, score) in sums.iter_mut().zip(scores) {
                 *sum = simd.add_f32s(*sum, *score);
             }
         }
@@ -358,7 +401,9 @@ fn rescale<S: Simd, const WIDE: usize>(
         let most = simd.mul_f32s(most, scale);
         let is_larger = simd.greater_than_f32s(most, *before);
         let now = simd.select_f32s(is_larger, most, *before);
-        *shrink = simd.sub_f32s(*before, now);
+        // A query that has seen no key has nothing to scale, and −∞ − −∞ is not a number.
+        let has_seen = simd.less_than_f32s(lowest, now);
+        *shrink = simd.select_f32s(has_seen, simd.sub_f32s(*before, now), simd.splat_f32s(0.0));
         *offset = simd.neg_f32s(now);
         *before = now;
     }

@@ -8,16 +8,15 @@ use std::collections::BTreeMap;
 use anyhow::{Result, ensure};
 
 use super::super::on_device::TrainedSizes;
-use super::super::{DecoderLayer, Projection};
+use super::super::{DecoderLayer, LinearId, NormRole};
 use crate::linalg::stored::zero_bits_of;
 use crate::linalg::{Linear, MaskedLowRank, ProductContext, elementwise};
 
 /// Gradients of some matrices of a layer, and of its norms if these are wanted.
 #[derive(Debug, Clone, Default)]
 pub struct LayerGradients {
-    weights: BTreeMap<Projection, MatrixGradient>,
-    /// Of the norms before attention and before the MLP, `[hidden_size]` each.
-    norms: Option<[Vec<f32>; 2]>,
+    weights: BTreeMap<LinearId, MatrixGradient>,
+    norms: Option<BTreeMap<NormRole, Vec<f32>>>,
 }
 
 /// The gradient of a matrix.
@@ -39,22 +38,22 @@ impl LayerGradients {
     ///
     /// # Panics
     /// Panics when the layer has no such matrix.
-    pub fn new(layer: &DecoderLayer, projections: impl IntoIterator<Item = Projection>) -> Self {
-        let zeros = |projection| {
-            let linear = layer.linear(projection);
+    pub fn new(layer: &DecoderLayer, ids: impl IntoIterator<Item = LinearId>) -> Self {
+        let zeros = |id| {
+            let linear = layer.linear(id);
             MatrixGradient::Whole(vec![0.0; linear.out_features() * linear.in_features()])
         };
         Self {
-            weights: projections
+            weights: ids
                 .into_iter()
-                .map(|projection| (projection, zeros(projection)))
+                .map(|id| (id, zeros(id)))
                 .collect(),
             ..Self::default()
         }
     }
 
     /// Zeros for the factors of low-rank changes. The layer's weights contain these changes.
-    pub fn of_factors(changes: BTreeMap<Projection, MaskedLowRank>) -> Self {
+    pub fn of_factors(changes: BTreeMap<LinearId, MaskedLowRank>) -> Self {
         let zeros = |change: MaskedLowRank| MatrixGradient::Factors {
             a: vec![0.0; change.factors.a.len()],
             b: vec![0.0; change.factors.b.len()],
@@ -63,21 +62,22 @@ impl LayerGradients {
         Self {
             weights: changes
                 .into_iter()
-                .map(|(projection, change)| (projection, zeros(change)))
+                .map(|(id, change)| (id, zeros(change)))
                 .collect(),
             ..Self::default()
         }
     }
 
-    /// The same with zeros for the weights of both norms.
+    /// The same with zeros for the weights of all norms.
     #[must_use]
     pub fn with_norms(self, layer: &DecoderLayer) -> Self {
-        Self { norms: Some(layer.norms().map(|norm| vec![0.0; norm.len()])), ..self }
+        let zeros = layer.norms().map(|(role, norm)| (role, vec![0.0; norm.stored().len()]));
+        Self { norms: Some(zeros.collect()), ..self }
     }
 
     /// Sets all gradients to zero, for the next step.
     pub fn clear(&mut self) {
-        let norms = self.norms.iter_mut().flatten();
+        let norms = self.norms.iter_mut().flat_map(BTreeMap::values_mut);
         let weights = self.weights.values_mut().flat_map(|gradient| match gradient {
             MatrixGradient::Whole(values) => vec![values],
             MatrixGradient::Factors { a, b, .. } => vec![a, b],
@@ -88,46 +88,46 @@ impl LayerGradients {
     }
 
     /// The matrices that have a gradient.
-    pub fn projections(&self) -> impl Iterator<Item = Projection> + use<'_> {
+    pub fn linear_ids(&self) -> impl Iterator<Item = LinearId> + use<'_> {
         self.weights.keys().copied()
     }
 
     /// The gradient of a matrix `[out_features, in_features]`; `None` if it is frozen, or only its factors are trained.
-    pub fn weight(&self, projection: Projection) -> Option<&[f32]> {
-        match self.weights.get(&projection)? {
+    pub fn weight(&self, id: LinearId) -> Option<&[f32]> {
+        match self.weights.get(&id)? {
             MatrixGradient::Whole(values) => Some(values),
             MatrixGradient::Factors { .. } => None,
         }
     }
 
     /// Takes the gradient of a matrix out; `None` as of [`LayerGradients::weight`].
-    pub fn take_weight(&mut self, projection: Projection) -> Option<Vec<f32>> {
-        match self.weights.remove(&projection)? {
+    pub fn take_weight(&mut self, id: LinearId) -> Option<Vec<f32>> {
+        match self.weights.remove(&id)? {
             MatrixGradient::Whole(values) => Some(values),
             MatrixGradient::Factors { .. } => None,
         }
     }
 
     /// The gradients of the factors of a matrix: of A `[rank, in_features]` and of B `[out_features, rank]`; `None` if it has none.
-    pub fn factors(&self, projection: Projection) -> Option<[&[f32]; 2]> {
-        match self.weights.get(&projection)? {
+    pub fn factors(&self, id: LinearId) -> Option<[&[f32]; 2]> {
+        match self.weights.get(&id)? {
             MatrixGradient::Whole(_) => None,
             MatrixGradient::Factors { a, b, .. } => Some([a, b]),
         }
     }
 
     /// The trained matrices, with their low-rank change if its factors are trained.
-    pub fn changes(&self) -> impl Iterator<Item = (Projection, Option<&MaskedLowRank>)> {
-        self.weights.iter().map(|(&projection, gradient)| match gradient {
-            MatrixGradient::Whole(_) => (projection, None),
-            MatrixGradient::Factors { change, .. } => (projection, Some(change)),
+    pub fn changes(&self) -> impl Iterator<Item = (LinearId, Option<&MaskedLowRank>)> {
+        self.weights.iter().map(|(&id, gradient)| match gradient {
+            MatrixGradient::Whole(_) => (id, None),
+            MatrixGradient::Factors { change, .. } => (id, Some(change)),
         })
     }
 
     /// The sizes of what is trained, for the memory of a device.
     pub fn sizes(&self) -> TrainedSizes {
         let mut sizes = TrainedSizes {
-            parameters: self.norms.iter().flatten().map(Vec::len).sum(),
+            parameters: self.norms.iter().flat_map(BTreeMap::values).map(Vec::len).sum(),
             ..TrainedSizes::default()
         };
         for gradient in self.weights.values() {
@@ -150,8 +150,8 @@ impl LayerGradients {
     ///
     /// # Errors
     /// Fails for a frozen matrix and for sums of a wrong length, which would be a bug.
-    pub fn add_sums(&mut self, projection: Projection, sums: &[Vec<f32>]) -> Result<()> {
-        let own: Vec<&mut Vec<f32>> = match self.weights.get_mut(&projection) {
+    pub fn add_sums(&mut self, id: LinearId, sums: &[Vec<f32>]) -> Result<()> {
+        let own: Vec<&mut Vec<f32>> = match self.weights.get_mut(&id) {
             None => Vec::new(),
             Some(MatrixGradient::Whole(values)) => vec![values],
             Some(MatrixGradient::Factors { a, b, .. }) => vec![a, b],
@@ -160,7 +160,7 @@ impl LayerGradients {
             (own.iter().map(|values| values.len()).collect(), sums.iter().map(Vec::len).collect());
         ensure!(
             expected == given && !own.is_empty(),
-            "gradients of {projection:?} have {expected:?} elements, and {given:?} came from a device"
+            "gradients of {id:?} have {expected:?} elements, and {given:?} came from a device"
         );
         for (own, sums) in own.into_iter().zip(sums) {
             elementwise::add(own, sums);
@@ -169,30 +169,35 @@ impl LayerGradients {
     }
 
     /// Adds a sum of gradients of a norm, unless the norms are frozen.
-    pub fn add_norm_sum(&mut self, norm: usize, sum: &[f32]) {
+    pub fn add_norm_sum(&mut self, norm: NormRole, sum: &[f32]) {
         if let Some(own) = self.norm_mut(norm) {
             elementwise::add(own, sum);
         }
     }
 
-    /// Gradients of the norms before attention and before the MLP; `None` if they are frozen.
-    pub fn norms(&self) -> Option<[&[f32]; 2]> {
-        self.norms.as_ref().map(|norms| norms.each_ref().map(Vec::as_slice))
+    /// Returns whether the norms have gradients.
+    pub fn has_norms(&self) -> bool {
+        self.norms.is_some()
     }
 
-    pub(super) fn norm_mut(&mut self, norm: usize) -> Option<&mut [f32]> {
-        self.norms.as_mut().map(|norms| norms[norm].as_mut_slice())
+    /// The gradient of a norm; `None` if the norms are frozen, or the layer has no such norm.
+    pub fn norm(&self, norm: NormRole) -> Option<&[f32]> {
+        self.norms.as_ref()?.get(&norm).map(Vec::as_slice)
+    }
+
+    pub(in crate::model) fn norm_mut(&mut self, norm: NormRole) -> Option<&mut [f32]> {
+        self.norms.as_mut()?.get_mut(&norm).map(Vec::as_mut_slice)
     }
 
     /// Adds dyᵀ·x to the gradient of a matrix, or what it is to its factors, unless the matrix is frozen.
-    pub(super) fn add(
+    pub(in crate::model) fn add(
         &mut self,
-        (projection, linear): (Projection, &Linear),
+        (id, linear): (LinearId, &Linear),
         dy: &[f32],
         x: &[f32],
         products: &mut ProductContext,
     ) {
-        match self.weights.get_mut(&projection) {
+        match self.weights.get_mut(&id) {
             None => {}
             Some(MatrixGradient::Whole(values)) => {
                 linear.add_weight_gradient(dy, x, values, products);
@@ -211,8 +216,8 @@ impl LayerGradients {
     ///
     /// # Panics
     /// Panics when the number of bytes in `pruned` does not fit the number of elements.
-    pub fn mask(&mut self, projection: Projection, pruned: &[u8]) {
-        if let Some(MatrixGradient::Whole(values)) = self.weights.get_mut(&projection) {
+    pub fn mask(&mut self, id: LinearId, pruned: &[u8]) {
+        if let Some(MatrixGradient::Whole(values)) = self.weights.get_mut(&id) {
             zero_bits_of(values, pruned);
         }
     }

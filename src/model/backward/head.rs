@@ -10,7 +10,9 @@ use super::super::LayerContext;
 use super::super::head::{Head, logit_rows};
 use crate::bytes::ByteSize;
 use crate::linalg::ProductContext;
-use crate::linalg::derivatives::{cross_entropy_backward, rms_norm_backward};
+use crate::linalg::derivatives::{
+    cross_entropy_backward, rms_norm_backward, soft_cap_backward,
+};
 use crate::linalg::distillation::distillation_backward;
 use crate::linalg::linear::SingleToken;
 use crate::linalg::parts::{LEAST_ROWS, parts};
@@ -88,7 +90,9 @@ impl Head {
     ) -> Result<()> {
         let (norm, epsilon) = self.norm();
         elementwise::rms_norm(hidden, norm, epsilon, normed);
-        self.lm_head().forward(normed, logits, SingleToken::AsMany, products)
+        self.lm_head().forward(normed, logits, SingleToken::AsMany, products)?;
+        self.bound(logits);
+        Ok(())
     }
 
     /// Refuses states whose width does not fit the head, and targets whose number is not the number of states.
@@ -134,23 +138,28 @@ impl Head {
     ) -> Result<f64> {
         self.check_rows(hidden, targets)?;
         let (vocab_size, width) = (self.vocab_size(), self.norm().0.len());
-        // A teacher has logits, too.
-        let models = 1 + u64::from(teacher.is_some());
-        let at_most = ByteSize(context.settings().logits_bytes.0 / models);
+        // A teacher has logits, too, and the gradient of bounded logits needs a copy of them.
+        let is_copied = self.logit_cap().is_some() && gradient.is_some();
+        let copies = 1 + u64::from(teacher.is_some()) + u64::from(is_copied);
+        let at_most = ByteSize(context.settings().logits_bytes.0 / copies);
         let mut pass = |hidden: &[f32], states: &[f32]| -> Result<f64> {
             let mut loss = 0.0;
             for part in parts(targets.len(), logit_rows(at_most, vocab_size), LEAST_ROWS) {
                 let rows = part.start * width..part.end * width;
                 let all = part.len() * vocab_size;
                 let of_teacher = if teacher.is_some() { all } else { 0 };
-                let ([normed, logits, of_teacher], products) =
-                    context.workspace().buffers([rows.len(), all, of_teacher]);
+                let copied = if is_copied { all } else { 0 };
+                let ([normed, logits, of_teacher, bounded], products) =
+                    context.workspace().buffers([rows.len(), all, of_teacher, copied]);
                 products.watch.enter(Part::Head);
                 if let Some(teacher) = teacher {
                     let states = &states[rows.clone()];
                     teacher.head.logits_of(states, normed, of_teacher, products)?;
                 }
                 self.logits_of(&hidden[rows.clone()], normed, logits, products)?;
+                if is_copied {
+                    bounded.copy_from_slice(logits);
+                }
                 let targets = &targets[part];
                 loss += match teacher {
                     Some(teacher) => {
@@ -160,6 +169,9 @@ impl Head {
                     None => cross_entropy_backward(logits, targets, vocab_size, scale),
                 };
                 if let Some(gradient) = &mut gradient {
+                    if let Some(cap) = self.logit_cap() {
+                        soft_cap_backward(bounded, cap, logits);
+                    }
                     // The normed rows are free from here on.
                     self.lm_head().backward(logits, normed, false, products)?;
                     let (norm, epsilon) = self.norm();

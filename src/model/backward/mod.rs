@@ -12,16 +12,11 @@
 //! | --- | --- |
 //! | `gradients` | the gradients of a layer's weights, added up in f32 over the samples of a step |
 //! | `head` | the loss of a language model and its gradient with respect to the last hidden states, for some tokens at a time |
-//! | `layer` | the vector-Jacobian product of a decoder layer: its activations are computed again from its input |
-//! | `sizes` | sizes of the buffers of a layer's backward pass, and the activations that are kept for it |
 
 mod gradients;
 mod head;
-mod layer;
-mod sizes;
 #[cfg(test)]
 mod tests;
 
 pub use gradients::LayerGradients;
 pub use head::TeacherStates;
-pub use sizes::{KeptActivations, backward_elements, kept_elements};

@@ -7,7 +7,7 @@ use super::super::differentiable::{DifferentiableModel, Weights, loss};
 use super::super::{Head, LayerContext, ModelConfig};
 use super::*;
 use crate::checkpoint::Checkpoint;
-use crate::model::{DecoderLayer, Projection};
+use crate::model::{DecoderLayer, LinearId};
 use crate::run::MemorySettings;
 
 const SEQLEN: usize = 150;
@@ -37,11 +37,11 @@ fn checkpoint(config: &ModelConfig) -> (tempfile::TempDir, Checkpoint, Weights) 
         values.iter_mut().for_each(|value| *value *= scale);
         weights.insert(name, Tensor::from_vec(values, shape, &Device::Cpu).unwrap());
     };
-    for projection in config.projections() {
-        let (rows, columns) = projection.shape(config);
-        add(projection.tensor_name(0), &[rows, columns]);
-        if config.has_bias(projection) {
-            add(projection.bias_name(0), &[rows]);
+    for id in config.linears() {
+        let (rows, columns) = id.shape(config);
+        add(id.tensor_name(0), &[rows, columns]);
+        if config.has_bias(id) {
+            add(id.bias_name(0), &[rows]);
         }
     }
     for norm in config.family.norms {
@@ -79,7 +79,7 @@ fn ours(
     x: &Tensor,
     dy: &Tensor,
 ) -> (Vec<f32>, LayerGradients) {
-    let mut gradients = LayerGradients::new(layer, layer.projections()).with_norms(layer);
+    let mut gradients = LayerGradients::new(layer, layer.linear_ids()).with_norms(layer);
     let dx = layer.backward(x, dy, &mut gradients, context).unwrap();
     (dx.flatten_all().unwrap().to_vec1().unwrap(), gradients)
 }
@@ -132,9 +132,9 @@ fn gradients_of_any_layer_are_those_of_candles_autograd() {
         };
         assert_close(&dx, "the input", store.get(input.as_tensor()).unwrap());
         let of = |name: &str| store.get(&weights[name]).unwrap().clone();
-        for projection in config.projections() {
-            let name = projection.tensor_name(0);
-            assert_close(gradients.weight(projection).unwrap(), &name, &of(&name));
+        for id in config.linears() {
+            let name = id.tensor_name(0);
+            assert_close(gradients.weight(id).unwrap(), &name, &of(&name));
         }
         for (norm, got) in config.family.norms.into_iter().zip(gradients.norms().unwrap()) {
             let name = format!("model.layers.0.{norm}.weight");
@@ -198,20 +198,20 @@ fn threads_do_not_change_a_bit_and_samples_add_up() {
     };
     let ((dx, mut one), (dx_of_many, many)) = (on(1), on(8));
     assert!(dx == dx_of_many && one.norms() == many.norms());
-    for projection in config.projections() {
-        assert!(one.weight(projection) == many.weight(projection), "{projection:?}");
+    for id in config.linears() {
+        assert!(one.weight(id) == many.weight(id), "{id:?}");
     }
     // The same sample again: twice the gradient, to the rounding of sums.
     let mut context = LayerContext::new(&config, SEQLEN);
     layer.backward(&x, &dy, &mut one, &mut context).unwrap();
     for (twice, once) in
-        one.weight(Projection::Up).unwrap().iter().zip(many.weight(Projection::Up).unwrap())
+        one.weight(LinearId::UP).unwrap().iter().zip(many.weight(LinearId::UP).unwrap())
     {
         assert!((twice - 2.0 * once).abs() < 1e-3 * (1.0 + once.abs()), "{twice} {once}");
     }
     let pruned = vec![0xff; 48 * 76 / 8];
-    one.mask(Projection::Up, &pruned);
-    assert!(one.weight(Projection::Up).unwrap().iter().all(|g| g.to_bits() == 0));
+    one.mask(LinearId::UP, &pruned);
+    assert!(one.weight(LinearId::UP).unwrap().iter().all(|g| g.to_bits() == 0));
     one.clear();
     assert!(one.norms().unwrap().iter().all(|norm| norm.iter().all(|g| *g == 0.0)));
 }
@@ -235,11 +235,11 @@ fn kept_activations_change_no_bit() {
         let kept = layer.forward_keeping(&x, Some(spare), &mut context);
         let (kept_y, mut kept) = kept.unwrap();
         assert_eq!(values(&kept_y), values(&y));
-        let mut of_kept = LayerGradients::new(&layer, layer.projections()).with_norms(&layer);
+        let mut of_kept = LayerGradients::new(&layer, layer.linear_ids()).with_norms(&layer);
         let kept_dx = layer.backward_kept(&x, &dy, &mut kept, &mut of_kept, &mut context);
         assert_eq!(values(&kept_dx.unwrap()), dx);
-        for projection in layer.projections() {
-            assert_eq!(of_kept.weight(projection), gradients.weight(projection));
+        for id in layer.linear_ids() {
+            assert_eq!(of_kept.weight(id), gradients.weight(id));
         }
         assert_eq!(of_kept.norms(), gradients.norms());
     }
@@ -250,12 +250,12 @@ fn frozen_matrices_have_no_gradient_and_wrong_shapes_are_refused() {
     let config = ModelConfig::from_json(&config("llama", json!({}))).unwrap();
     let (_folder, checkpoint, _) = checkpoint(&config);
     let layer = DecoderLayer::load(&checkpoint, &config, 0).unwrap();
-    let mut gradients = LayerGradients::new(&layer, [Projection::Q]);
+    let mut gradients = LayerGradients::new(&layer, [LinearId::Q]);
     let mut context = LayerContext::new(&config, SEQLEN);
     let x = tensor(&wave(SEQLEN * 48, 0.77), &[SEQLEN, 48]);
     layer.backward(&x, &x, &mut gradients, &mut context).unwrap();
-    assert!(gradients.projections().eq([Projection::Q]) && gradients.norms().is_none());
-    assert!(gradients.weight(Projection::Q).unwrap().iter().any(|g| *g != 0.0));
+    assert!(gradients.linear_ids().eq([LinearId::Q]) && gradients.norms().is_none());
+    assert!(gradients.weight(LinearId::Q).unwrap().iter().any(|g| *g != 0.0));
     let short = tensor(&wave(48, 0.1), &[1, 48]);
     let error = layer.backward(&x, &short, &mut gradients, &mut context);
     assert!(error.unwrap_err().to_string().contains("[1, 48]"));

@@ -58,10 +58,10 @@ impl Keys<'_> {
         value.as_f64().filter(|&number| is_within(number)).ok_or(value)
     }
 
-    /// A truth value; false if the key is missing.
-    pub(super) fn flag(&self, key: &str) -> Result<bool> {
+    /// A truth value.
+    pub(super) fn flag(&self, key: &str, default: bool) -> Result<bool> {
         match self.given(key) {
-            None => Ok(false),
+            None => Ok(default),
             Some(Value::Bool(flag)) => Ok(*flag),
             Some(value) => {
                 Err(Failure::new(format!("`{key}` is {value}; it must be true or false")).into())

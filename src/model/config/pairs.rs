@@ -8,6 +8,9 @@ use serde_json::Value;
 use super::keys::Keys;
 use crate::linalg::StoredDtype;
 
+/// Names of the objects for kinds of layers in `rope_parameters`.
+pub(super) const KINDS: [&str; 2] = ["full_attention", "sliding_attention"];
+
 /// Returns a warning for every fact that a `config.json` states in two ways that differ.
 ///
 /// # Arguments
@@ -36,7 +39,8 @@ pub(super) fn rope_place(keys: &Keys<'_>) -> &'static str {
 fn rope_objects(keys: &Keys<'_>) -> Option<String> {
     let object = |key| keys.given(key).and_then(Value::as_object);
     let (scaling, parameters) = (object("rope_scaling")?, object("rope_parameters")?);
-    if scaling.is_empty() {
+    // Objects by kind of layer have no pair.
+    if scaling.is_empty() || KINDS.iter().any(|kind| parameters.contains_key(*kind)) {
         return None;
     }
     // The older spelling calls the type `type`, and has the base outside the object.
@@ -147,7 +151,7 @@ mod tests {
             let config = with(keys);
             let parsed = ModelConfig::from_json(&config).unwrap();
             let warnings = disagreements(&config, stored);
-            (parsed.rope_theta, parsed.rope_scaling, warnings)
+            { let rope = parsed.ropes[0].clone(); (rope.theta, rope.scaling, warnings) }
         };
         let f32 = StoredDtype::F32;
         for (keys, theta, scaling, warning) in [

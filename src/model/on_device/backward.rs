@@ -23,7 +23,7 @@ use super::layer::DeviceTables;
 use super::{DeviceLayer, Tiling};
 use crate::linalg::attention::Heads;
 use crate::linalg::{LowRank, MaskedLowRank};
-use crate::model::Projection;
+use crate::model::{LinearId, NormRole, Role};
 use crate::model::backward::LayerGradients;
 use crate::model::family::Activation;
 
@@ -55,20 +55,20 @@ impl DeviceChange {
 }
 
 /// Gradients of a layer's trained parameters: of a matrix in f32, or of its factors A and B.
-type MatrixGradients = BTreeMap<Projection, Vec<Tensor>>;
+type MatrixGradients = BTreeMap<LinearId, Vec<Tensor>>;
 
 /// The gradients of a sample.
 #[derive(Debug, Default)]
 struct SampleGradients {
     matrices: MatrixGradients,
-    norms: [Option<Tensor>; 2],
+    norms: BTreeMap<NormRole, Tensor>,
 }
 
 /// The trained part of a layer on a device, and the sums of its gradients.
 #[derive(Debug)]
 pub struct DeviceTraining {
     /// The trained matrices, with their low-rank change if its factors are trained.
-    trained: BTreeMap<Projection, Option<DeviceChange>>,
+    trained: BTreeMap<LinearId, Option<DeviceChange>>,
     has_norms: bool,
     /// Sums over samples. Where the device had no memory for a sum, its terms.
     sums: Vec<SampleGradients>,
@@ -80,13 +80,13 @@ impl DeviceTraining {
     /// # Errors
     /// Fails when the device has too little memory.
     pub fn new(gradients: &LayerGradients, dtype: DType, device: &Device) -> Result<Self> {
-        let trained = gradients.changes().map(|(projection, change)| {
+        let trained = gradients.changes().map(|(id, change)| {
             let change = change.map(|change| DeviceChange::new(change, dtype, device));
-            Ok((projection, change.transpose()?))
+            Ok((id, change.transpose()?))
         });
         Ok(Self {
             trained: trained.collect::<Result<_>>()?,
-            has_norms: gradients.norms().is_some(),
+            has_norms: gradients.has_norms(),
             sums: Vec::new(),
         })
     }
@@ -101,14 +101,12 @@ impl DeviceTraining {
             Ok(tensor.flatten_all()?.to_vec1()?)
         };
         for terms in &self.sums {
-            for (&projection, tensors) in &terms.matrices {
+            for (&id, tensors) in &terms.matrices {
                 let sums = tensors.iter().map(host).collect::<Result<Vec<_>>>()?;
-                gradients.add_sums(projection, &sums)?;
+                gradients.add_sums(id, &sums)?;
             }
-            for (norm, tensor) in terms.norms.iter().enumerate() {
-                if let Some(tensor) = tensor {
-                    gradients.add_norm_sum(norm, &host(tensor)?);
-                }
+            for (norm, tensor) in &terms.norms {
+                gradients.add_norm_sum(*norm, &host(tensor)?);
             }
         }
         Ok(())
@@ -118,11 +116,11 @@ impl DeviceTraining {
     fn add(
         &self,
         sample: &mut SampleGradients,
-        projection: Projection,
+        id: LinearId,
         dz: &Tensor,
         x: &Tensor,
     ) -> Result<()> {
-        let Some(change) = self.trained.get(&projection) else {
+        let Some(change) = self.trained.get(&id) else {
             return Ok(());
         };
         let whole = dz.t()?.matmul(x)?;
@@ -138,7 +136,7 @@ impl DeviceTraining {
                 vec![a, b]
             }
         };
-        let sums = match sample.matrices.remove(&projection) {
+        let sums = match sample.matrices.remove(&id) {
             None => terms,
             Some(sums) => {
                 let both = sums.iter().zip(&terms);
@@ -146,16 +144,16 @@ impl DeviceTraining {
                 both.collect::<candle_core::Result<_>>()?
             }
         };
-        sample.matrices.insert(projection, sums);
+        sample.matrices.insert(id, sums);
         Ok(())
     }
 
-    fn add_norm(&self, sample: &mut SampleGradients, norm: usize, term: &Tensor) -> Result<()> {
-        let sum = match &sample.norms[norm] {
+    fn add_norm(&self, sample: &mut SampleGradients, norm: NormRole, term: &Tensor) -> Result<()> {
+        let sum = match sample.norms.get(&norm) {
             None => term.clone(),
             Some(sum) => (sum + term)?,
         };
-        sample.norms[norm] = Some(sum);
+        sample.norms.insert(norm, sum);
         Ok(())
     }
 
@@ -165,28 +163,27 @@ impl DeviceTraining {
             return self.sums.push(sample);
         };
         let mut left = SampleGradients::default();
-        for (projection, terms) in sample.matrices {
-            let added = sums.matrices.get(&projection).map(|sums| {
+        for (id, terms) in sample.matrices {
+            let added = sums.matrices.get(&id).map(|sums| {
                 let both = sums.iter().zip(&terms).map(|(sum, term)| sum + term);
                 both.collect::<candle_core::Result<Vec<_>>>()
             });
             match added {
                 Some(Ok(added)) => {
-                    sums.matrices.insert(projection, added);
+                    sums.matrices.insert(id, added);
                 }
                 _ => {
-                    left.matrices.insert(projection, terms);
+                    left.matrices.insert(id, terms);
                 }
             }
         }
-        for (norm, term) in sample.norms.into_iter().enumerate() {
-            let added = sums.norms[norm].as_ref().zip(term.as_ref());
-            match added.map(|(sum, term)| sum + term) {
-                Some(Ok(added)) => sums.norms[norm] = Some(added),
-                _ => left.norms[norm] = term,
-            }
+        for (norm, term) in sample.norms {
+            match sums.norms.get(&norm).map(|sum| sum + &term) {
+                Some(Ok(added)) => sums.norms.insert(norm, added),
+                _ => left.norms.insert(norm, term),
+            };
         }
-        if !left.matrices.is_empty() || left.norms.iter().any(Option::is_some) {
+        if !left.matrices.is_empty() || !left.norms.is_empty() {
             self.sums.push(left);
         }
     }
@@ -234,15 +231,15 @@ impl DeviceLayer {
         cut: &Tiling,
     ) -> Result<Tensor> {
         let mut sample = SampleGradients::default();
-        let normed = self.norm_forward(0, hidden)?;
+        let normed = self.normed(NormRole::BeforeAttention, hidden)?;
         let context = self.context(&normed, tables, cut)?;
-        let between = (self.linear(Projection::O)?.forward(&context)? + hidden)?;
+        let between = (self.product(Role::O, &context)? + hidden)?;
         let dbetween =
             self.mlp_backward(&between, output_gradient, training, &mut sample, cut.mlp_tokens)?;
         drop(between);
-        training.add(&mut sample, Projection::O, &dbetween, &context)?;
+        training.add(&mut sample, LinearId::O, &dbetween, &context)?;
         drop(context);
-        let dcontext = dbetween.matmul(&self.linear(Projection::O)?.weight)?;
+        let dcontext = dbetween.matmul(&self.linear(LinearId::O)?.weight)?;
         let projected = self.attention_backward(&normed, &dcontext, tables, cut)?;
         drop(dcontext);
         let mut dx = Vec::new();
@@ -251,17 +248,17 @@ impl DeviceLayer {
             let rows = |tensor: &Tensor| tensor.narrow(0, first, tokens);
             let mut dnormed = None;
             let x = rows(&normed)?;
-            for (projection, dz) in &projected {
+            for (id, dz) in &projected {
                 let dz = rows(dz)?;
-                training.add(&mut sample, *projection, &dz, &x)?;
-                let part = dz.matmul(&self.linear(*projection)?.weight)?;
+                training.add(&mut sample, *id, &dz, &x)?;
+                let part = dz.matmul(&self.linear(*id)?.weight)?;
                 dnormed = Some(match dnormed {
                     None => part,
                     Some(sum) => (sum + part)?,
                 });
             }
             let dnormed = dnormed.context("q, k and v")?;
-            let part = self.norm_backward(0, &rows(hidden)?, &dnormed, training, &mut sample)?;
+            let part = self.norm_backward(NormRole::BeforeAttention, &rows(hidden)?, &dnormed, training, &mut sample)?;
             dx.push((part + rows(&dbetween)?)?);
         }
         let dx = Tensor::cat(&dx, 0)?;
@@ -269,20 +266,17 @@ impl DeviceLayer {
         Ok(dx)
     }
 
-    fn norm_forward(&self, norm: usize, x: &Tensor) -> Result<Tensor> {
-        Ok(ops::rms_norm(&x.contiguous()?, self.norm(norm), self.rms_norm_eps)?)
-    }
-
     /// The gradient through a norm with respect to its input.
     fn norm_backward(
         &self,
-        norm: usize,
+        norm: NormRole,
         x: &Tensor,
         gradient: &Tensor,
         training: &DeviceTraining,
         sample: &mut SampleGradients,
     ) -> Result<Tensor> {
-        let (weight, eps) = (self.norm(norm), self.rms_norm_eps);
+        let weight = self.norm(norm).context("the layer has the norm")?;
+        let eps = self.spec.rms_norm_eps;
         if !training.has_norms {
             let (gradients, _) =
                 piece(&[x], gradient, |inputs| Ok(ops::rms_norm_slow(&inputs[0], weight, eps)?))?;
@@ -305,34 +299,35 @@ impl DeviceLayer {
         sample: &mut SampleGradients,
         mlp_tokens: usize,
     ) -> Result<Tensor> {
-        let [gate, up, down] = [Projection::Gate, Projection::Up, Projection::Down];
+        let [gate, up, down] = [LinearId::GATE, LinearId::UP, LinearId::DOWN];
         let mut parts = Vec::new();
         for first in (0..between.dim(0)?).step_by(mlp_tokens) {
             let tokens = mlp_tokens.min(between.dim(0)? - first);
             let (x, dy) = (between.narrow(0, first, tokens)?, dy.narrow(0, first, tokens)?);
-            let normed = self.norm_forward(1, &x)?;
-            let (g, u) = (self.linear(gate)?.forward(&normed)?, self.linear(up)?.forward(&normed)?);
+            let normed = self.normed(NormRole::BeforeMlp, &x)?;
+            let (g, u) = (self.product(Role::Gate, &normed)?, self.product(Role::Up, &normed)?);
             let dinner = dy.matmul(&self.linear(down)?.weight)?;
             let (gradients, inner) = piece(&[&g, &u], &dinner, |inputs| {
                 let [gate, up] = [inputs[0].as_tensor(), inputs[1].as_tensor()];
-                Ok(match self.activation {
+                Ok(match self.spec.activation {
                     Activation::Silu => (gate.silu()? * up)?,
+                    Activation::GeluTanh => (gate.gelu()? * up)?,
                 })
             })?;
             drop((g, u, dinner));
             training.add(sample, down, &dy, &inner)?;
             drop(inner);
             let mut dnormed: Option<Tensor> = None;
-            for (projection, dz) in [gate, up].into_iter().zip(gradients) {
-                training.add(sample, projection, &dz, &normed)?;
-                let part = dz.matmul(&self.linear(projection)?.weight)?;
+            for (id, dz) in [gate, up].into_iter().zip(gradients) {
+                training.add(sample, id, &dz, &normed)?;
+                let part = dz.matmul(&self.linear(id)?.weight)?;
                 dnormed = Some(match dnormed {
                     None => part,
                     Some(sum) => (sum + part)?,
                 });
             }
             let dnormed = dnormed.context("gate and up")?;
-            let part = self.norm_backward(1, &x, &dnormed, training, sample)?;
+            let part = self.norm_backward(NormRole::BeforeMlp, &x, &dnormed, training, sample)?;
             parts.push((part + dy)?);
         }
         Ok(Tensor::cat(&parts, 0)?)
@@ -346,8 +341,8 @@ impl DeviceLayer {
         dcontext: &Tensor,
         tables: &DeviceTables,
         cut: &Tiling,
-    ) -> Result<[(Projection, Tensor); 3]> {
-        let Heads { num_heads, num_key_value_heads, head_dim } = self.heads;
+    ) -> Result<[(LinearId, Tensor); 3]> {
+        let Heads { num_heads, num_key_value_heads, head_dim } = self.spec.heads;
         let seqlen = normed.dim(0)?;
         let per_key = num_heads / num_key_value_heads.max(1);
         let zeros =
@@ -367,7 +362,7 @@ impl DeviceLayer {
             dv.slice_set(&flat(&v)?, 1, first * head_dim)?;
             first += keys;
         }
-        Ok([(Projection::Q, dq), (Projection::K, dk), (Projection::V, dv)])
+        Ok([(LinearId::Q, dq), (LinearId::K, dk), (LinearId::V, dv)])
     }
 
     /// The softmax of the scores of some queries from `first` on, in f32: `[keys, queries, keys before them]`. Each step frees its input.

@@ -13,7 +13,7 @@ use candle_core::{Device, Tensor};
 
 use crate::bytes::ByteSize;
 use crate::linalg::{gram, tensor};
-use crate::model::observe::Observation;
+use crate::model::{InputId, InputMap};
 
 /// Rows of a panel: a multiple of the panels of the host, to which they are added.
 const PANEL: usize = 4 * gram::PANEL;
@@ -22,15 +22,15 @@ const PANEL: usize = 4 * gram::PANEL;
 type GramPanels = Vec<Tensor>;
 
 /// A function that gets some rows of the upper triangle of a Gram matrix: the input, the first row, and the sums from this column on.
-pub type TakeGram<'a> = dyn FnMut(Observation, usize, &[f32]) + 'a;
+pub type TakeGram<'a> = dyn FnMut(InputId, usize, &[f32]) + 'a;
 
 /// Gram matrices of the four inputs of a layer.
 #[derive(Debug, Default)]
 pub struct DeviceGrams {
     /// Sums over the samples before the current sample.
-    before: [GramPanels; 4],
+    before: InputMap<GramPanels>,
     /// The same, with the current sample.
-    sums: [GramPanels; 4],
+    sums: InputMap<GramPanels>,
 }
 
 impl DeviceGrams {
@@ -58,7 +58,7 @@ impl DeviceGrams {
 
     /// Memory of the sums over the samples so far.
     pub fn held(&self) -> ByteSize {
-        let panels = self.before.iter().flatten();
+        let panels = self.before.values().flatten();
         ByteSize::of(panels.map(Tensor::elem_count).sum(), size_of::<f32>())
     }
 
@@ -71,9 +71,9 @@ impl DeviceGrams {
     ///
     /// # Errors
     /// Fails when the device fails, mostly for lack of memory.
-    pub fn add(&mut self, point: Observation, rows: &Tensor) -> Result<()> {
+    pub fn add(&mut self, point: InputId, rows: &Tensor) -> Result<()> {
         let width = rows.dim(1)?;
-        let sums = &mut self.sums[point as usize];
+        let sums = &mut self.sums[point];
         // Both factors of every panel are rows of it.
         let turned = rows.t()?.contiguous()?;
         for (at, first) in (0..width).step_by(PANEL).enumerate() {
@@ -95,8 +95,8 @@ impl DeviceGrams {
     /// # Errors
     /// Fails when the device has failed in the meantime.
     pub fn take(&mut self, take: &mut TakeGram<'_>) -> Result<()> {
-        for point in Observation::ALL {
-            let panels = std::mem::take(&mut self.before[point as usize]);
+        for point in InputId::ALL {
+            let panels = std::mem::take(&mut self.before[point]);
             for (at, panel) in panels.into_iter().enumerate() {
                 let sums = panel.to_device(&Device::Cpu)?;
                 tensor::with_slice(&sums, |sums| take(point, at * PANEL, sums))?;
@@ -127,7 +127,7 @@ mod tests {
 
     #[test]
     fn a_sample_that_fails_half_way_does_not_count() -> Result<()> {
-        let point = Observation::DownInput;
+        let point = InputId::Down;
         let mut grams = DeviceGrams::default();
         let add = |grams: &mut DeviceGrams, rows: &[f32]| {
             let tokens = rows.len() / WIDTH;

@@ -23,8 +23,9 @@ use super::{CopyMatrix, Tiling, kernels, upload_vector};
 use crate::linalg::attention::Heads;
 use crate::linalg::select::Quota;
 use crate::model::family::Activation;
-use crate::model::observe::{Observation, Observer};
-use crate::model::{DecoderLayer, LayerContext, ModelConfig, Projection};
+use crate::model::norms::NormRole;
+use crate::model::observe::Observer;
+use crate::model::{DecoderLayer, InputId, LayerContext, LayerSpec, LinearId, ModelConfig, Role};
 
 /// Σ a² and Σ (a − b)² of two products `[tokens, out_features]` on a device.
 ///
@@ -58,7 +59,7 @@ impl DeviceTables {
             let shape = (values.len() / half.max(1), half);
             Ok(Tensor::from_slice(values, shape, device)?.to_dtype(dtype)?)
         };
-        let (cos, sin) = context.rotary().tables();
+        let (cos, sin) = context.rotaries()[0].tables();
         Ok(Self { cos: table(cos)?, sin: table(sin)? })
     }
 
@@ -89,10 +90,6 @@ pub(super) struct DeviceLinear {
 }
 
 impl DeviceLinear {
-    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.forward_rows(x, 0, self.weight.dim(0)?)
-    }
-
     /// The output features from `first` on.
     fn forward_rows(&self, x: &Tensor, first: usize, count: usize) -> Result<Tensor> {
         let out = x.matmul(&self.weight.narrow(0, first, count)?.t()?)?;
@@ -109,33 +106,30 @@ pub struct DeviceLayer {
     index: usize,
     /// The revision of the norms.
     base: u64,
-    pub(super) heads: Heads,
-    pub(super) rms_norm_eps: f32,
+    pub(super) spec: LayerSpec,
     pub(super) device: Device,
     pub(super) dtype: DType,
-    pub(super) activation: Activation,
-    input_layernorm: Tensor,
-    post_attention_layernorm: Tensor,
-    linears: BTreeMap<Projection, DeviceLinear>,
+    /// The factors of the norms.
+    norms: BTreeMap<NormRole, Tensor>,
+    linears: BTreeMap<LinearId, DeviceLinear>,
     /// The matrix that weights were chosen from last, and their bits.
-    chosen: Option<(Projection, Tensor)>,
+    chosen: Option<(LinearId, Tensor)>,
 }
 
 impl DeviceLayer {
     /// Copies a layer's norms. The matrices follow with [`DeviceLayer::take_up`].
     pub fn begin(layer: &DecoderLayer, dtype: DType, device: &Device) -> Result<Self> {
-        let [input_layernorm, post_attention_layernorm] =
-            layer.norms().map(|norm| upload_vector(norm, dtype, device));
+        let norms = layer.norms().map(|(role, norm)| {
+            let factor = upload_vector(norm.factor(), dtype, device)?;
+            Ok((role, factor))
+        });
         Ok(Self {
             index: layer.index(),
             base: layer.base_revision(),
-            heads: layer.heads(),
-            rms_norm_eps: layer.rms_norm_eps(),
+            spec: *layer.spec(),
             device: device.clone(),
             dtype,
-            input_layernorm: input_layernorm?,
-            post_attention_layernorm: post_attention_layernorm?,
-            activation: layer.activation(),
+            norms: norms.collect::<Result<_>>()?,
             linears: BTreeMap::new(),
             chosen: None,
         })
@@ -153,16 +147,16 @@ impl DeviceLayer {
     pub fn take_up(
         &mut self,
         layer: &DecoderLayer,
-        projection: Projection,
+        id: LinearId,
         copy: CopyMatrix<'_>,
     ) -> Result<()> {
-        let revision = layer.linear_revision(projection);
-        if self.linears.get(&projection).is_some_and(|copied| copied.revision == revision) {
+        let revision = layer.linear_revision(id);
+        if self.linears.get(&id).is_some_and(|copied| copied.revision == revision) {
             return Ok(());
         }
         // Its memory is room for the copy.
-        self.linears.remove(&projection);
-        let linear = layer.linear(projection);
+        self.linears.remove(&id);
+        let linear = layer.linear(id);
         let weight = linear.weight().held();
         let weight = copy(weight.context("a device copies weights that are in memory")?)?;
         let is_as_stored = weight.dtype() == self.dtype;
@@ -173,22 +167,33 @@ impl DeviceLayer {
             revision,
             is_as_stored,
         };
-        self.linears.insert(projection, linear);
+        self.linears.insert(id, linear);
         Ok(())
     }
 
-    /// The norm before attention (0) or before the MLP (1).
-    pub(super) fn norm(&self, norm: usize) -> &Tensor {
-        match norm {
-            0 => &self.input_layernorm,
-            _ => &self.post_attention_layernorm,
-        }
+    /// The factor of a norm; `None` if the layer has no such norm.
+    pub(super) fn norm(&self, role: NormRole) -> Option<&Tensor> {
+        self.norms.get(&role)
     }
 
-    pub(super) fn linear(&self, projection: Projection) -> Result<&DeviceLinear> {
+    /// norm(x), or x without the norm.
+    pub(super) fn normed(&self, role: NormRole, x: &Tensor) -> Result<Tensor> {
+        Ok(match self.norm(role) {
+            Some(factor) => ops::rms_norm(&x.contiguous()?, factor, self.spec.rms_norm_eps)?,
+            None => x.clone(),
+        })
+    }
+
+    /// x·Wᵀ + b of the rows of a role.
+    pub(super) fn product(&self, role: Role, x: &Tensor) -> Result<Tensor> {
+        let (id, rows) = self.spec.part(role);
+        self.linear(id)?.forward_rows(x, rows.start, rows.len())
+    }
+
+    pub(super) fn linear(&self, id: LinearId) -> Result<&DeviceLinear> {
         self.linears
-            .get(&projection)
-            .with_context(|| format!("{} is not on the device", projection.full_name(self.index)))
+            .get(&id)
+            .with_context(|| format!("{} is not on the device", id.full_name(self.index)))
     }
 
     /// X·Wᵀ of a matrix without its bias, in f32: X `[tokens, in_features]` from the host, `[tokens, out_features]` on the device. Some
@@ -196,8 +201,8 @@ impl DeviceLayer {
     ///
     /// # Errors
     /// Fails when the device fails, mostly for lack of memory.
-    pub fn product(&self, projection: Projection, rows: &[f32]) -> Result<Tensor> {
-        let weight = &self.linear(projection)?.weight;
+    pub fn multiply(&self, id: LinearId, rows: &[f32]) -> Result<Tensor> {
+        let weight = &self.linear(id)?.weight;
         let (features, columns) = weight.dims2()?;
         let rows = Tensor::from_slice(rows, (rows.len() / columns.max(1), columns), &self.device)?;
         let pieces = (0..features).step_by(PRODUCT_FEATURES).map(|first| {
@@ -218,12 +223,12 @@ impl DeviceLayer {
     /// Fails when the device fails, mostly for lack of memory.
     pub fn choose_lowest(
         &mut self,
-        projection: Projection,
+        id: LinearId,
         norms: &[f32],
         quota: Quota,
     ) -> Result<Option<Vec<u8>>> {
         self.chosen = None;
-        let linear = self.linear(projection)?;
+        let linear = self.linear(id)?;
         if !linear.is_as_stored || !kernels::can_choose(norms.len(), quota) {
             return Ok(None);
         }
@@ -233,7 +238,7 @@ impl DeviceLayer {
         if words.pop() != Some(0) {
             return Ok(None);
         }
-        self.chosen = Some((projection, bits));
+        self.chosen = Some((id, bits));
         words.iter_mut().for_each(|word| *word = word.to_le());
         Ok(Some(bytemuck::cast_slice(&words).to_vec()))
     }
@@ -243,15 +248,15 @@ impl DeviceLayer {
     ///
     /// # Errors
     /// Fails when the device fails.
-    pub fn zero_chosen(&mut self, layer: &DecoderLayer, projection: Projection) -> Result<bool> {
-        let Some((_, bits)) = self.chosen.take().filter(|(chosen, _)| *chosen == projection) else {
+    pub fn zero_chosen(&mut self, layer: &DecoderLayer, id: LinearId) -> Result<bool> {
+        let Some((_, bits)) = self.chosen.take().filter(|(chosen, _)| *chosen == id) else {
             return Ok(false);
         };
-        let linear = self.linears.get_mut(&projection).context("a matrix was chosen from")?;
+        let linear = self.linears.get_mut(&id).context("a matrix was chosen from")?;
         kernels::zero(&linear.weight, &bits)?;
         // Operators of ours must be over before the matrix may be freed: see `copy_on_separate_stream`.
         self.device.synchronize()?;
-        linear.revision = layer.linear_revision(projection);
+        linear.revision = layer.linear_revision(id);
         Ok(true)
     }
 
@@ -289,16 +294,16 @@ impl DeviceLayer {
         cut: &Tiling,
         mut observing: Option<&mut Observing<'_>>,
     ) -> Result<Tensor> {
-        let normed = ops::rms_norm(hidden, &self.input_layernorm, self.rms_norm_eps)?;
+        let normed = self.normed(NormRole::BeforeAttention, hidden)?;
         if let Some(observing) = &mut observing {
-            observing.add(Observation::AttentionInput, 0, &normed, cut)?;
+            observing.add(InputId::Attention, 0, &normed, cut)?;
         }
         let context = self.context(&normed, tables, cut)?;
         drop(normed);
         if let Some(observing) = &mut observing {
-            observing.add(Observation::OInput, 0, &context, cut)?;
+            observing.add(InputId::O, 0, &context, cut)?;
         }
-        let out = self.linear(Projection::O)?.forward(&context)?;
+        let out = self.product(Role::O, &context)?;
         kernels::add(&out, hidden)?;
         Ok(out)
     }
@@ -310,7 +315,7 @@ impl DeviceLayer {
         tables: &DeviceTables,
         cut: &Tiling,
     ) -> Result<Tensor> {
-        let Heads { num_heads, num_key_value_heads, head_dim } = self.heads;
+        let Heads { num_heads, num_key_value_heads, head_dim } = self.spec.heads;
         let seqlen = normed.dim(0)?;
         let per_key = num_heads / num_key_value_heads.max(1);
         let width = num_heads * head_dim;
@@ -339,16 +344,17 @@ impl DeviceLayer {
         first: usize,
         keys: usize,
     ) -> Result<[Tensor; 3]> {
-        let head_dim = self.heads.head_dim;
-        let per_key = self.heads.num_heads / self.heads.num_key_value_heads.max(1);
-        let project = |projection, first: usize, heads: usize| {
-            let (first, features) = (first * head_dim, heads * head_dim);
-            self.linear(projection)?.forward_rows(normed, first, features)
+        let head_dim = self.spec.heads.head_dim;
+        let per_key = self.spec.heads.num_heads / self.spec.heads.num_key_value_heads.max(1);
+        let project = |role: Role, first: usize, heads: usize| {
+            let (id, rows) = self.spec.part(role);
+            let first = rows.start + first * head_dim;
+            self.linear(id)?.forward_rows(normed, first, heads * head_dim)
         };
-        let v = project(Projection::V, first, keys)?;
+        let v = project(Role::V, first, keys)?;
         Ok([
-            tables.rotate(&project(Projection::Q, first * per_key, keys * per_key)?)?,
-            tables.rotate(&project(Projection::K, first, keys)?)?,
+            tables.rotate(&project(Role::Q, first * per_key, keys * per_key)?)?,
+            tables.rotate(&project(Role::K, first, keys)?)?,
             kernels::heads_first(&v, head_dim)?,
         ])
     }
@@ -364,7 +370,6 @@ impl DeviceLayer {
         mut body: impl FnMut(usize, Tensor) -> Result<()>,
     ) -> Result<()> {
         let (keys, per_key, seqlen, head_dim) = q.dims4()?;
-        let scale = 1.0 / (head_dim as f32).sqrt();
         let mut first = 0;
         while first < seqlen {
             let rows = queries.clamp(1, seqlen - first);
@@ -379,7 +384,7 @@ impl DeviceLayer {
             drop(q);
             let weights = {
                 let scores = scores.reshape((keys * per_key, rows, end))?;
-                kernels::soften(&scores, first, scale)?;
+                kernels::soften(&scores, first, self.spec.scoring.scale)?;
                 scores.reshape((keys, per_key * rows, end))?
             };
             let attended = weights.matmul(&v.narrow(1, 0, end)?)?;
@@ -413,26 +418,23 @@ impl DeviceLayer {
         while first < seqlen {
             let tokens = cut.mlp_tokens.min(seqlen - first);
             let rows = hidden.narrow(0, first, tokens)?;
-            let normed = ops::rms_norm(
-                &rows.contiguous()?,
-                &self.post_attention_layernorm,
-                self.rms_norm_eps,
-            )?;
+            let normed = self.normed(NormRole::BeforeMlp, &rows)?;
             if let Some(observing) = &mut observing {
-                observing.add(Observation::MlpInput, first, &normed, cut)?;
+                observing.add(InputId::Mlp, first, &normed, cut)?;
             }
-            let inner = self.linear(Projection::Gate)?.forward(&normed)?;
-            let up = self.linear(Projection::Up)?.forward(&normed)?;
+            let inner = self.product(Role::Gate, &normed)?;
+            let up = self.product(Role::Up, &normed)?;
             drop(normed);
-            match self.activation {
+            match self.spec.activation {
                 Activation::Silu => kernels::silu_times(&inner, &up)?,
+                Activation::GeluTanh => kernels::gelu_tanh_times(&inner, &up)?,
             }
             drop(up);
             if let Some(observing) = &mut observing {
-                observing.add(Observation::DownInput, first, &inner, cut)?;
+                observing.add(InputId::Down, first, &inner, cut)?;
             }
             if observing.is_none() {
-                let out = self.linear(Projection::Down)?.forward(&inner)?;
+                let out = self.product(Role::Down, &inner)?;
                 kernels::add(&rows, &out)?;
             }
             first += tokens;

@@ -9,7 +9,8 @@ use candle_core::{DType, Device, Tensor};
 use super::gram::DeviceGrams;
 use super::{Tiling, kernels};
 use crate::linalg::columns::ColumnSums;
-use crate::model::observe::{FromDevice, Observation, Observer};
+use crate::model::InputId;
+use crate::model::observe::{FromDevice, Observer};
 
 /// An observer of a sample, the Gram matrices of all samples, and what the observer gets after the sample.
 pub(super) struct Observing<'a> {
@@ -23,7 +24,7 @@ pub(super) struct Observing<'a> {
 /// Sums and chosen rows of some tokens at a point.
 #[derive(Debug)]
 struct SumsOfPart {
-    point: Observation,
+    point: InputId,
     tokens: usize,
     /// Σ x² and Σ x, `[2, in_features]` in f64.
     sums: Tensor,
@@ -40,7 +41,7 @@ impl<'a> Observing<'a> {
     /// rows waits for the device.
     pub(super) fn add(
         &mut self,
-        point: Observation,
+        point: InputId,
         first: usize,
         rows: &Tensor,
         cut: &Tiling,
@@ -115,7 +116,7 @@ pub type ArrivingValues = Box<dyn FnOnce(&mut dyn FnMut(&[f64])) -> Result<()> +
 #[derive(Default)]
 pub struct SampleSums {
     /// Point, tokens, in_features, and elements of chosen rows, in the order of the pass.
-    parts: Vec<(Observation, usize, usize, usize)>,
+    parts: Vec<(InputId, usize, usize, usize)>,
     /// Of each part Σ x², Σ x and the chosen rows, in f64.
     values: Option<Tensor>,
     arriving: Option<ArrivingValues>,

@@ -24,7 +24,7 @@
 
 use super::gram::DeviceGrams;
 use crate::bytes::ByteSize;
-use crate::model::{ModelConfig, Projection};
+use crate::model::{ModelConfig, LinearId};
 use crate::run::MemorySettings;
 
 /// Memory of a device before the first computation: CUDA context, cuBLAS workspace, kernels. The literature gives 0.3 to 0.6 GiB; it
@@ -172,8 +172,8 @@ impl Tiling {
     }
 
     /// Memory of a product of some rows on a device, with the product that it is compared with.
-    pub fn product_bytes(config: &ModelConfig, projection: Projection, rows: usize) -> ByteSize {
-        let (features, columns) = projection.shape(config);
+    pub fn product_bytes(config: &ModelConfig, id: LinearId, rows: usize) -> ByteSize {
+        let (features, columns) = id.shape(config);
         let weights = PRODUCT_FEATURES.min(features) * columns;
         // The pieces of the product exist beside the whole product.
         ByteSize::of(rows * (columns + 3 * features) + weights, size_of::<f32>())
@@ -241,7 +241,7 @@ impl Tiling {
         if stored == element {
             return ByteSize::ZERO;
         }
-        let largest = config.projections().map(|projection| projection.elements(config)).max();
+        let largest = config.linears().map(|id| id.elements(config)).max();
         ByteSize::of(largest.unwrap_or(0), stored)
     }
 

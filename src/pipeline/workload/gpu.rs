@@ -35,7 +35,7 @@ fn states(run: &RunShape<'_>, option: &ExecutionOption) -> Vec<MemoryPart> {
 /// the sample before.
 fn chosen_rows(run: &RunShape<'_>) -> ByteSize {
     let rows = output_error::tokens(run.samples, run.seqlen).div_ceil(run.samples.max(1));
-    let columns: usize = output_error::widths(run.config).iter().sum();
+    let columns: usize = run.config.input_widths().values().sum();
     ByteSize::of(rows * columns, run.gpu_dtype.bytes() + 3 * size_of::<f64>())
 }
 
@@ -72,7 +72,7 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Vec<PhaseM
     let grams = run.grams_on_gpu(settings);
     // Outputs of a matrix before and after it is pruned.
     let tokens = output_error::tokens(run.samples, run.seqlen);
-    let outputs = config.projections().map(|of| Tiling::product_bytes(config, of, tokens)).max();
+    let outputs = config.linears().map(|of| Tiling::product_bytes(config, of, tokens)).max();
     let errors = calibration
         .clone()
         .next()
@@ -159,7 +159,7 @@ pub(super) fn training_head(run: &RunShape<'_>, settings: &MemorySettings) -> Op
 }
 
 fn with_context(run: &RunShape<'_>, phase: Phase, parts: Vec<MemoryPart>) -> PhaseMemory {
-    let tables = ByteSize::of(Rotary::bytes(run.config.head_dim, run.seqlen), 1);
+    let tables = ByteSize::of(Rotary::bytes(&run.config.ropes, run.seqlen), 1);
     let context =
         vec![part(PartKind::DeviceContext, CONTEXT), part(PartKind::RotaryTables, tables)];
     PhaseMemory { phase, parts: [context, parts].concat() }

@@ -221,13 +221,13 @@ impl<'r> Host<'r> {
             let kept = kept.map(|kept| part(PartKind::Statistics, kept));
             return kept.into_iter().collect();
         };
-        let widths = output_error::widths(run.config);
-        let each = widths.map(|width| kind.bytes(width));
+        let widths = run.config.input_widths();
+        let each = widths.values().map(|&width| kind.bytes(width));
         let held = match run.passes_inputs_apart(self.option.settings.statistics) {
-            true => each.into_iter().max().unwrap_or_default(),
-            false => each.into_iter().sum(),
+            true => each.max().unwrap_or_default(),
+            false => each.sum(),
         };
-        let adding = widths.map(|width| kind.adding_bytes(width, run.products)).into_iter().max();
+        let adding = widths.values().map(|&width| kind.adding_bytes(width, run.products)).max();
         let mut parts = vec![part(
             PartKind::Statistics,
             held + adding.unwrap_or_default() + kept.unwrap_or_default(),
@@ -249,7 +249,7 @@ impl<'r> Host<'r> {
     fn score(&self) -> ByteSize {
         let (run, settings) = (self.run, &self.option.settings);
         let config = run.config;
-        let widths = output_error::widths(config);
+        let widths: Vec<usize> = config.input_widths().values().copied().collect();
         let is_apart = run.passes_inputs_apart(settings.statistics);
         let of_input = |point: usize| -> ByteSize {
             let kind = run.statistics();
@@ -262,9 +262,9 @@ impl<'r> Host<'r> {
                 .iter()
                 .map(|&width| kind.map_or(ByteSize::ZERO, |kind| kind.bytes(width)));
             let working = config
-                .projections()
-                .filter(|projection| projection.observed_at() as usize == point)
-                .map(|projection| projection.shape(config))
+                .linears()
+                .filter(|id| id.input() as usize == point)
+                .map(|id| id.shape(config))
                 .flat_map(|(out, inner)| {
                     run.techniques().map(move |technique| technique.working_bytes(out, inner))
                 });
@@ -273,10 +273,11 @@ impl<'r> Host<'r> {
         let most = (0..widths.len()).map(of_input).max();
         // The channels are permuted when down's input is observed, before any statistics go.
         let kinds = run.statistics();
-        let held = widths.map(|width| kinds.map_or(ByteSize::ZERO, |kind| kind.bytes(width)));
+        let held =
+            widths.iter().map(|&width| kinds.map_or(ByteSize::ZERO, |kind| kind.bytes(width)));
         let held = match is_apart {
-            true => held[widths.len() - 1],
-            false => held.into_iter().sum(),
+            true => held.last().unwrap_or_default(),
+            false => held.sum(),
         };
         let permuting = run
             .techniques()
@@ -293,7 +294,7 @@ impl<'r> Host<'r> {
             return None;
         };
         self.run.statistics().filter(|kind| kind.is_in_place())?;
-        let row: usize = output_error::widths(self.run.config).iter().sum();
+        let row: usize = self.run.config.input_widths().values().sum();
         let rows = ByteSize::of(self.run.seqlen * row, F32);
         let bytes = rows.0.saturating_mul(gpus as u64);
         Some(part(PartKind::SamplesInFlight, ByteSize(bytes)))

@@ -6,7 +6,6 @@ use crate::linalg::{Products, StoredDtype};
 use crate::model::on_device::TrainedSizes;
 use crate::model::{Dtypes, ModelConfig};
 use crate::pipeline::flow::{Flow, ObservationOrder, Propagation};
-use crate::pipeline::output_error;
 use crate::placement::Processors;
 use crate::pruning::{StatisticsKind, Technique};
 use crate::run::memory_settings::{GramsHeld, MemorySettings, StatisticsHeld, WeightsHeld};
@@ -190,7 +189,7 @@ impl RunShape<'_> {
     /// The numbers of columns of the inputs whose Gram matrices a GPU holds at the same time.
     pub(in crate::pipeline) fn grams_on_gpu(&self, settings: &MemorySettings) -> Vec<usize> {
         let on_gpu = settings.grams == GramsHeld::Device && self.sums_grams_on_gpus();
-        let mut widths = output_error::widths(self.config).to_vec();
+        let mut widths: Vec<usize> = self.config.input_widths().values().copied().collect();
         if self.passes_inputs_apart(settings.statistics) {
             // The inputs are observed in turn, so the room of the largest serves all of them.
             widths.sort_unstable();

@@ -84,6 +84,7 @@ impl Host<'_> {
                 kernel,
                 config.head_dim,
                 run.seqlen,
+                config.widest_scoring(),
                 run.threads,
             )),
             part(PartKind::FrozenLayers, trains.masks),
@@ -212,7 +213,7 @@ impl Host<'_> {
     fn left_by_layers(&self) -> ByteSize {
         let (config, dtype) = (self.run.config, self.run.dtypes.layers);
         let bytes =
-            config.projections().map(|projection| projection.elements(config) * dtype.bytes());
+            config.linears().map(|id| id.elements(config) * dtype.bytes());
         ByteSize::of(bytes.filter(|&bytes| bytes < RETURNED_AT_ONCE).sum(), 1)
     }
 

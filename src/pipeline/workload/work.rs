@@ -1,10 +1,10 @@
 //! Work of a run: floating-point operations of its products, bytes of its files and of its transfers to GPUs.
 
 use super::shape::RunShape;
+use crate::linalg::attention::Scoring;
 use crate::linalg::product::Kernel;
 use crate::linalg::{StoredDtype, gram};
-use crate::model::{Projection, footprint};
-use crate::pipeline::output_error;
+use crate::model::{LinearId, Role, footprint};
 use crate::placement::{ExecutionOption, Processors, Work};
 use crate::pruning::StatisticsKind;
 use crate::run::HiddenStatesStorage;
@@ -100,7 +100,7 @@ pub(super) fn head(run: &RunShape<'_>, option: &ExecutionOption) -> Work {
 /// Floating-point operations per token and layer.
 struct Operations {
     all: f64,
-    /// The operations of the down projection, which calibration does not compute.
+    /// The operations of the down linear, which calibration does not compute.
     down: f64,
 }
 
@@ -117,18 +117,23 @@ impl Operations {
             .map_or(1, |heads| config.num_key_value_heads.div_ceil(heads.max(1)));
         // Each further group of heads packs the activations again.
         let repacking = 1.0 + 0.02 * (groups - 1) as f64;
-        let product = |projection: Projection| {
-            let operations = 2.0 * weights(run, projection);
-            match projection.is_attention() {
+        let product = |id: LinearId| {
+            let operations = 2.0 * weights(run, id);
+            match id.is_attention() {
                 true => operations * packed(seqlen) * repacking,
                 false => operations * packed(settings.mlp_tokens),
             }
         };
-        // Two products with half the keys on average, for every query head.
-        let scores = 2.0 * seqlen as f64 * (config.num_attention_heads * config.head_dim) as f64;
+        // Scores and contexts of the keys that a query sees, on average over tokens and layers.
+        let operations = config.layers.iter().map(|kind| {
+            let scoring = Scoring { window: kind.window, ..config.widest_scoring() };
+            config.heads().operations(scoring, 0, seqlen) as f64
+        });
+        let layers = config.layers.len().max(1) as f64;
+        let scores = operations.sum::<f64>() / layers / seqlen.max(1) as f64;
         Self {
-            all: config.projections().map(product).sum::<f64>() + scores,
-            down: product(Projection::Down),
+            all: config.linears().map(product).sum::<f64>() + scores,
+            down: product(config.layer(0).part(Role::Down).0),
         }
     }
 }
@@ -149,18 +154,18 @@ impl GramWork {
         let flop = statistics(run);
         let on_host =
             Self { host_flop: flop / of_kernel(gram::kernel_of(run.products)), ..Self::default() };
-        let widths = output_error::widths(run.config).map(|width| width as f64);
+        let widths = run.config.input_widths().map(|_, width| width as f64);
         match option.processors {
             Processors::Gpus(_) if !run.grams_on_gpu(&option.settings).is_empty() => Self {
                 gpu_flop: match run.gpu_dtype {
                     StoredDtype::F32 => flop,
                     StoredDtype::F16 | StoredDtype::Bf16 => GPU_HALF_TIMES_F32 * flop,
                 },
-                sums: widths.map(|width| 2.0 * width * width).iter().sum(),
+                sums: widths.values().map(|width| 2.0 * width * width).sum(),
                 ..Self::default()
             },
             Processors::Gpus(_) if flop > 0.0 => {
-                let row = widths.iter().sum::<f64>() * run.gpu_dtype.bytes() as f64;
+                let row = widths.values().sum::<f64>() * run.gpu_dtype.bytes() as f64;
                 Self { rows: (run.samples * run.seqlen) as f64 * row, ..on_host }
             }
             _ => on_host,
@@ -171,8 +176,7 @@ impl GramWork {
 /// Operations of the statistics of a layer.
 fn statistics(run: &RunShape<'_>) -> f64 {
     let per_row = |kind: &dyn StatisticsKind| -> f64 {
-        let widths = output_error::widths(run.config).into_iter();
-        widths.map(|width| kind.operations(width)).sum()
+        run.config.input_widths().values().map(|&width| kind.operations(width)).sum()
     };
     let rows = run.samples as f64 * run.seqlen as f64;
     run.statistics().map_or(0.0, per_row) * rows
@@ -183,10 +187,10 @@ fn solvers(run: &RunShape<'_>) -> f64 {
     let Some(technique) = &run.technique else {
         return 0.0;
     };
-    let projections = run.config.projections();
-    let solvers: f64 = projections
-        .map(|projection| {
-            let (rows, columns) = projection.shape(run.config);
+    let ids = run.config.linears();
+    let solvers: f64 = ids
+        .map(|id| {
+            let (rows, columns) = id.shape(run.config);
             technique.operations(rows, columns)
         })
         .sum();
@@ -209,15 +213,15 @@ fn of_kernel(kernel: Kernel) -> f64 {
     }
 }
 
-fn weights(run: &RunShape<'_>, projection: Projection) -> f64 {
-    let (rows, columns) = projection.shape(run.config);
+fn weights(run: &RunShape<'_>, id: LinearId) -> f64 {
+    let (rows, columns) = id.shape(run.config);
     rows as f64 * columns as f64
 }
 
 /// Bytes of a layer's matrices as stored.
 fn layer_bytes(run: &RunShape<'_>) -> f64 {
-    let projections = run.config.projections();
-    let weights = projections.map(|projection| weights(run, projection));
+    let ids = run.config.linears();
+    let weights = ids.map(|id| weights(run, id));
     weights.sum::<f64>() * run.dtypes.layers.bytes() as f64
 }
 

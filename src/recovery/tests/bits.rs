@@ -203,12 +203,12 @@ fn the_mask_of_a_file_decides_whatever_the_base_holds() {
             let applied = part.applied(&model.config, base, &values, rounding, &mut spare);
             applied.unwrap()
         });
-        for projection in model.config.projections() {
+        for id in model.config.linears() {
             let [dense, pruned] = [&dense, &pruned].map(|layer| {
-                let weight = layer.layer.linear(projection).weight().held();
+                let weight = layer.layer.linear(id).weight().held();
                 weight.unwrap().as_bytes().to_vec()
             });
-            assert!(dense == pruned, "{projection:?}");
+            assert!(dense == pruned, "{id:?}");
         }
     }
 }

@@ -30,13 +30,13 @@ fn embedded(model: &TestModel, ids: &[u32], seqlen: usize) -> HiddenStates {
 }
 
 fn weights_of(layer: &DecoderLayer) -> Vec<Vec<f32>> {
-    let of = |projection| {
-        let weight = layer.linear(projection).weight().held().unwrap();
+    let of = |id| {
+        let weight = layer.linear(id).weight().held().unwrap();
         let mut values = vec![0.0; weight.elements()];
         weight.widen_rows(0, &mut values);
         values
     };
-    layer.projections().map(of).collect()
+    layer.linear_ids().map(of).collect()
 }
 
 /// The settings of a training layer by layer.

@@ -45,8 +45,8 @@ fn texts() -> Vec<Text> {
 fn factors(file: &str, training: &Training, model: &TestModel, layer: usize) -> Vec<Vec<f32>> {
     let specs = training.part.parameters(&model.config);
     let of = |name| match name {
-        ParameterName::A(projection) => format!("{}.lora_A.weight", module(projection, layer)),
-        ParameterName::B(projection) => format!("{}.lora_B.weight", module(projection, layer)),
+        ParameterName::A(id) => format!("{}.lora_A.weight", module(id, layer)),
+        ParameterName::B(id) => format!("{}.lora_B.weight", module(id, layer)),
         ParameterName::Weight(_) | ParameterName::Norm(_) => unreachable!("only factors"),
     };
     let read = |spec: &crate::recovery::ParameterSpec| golden_f32(file, &of(spec.name)).unwrap();

@@ -10,7 +10,7 @@ use serde_json::json;
 use crate::checkpoint::{Checkpoint, WeightSource};
 use crate::linalg::Products;
 use crate::linalg::golden_tests::golden_folder;
-use crate::model::{LayerContext, ModelConfig, Projection};
+use crate::model::{LayerContext, ModelConfig, LinearId};
 use crate::recovery::optimizers::adamw::AdamW;
 use crate::recovery::optimizers::{Hyperparameters, Optimizer};
 use crate::recovery::{
@@ -114,9 +114,9 @@ impl TestModel {
             to.push((name.to_owned(), tensor.to_dtype(dtype).unwrap()));
         };
         for layer in 0..config.num_hidden_layers {
-            for projection in config.projections() {
-                let (rows, columns) = projection.shape(&config);
-                let (name, shape) = (projection.tensor_name(layer), [rows, columns]);
+            for id in config.linears() {
+                let (rows, columns) = id.shape(&config);
+                let (name, shape) = (id.tensor_name(layer), [rows, columns]);
                 let mut values = tensor(&shape, 0.3);
                 put(&mut dense, &name, &shape, values.clone());
                 let gone = |at: &usize| at % 3 != layer % 3;
@@ -160,7 +160,7 @@ impl TestModel {
 
     /// All matrices of a layer in a form.
     pub(super) fn part(&self, form: TrainedForm) -> TrainedPart {
-        TrainedPart { projections: self.config.projections().collect(), form, norms: false }
+        TrainedPart { ids: self.config.linears().collect(), form, norms: false }
     }
 }
 
@@ -290,6 +290,6 @@ pub(super) fn bits(store: &ParameterStore) -> Vec<Vec<Vec<u32>>> {
 }
 
 /// The full name of a matrix in the reference files: `model.layers.3.self_attn.q_proj`.
-pub(super) fn module(projection: Projection, layer: usize) -> String {
-    projection.full_name(layer)
+pub(super) fn module(id: LinearId, layer: usize) -> String {
+    id.full_name(layer)
 }

@@ -29,7 +29,7 @@ use super::ledger::{Ledger, Refused};
 use crate::bytes::ByteSize;
 use crate::model::head::HeadChunk;
 use crate::model::on_device::{CONTEXT, DeviceGrams, LogSumExpPart, SampleSums, TakeGram, Tiling};
-use crate::model::{DecoderLayer, LayerGradients, ModelConfig, Observer, Projection};
+use crate::model::{DecoderLayer, LayerGradients, ModelConfig, Observer, LinearId};
 use crate::run::fallback::{DeviceMemoryReport, FallbackOutcome, FallbackReport};
 use crate::run::{Event, Events, Phase};
 use candle_core::Tensor;
@@ -64,7 +64,7 @@ pub struct DeviceWorker<'a> {
     /// The layer whose norms are loaded, and its base revision.
     begun: Option<(usize, u64)>,
     /// The revisions of its matrices that are loaded.
-    matrices: BTreeMap<Projection, u64>,
+    matrices: BTreeMap<LinearId, u64>,
     loaded_bytes: ByteSize,
     /// Weights that did not fit. They are not tried again.
     failed: Loaded,

@@ -10,7 +10,7 @@ use crate::linalg::Weight;
 use crate::linalg::select::Quota;
 use crate::model::head::HeadChunk;
 use crate::model::on_device::Tiling;
-use crate::model::{DecoderLayer, Projection};
+use crate::model::{DecoderLayer, LinearId};
 use crate::runtime::engine::Engine;
 
 impl DeviceWorker<'_> {
@@ -35,8 +35,8 @@ impl DeviceWorker<'_> {
             self.begun = Some((layer.index(), layer.base_revision()));
         }
         (self.fallbacks_in_a_row, self.is_paused) = (0, false);
-        for projection in layer.projections() {
-            if !self.load_matrix(layer, projection)? {
+        for id in layer.linear_ids() {
+            if !self.load_matrix(layer, id)? {
                 self.failed = wanted;
                 return Ok(false);
             }
@@ -51,29 +51,29 @@ impl DeviceWorker<'_> {
     }
 
     /// Loads a matrix of the current layer unless its revision is loaded, and returns whether it is.
-    fn load_matrix(&mut self, layer: &DecoderLayer, projection: Projection) -> Result<bool> {
-        let revision = layer.linear_revision(projection);
-        if self.matrices.get(&projection) == Some(&revision) {
+    fn load_matrix(&mut self, layer: &DecoderLayer, id: LinearId) -> Result<bool> {
+        let revision = layer.linear_revision(id);
+        if self.matrices.get(&id) == Some(&revision) {
             return Ok(true);
         }
         let element = self.engine.element();
-        let (rows, columns) = projection.shape(&self.config);
+        let (rows, columns) = id.shape(&self.config);
         let bytes = ByteSize::of(rows * columns, element);
-        let cast = match layer.linear(projection).weight() {
+        let cast = match layer.linear(id).weight() {
             Weight::Held(matrix) => cast_bytes(rows * columns, matrix.dtype().bytes(), element),
             Weight::AtRest(_) => ByteSize::ZERO,
         };
         self.loaded = Loaded::Nothing;
-        if self.matrices.remove(&projection).is_some() {
+        if self.matrices.remove(&id).is_some() {
             // The engine frees the earlier revision first.
             self.ledger.give_back(bytes);
             self.loaded_bytes = ByteSize(self.loaded_bytes.0 - bytes.0);
         }
-        let unit = format!("{} (upload)", projection.full_name(layer.index()));
-        if !self.upload(&unit, bytes, cast, |engine| engine.take_up(layer, projection))? {
+        let unit = format!("{} (upload)", id.full_name(layer.index()));
+        if !self.upload(&unit, bytes, cast, |engine| engine.take_up(layer, id))? {
             return Ok(false);
         }
-        self.matrices.insert(projection, revision);
+        self.matrices.insert(id, revision);
         Ok(true)
     }
 
@@ -83,17 +83,17 @@ impl DeviceWorker<'_> {
     pub(in crate::runtime) fn product(
         &mut self,
         layer: &DecoderLayer,
-        projection: Projection,
+        id: LinearId,
         rows: &[f32],
     ) -> Result<Option<Tensor>> {
         if !self.load_layer(layer)? {
             return Ok(None);
         }
-        let (_, columns) = projection.shape(&self.config);
-        let bytes = Tiling::product_bytes(&self.config, projection, rows.len() / columns.max(1));
-        let unit = format!("{} (output error)", projection.full_name(layer.index()));
+        let (_, columns) = id.shape(&self.config);
+        let bytes = Tiling::product_bytes(&self.config, id, rows.len() / columns.max(1));
+        let unit = format!("{} (output error)", id.full_name(layer.index()));
         let product = self
-            .attempt(&unit, false, &|_| bytes, &mut |engine, _| engine.product(projection, rows))?;
+            .attempt(&unit, false, &|_| bytes, &mut |engine, _| engine.product(id, rows))?;
         Ok(product.flatten())
     }
 
@@ -169,18 +169,18 @@ impl DeviceWorker<'_> {
     pub(in crate::runtime) fn choose_lowest(
         &mut self,
         layer: &DecoderLayer,
-        projection: Projection,
+        id: LinearId,
         norms: &[f32],
         quota: Quota,
     ) -> Result<Option<Vec<u8>>> {
         if !self.load_layer(layer)? {
             return Ok(None);
         }
-        let (rows, columns) = projection.shape(&self.config);
+        let (rows, columns) = id.shape(&self.config);
         let bytes = Tiling::choice_bytes(rows, columns);
-        let unit = format!("{} (score)", projection.full_name(layer.index()));
+        let unit = format!("{} (score)", id.full_name(layer.index()));
         let chosen = self.attempt(&unit, false, &|_| bytes, &mut |engine, _| {
-            engine.choose_lowest(projection, norms, quota)
+            engine.choose_lowest(id, norms, quota)
         })?;
         Ok(chosen.flatten())
     }
@@ -189,14 +189,14 @@ impl DeviceWorker<'_> {
     pub(in crate::runtime) fn zero_chosen(
         &mut self,
         layer: &DecoderLayer,
-        projection: Projection,
+        id: LinearId,
     ) -> Result<()> {
-        if !self.has_begun(layer) || !self.matrices.contains_key(&projection) {
+        if !self.has_begun(layer) || !self.matrices.contains_key(&id) {
             return Ok(());
         }
-        let zeroed = self.engine.zero_chosen(layer, projection);
+        let zeroed = self.engine.zero_chosen(layer, id);
         if zeroed.with_context(|| format!("on {}", self.device))? {
-            self.matrices.insert(projection, layer.linear_revision(projection));
+            self.matrices.insert(id, layer.linear_revision(id));
             self.loaded = Loaded::Nothing;
         }
         Ok(())

@@ -21,7 +21,7 @@ use crate::bytes::ByteSize;
 use crate::linalg::select::Quota;
 use crate::model::head::HeadChunk;
 use crate::model::on_device::{LogSumExpPart, SampleSums, TakeGram, Tiling};
-use crate::model::{DecoderLayer, LayerGradients, Observer, Projection};
+use crate::model::{DecoderLayer, LayerGradients, Observer, LinearId};
 
 pub use device_memory::DeviceMemory;
 pub use on_candle::OnCandle;
@@ -40,7 +40,7 @@ pub trait Engine: Send {
     ///
     /// # Errors
     /// Fails when the device fails, mostly for lack of memory.
-    fn product(&mut self, _projection: Projection, _rows: &[f32]) -> Result<Option<Tensor>> {
+    fn product(&mut self, _id: LinearId, _rows: &[f32]) -> Result<Option<Tensor>> {
         Ok(None)
     }
 
@@ -51,7 +51,7 @@ pub trait Engine: Send {
     /// Fails when the device fails, mostly for lack of memory.
     fn choose_lowest(
         &mut self,
-        _projection: Projection,
+        _id: LinearId,
         _norms: &[f32],
         _quota: Quota,
     ) -> Result<Option<Vec<u8>>> {
@@ -63,12 +63,12 @@ pub trait Engine: Send {
     ///
     /// # Errors
     /// Fails when the device fails.
-    fn zero_chosen(&mut self, _layer: &DecoderLayer, _projection: Projection) -> Result<bool> {
+    fn zero_chosen(&mut self, _layer: &DecoderLayer, _id: LinearId) -> Result<bool> {
         Ok(false)
     }
 
     /// Copies a matrix of the current layer, in place of an earlier revision.
-    fn take_up(&mut self, layer: &DecoderLayer, projection: Projection) -> Result<()>;
+    fn take_up(&mut self, layer: &DecoderLayer, id: LinearId) -> Result<()>;
 
     /// Passes a sample through the layer: `[seqlen, hidden_size]` on the host or the device in, the same shape out; an engine that
     /// keeps hidden states leaves it on the device.

@@ -17,7 +17,7 @@ use crate::model::on_device::{
     DeviceGrams, DeviceHead, DeviceLayer, DeviceTables, DeviceTraining, LogSumExpPart, SampleSums,
     TakeGram, Tiling, copy,
 };
-use crate::model::{DecoderLayer, LayerContext, LayerGradients, ModelConfig, Observer, Projection};
+use crate::model::{DecoderLayer, LayerContext, LayerGradients, ModelConfig, Observer, LinearId};
 
 /// A device of candle's.
 #[derive(Debug)]
@@ -123,32 +123,32 @@ impl Engine for OnCandle {
         Ok(())
     }
 
-    fn product(&mut self, projection: Projection, rows: &[f32]) -> Result<Option<Tensor>> {
+    fn product(&mut self, id: LinearId, rows: &[f32]) -> Result<Option<Tensor>> {
         let layer = self.layer.as_ref().context("a layer was begun")?;
-        layer.product(projection, rows).map(Some)
+        layer.multiply(id, rows).map(Some)
     }
 
     fn choose_lowest(
         &mut self,
-        projection: Projection,
+        id: LinearId,
         norms: &[f32],
         quota: Quota,
     ) -> Result<Option<Vec<u8>>> {
         let layer = self.layer.as_mut().context("a layer was begun")?;
-        layer.choose_lowest(projection, norms, quota)
+        layer.choose_lowest(id, norms, quota)
     }
 
-    fn zero_chosen(&mut self, layer: &DecoderLayer, projection: Projection) -> Result<bool> {
+    fn zero_chosen(&mut self, layer: &DecoderLayer, id: LinearId) -> Result<bool> {
         let copied = self.layer.as_mut().context("a layer was begun")?;
-        copied.zero_chosen(layer, projection)
+        copied.zero_chosen(layer, id)
     }
 
-    fn take_up(&mut self, layer: &DecoderLayer, projection: Projection) -> Result<()> {
+    fn take_up(&mut self, layer: &DecoderLayer, id: LinearId) -> Result<()> {
         let device = &self.device;
         self.layer
             .as_mut()
             .context("a layer was begun")?
-            .take_up(layer, projection, &|matrix| copy(matrix, device))
+            .take_up(layer, id, &|matrix| copy(matrix, device))
     }
 
     fn forward(&mut self, _layer: &DecoderLayer, state: &Tensor, cut: &Tiling) -> Result<Tensor> {
@@ -232,9 +232,9 @@ impl Engine for OnCandle {
             }
             let copied = (|| -> Result<DeviceLayer> {
                 let mut copied = DeviceLayer::begin(layer, dtype, &device)?;
-                for projection in layer.projections() {
+                for id in layer.linear_ids() {
                     let copy = |matrix: &StoredMatrix| copy_in_parallel(matrix, dtype, &device);
-                    copied.take_up(layer, projection, &copy)?;
+                    copied.take_up(layer, id, &copy)?;
                 }
                 Ok(copied)
             })();

@@ -8,7 +8,7 @@ use super::{CopyAhead, DeviceMemory, Engine};
 use crate::bytes::ByteSize;
 use crate::model::head::HeadChunk;
 use crate::model::on_device::{LogSumExpPart, SampleSums, TakeGram, Tiling};
-use crate::model::{DecoderLayer, LayerContext, LayerGradients, Observer, Projection};
+use crate::model::{DecoderLayer, LayerContext, LayerGradients, Observer, LinearId};
 
 /// A simulated GPU.
 #[derive(Debug)]
@@ -28,7 +28,7 @@ impl Engine for Simulated {
         Ok(())
     }
 
-    fn take_up(&mut self, _layer: &DecoderLayer, _projection: Projection) -> Result<()> {
+    fn take_up(&mut self, _layer: &DecoderLayer, _id: LinearId) -> Result<()> {
         Ok(())
     }
 

@@ -5,7 +5,7 @@ use std::fs;
 use half::{bf16, f16};
 use prune::bytes::ByteSize;
 use prune::linalg::StoredDtype;
-use prune::model::Projection;
+use prune::model::LinearId;
 use prune::run::verification::VerifyLevel;
 use prune::synthetic::RandomCheckpoint;
 
@@ -31,8 +31,8 @@ fn kept_weights_and_untouched_tensors_are_the_sources_in_every_dtype() {
         // int(64 · 0.6) = 38 and int(176 · 0.6) = 105 of every row, truncated as Python does. Random weights hold a zero now
         // and then; Wanda takes those first, so no row has more.
         for layer in 0..2 {
-            assert_eq!(zeros_per_row(&zeros, &Projection::Q.full_name(layer)), 38, "{dtype:?}");
-            assert_eq!(zeros_per_row(&zeros, &Projection::Down.full_name(layer)), 105, "{dtype:?}");
+            assert_eq!(zeros_per_row(&zeros, &LinearId::Q.full_name(layer)), 38, "{dtype:?}");
+            assert_eq!(zeros_per_row(&zeros, &LinearId::DOWN.full_name(layer)), 105, "{dtype:?}");
         }
         for matrix in manifest.layers.iter().flat_map(|layer| &layer.matrices) {
             let rows = &zeros[&format!("{}.weight", matrix.name)];

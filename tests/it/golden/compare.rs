@@ -204,7 +204,7 @@ pub(super) struct Comparison<'a> {
 
 impl MaskObserver for Comparison<'_> {
     fn matrix(&mut self, matrix: &PrunedMatrix<'_>) -> Result<()> {
-        let name = matrix.projection.full_name(matrix.layer);
+        let name = matrix.id.full_name(matrix.layer);
         self.statistics(&name, mean_squares(matrix));
         if self.golden.settings.method == "dense" {
             if matrix.mask.count() > 0 {

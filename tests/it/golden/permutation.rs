@@ -129,7 +129,7 @@ struct Seen<'g> {
 
 impl MaskObserver for Seen<'_> {
     fn matrix(&mut self, matrix: &PrunedMatrix<'_>) -> Result<()> {
-        let name = matrix.projection.full_name(matrix.layer);
+        let name = matrix.id.full_name(matrix.layer);
         let masks = self.golden.masks.as_ref().context("the golden has masks")?;
         let theirs = masks.get(&name).context("the golden has all masks")?;
         let pairs = matrix.mask.bits().iter().zip(theirs);

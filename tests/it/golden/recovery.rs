@@ -16,7 +16,7 @@ use prune::linalg::derivatives::squared_error_backward;
 use prune::linalg::product::Kernel;
 use prune::linalg::{MaskedLowRank, Products, StoredDtype, StoredMatrix, Weight};
 use prune::model::{
-    DecoderLayer, Embedding, Head, LayerContext, LayerGradients, ModelConfig, Projection,
+    DecoderLayer, Embedding, Head, LayerContext, LayerGradients, ModelConfig, LinearId,
 };
 use serde_json::Value;
 
@@ -67,10 +67,10 @@ impl Recovery {
 
     fn pruned_layer(&self, index: usize) -> Result<DecoderLayer> {
         let mut layer = self.dense_layer(index)?;
-        for projection in self.config.projections() {
-            let name = module(projection, index);
+        for id in self.config.linears() {
+            let name = module(id, index);
             let mask = self.masks.get(&name).context(name)?;
-            let weight = layer.linear_mut(projection).weight_mut();
+            let weight = layer.linear_mut(id).weight_mut();
             weight.held_mut().context("in memory")?.zero_bits(mask);
         }
         Ok(layer)
@@ -103,8 +103,8 @@ impl Recovery {
 }
 
 /// A linear's name, without `.weight`.
-fn module(projection: Projection, layer: usize) -> String {
-    let name = projection.tensor_name(layer);
+fn module(id: LinearId, layer: usize) -> String {
+    let name = id.tensor_name(layer);
     name.trim_end_matches(".weight").to_owned()
 }
 
@@ -189,7 +189,7 @@ fn gradients(
 
 /// Zero gradients of all matrices.
 fn zeros(layers: &[DecoderLayer]) -> Vec<LayerGradients> {
-    let of_layer = |layer: &DecoderLayer| LayerGradients::new(layer, layer.projections());
+    let of_layer = |layer: &DecoderLayer| LayerGradients::new(layer, layer.linear_ids());
     layers.iter().map(of_layer).collect()
 }
 
@@ -231,18 +231,18 @@ fn low_rank(
     let mut low_ranks = Vec::new();
     for (index, layer) in layers.iter_mut().enumerate() {
         let mut changes = BTreeMap::new();
-        for projection in recovery.config.projections() {
-            let name = module(projection, index);
+        for id in recovery.config.linears() {
+            let name = module(id, index);
             let [a, b] = ["lora_A", "lora_B"]
                 .map(|factor| f32s(&recovery.inputs[&format!("{name}.{factor}.weight")]));
-            let weight = layer.linear_mut(projection).weight_mut();
+            let weight = layer.linear_mut(id).weight_mut();
             let base: StoredMatrix = weight.held().context("in memory")?.clone();
             let low_rank = MaskedLowRank::new(&base, a, b, SCALE);
             *weight = Weight::Held({
                 let changed = StoredMatrix::zeros(dtype, base.rows(), base.columns())?;
                 low_rank.applied_to(&base, changed)
             });
-            changes.insert(projection, low_rank);
+            changes.insert(id, low_rank);
         }
         low_ranks.push(changes);
     }
@@ -257,9 +257,9 @@ fn low_rank(
         all.push(("hidden states", name, hidden));
     }
     for (index, of_layer) in got.weights.iter().enumerate() {
-        for projection in of_layer.projections() {
-            let [da, db] = of_layer.factors(projection).context("trained factors")?;
-            let name = module(projection, index);
+        for id in of_layer.linear_ids() {
+            let [da, db] = of_layer.factors(id).context("trained factors")?;
+            let name = module(id, index);
             all.push(("A", format!("{name}.lora_A.weight"), da.to_vec()));
             all.push(("B", format!("{name}.lora_B.weight"), db.to_vec()));
         }
@@ -317,11 +317,11 @@ fn gradients_of_kept_weights_are_the_references_and_those_of_pruned_weights_are_
         let mut got = gradients(&recovery, &layers, zeros(&layers), [products; 2]).unwrap();
         let mut worst = Worst::default();
         for (index, layer) in layers.iter().enumerate() {
-            for projection in layer.projections() {
-                let pruned = layer.linear(projection).weight().held().unwrap().zeros_mask();
-                got.weights[index].mask(projection, &pruned);
-                let gradient = got.weights[index].weight(projection).unwrap();
-                let exact = f32s(&golden[&projection.tensor_name(index)]);
+            for id in layer.linear_ids() {
+                let pruned = layer.linear(id).weight().held().unwrap().zeros_mask();
+                got.weights[index].mask(id, &pruned);
+                let gradient = got.weights[index].weight(id).unwrap();
+                let exact = f32s(&golden[&id.tensor_name(index)]);
                 worst.add("weights", gradient, &wide(&exact));
                 for (at, value) in gradient.iter().enumerate() {
                     let is_pruned = pruned[at / 8] >> (at % 8) & 1 == 1;
@@ -348,7 +348,7 @@ fn gradients_of_a_blocks_squared_error_are_the_references() {
     for index in [0, 2] {
         let (layer, dense) = (&layers[index], recovery.dense_layer(index).unwrap());
         let mut context = LayerContext::new(&recovery.config, SEQLEN);
-        let mut gradients = LayerGradients::new(layer, layer.projections());
+        let mut gradients = LayerGradients::new(layer, layer.linear_ids());
         let mut error = 0.0;
         for ids in recovery.samples() {
             let states = recovery.states(&layers[..index], &ids, &mut context).unwrap();
@@ -364,11 +364,11 @@ fn gradients_of_a_blocks_squared_error_are_the_references() {
         }
         let exact = json["block_mse_f64"][index.to_string()].as_f64().unwrap();
         worst.add("error", &[(error / elements as f64) as f32], &[exact]);
-        for projection in layer.projections() {
-            let pruned = layer.linear(projection).weight().held().unwrap().zeros_mask();
-            gradients.mask(projection, &pruned);
-            let exact = f32s(&golden[&format!("block.{}", projection.tensor_name(index))]);
-            worst.add("weights", gradients.weight(projection).unwrap(), &wide(&exact));
+        for id in layer.linear_ids() {
+            let pruned = layer.linear(id).weight().held().unwrap().zeros_mask();
+            gradients.mask(id, &pruned);
+            let exact = f32s(&golden[&format!("block.{}", id.tensor_name(index))]);
+            worst.add("weights", gradients.weight(id).unwrap(), &wide(&exact));
         }
     }
     worst.assert("block", 5e-5);

@@ -163,7 +163,7 @@ struct Seen<'a> {
 
 impl MaskObserver for Seen<'_> {
     fn matrix(&mut self, matrix: &PrunedMatrix<'_>) -> Result<()> {
-        let name = matrix.projection.full_name(matrix.layer);
+        let name = matrix.id.full_name(matrix.layer);
         let (rows, columns) = (matrix.weight.rows(), matrix.weight.columns());
         if let Some(masks) = &self.golden.masks {
             let reference = masks.get(&name).context("the golden has all masks")?;
@@ -183,7 +183,7 @@ impl MaskObserver for Seen<'_> {
         pruned.zero_bits(matrix.mask.bits());
         let mut values = vec![0.0f32; rows * columns];
         pruned.widen_rows(0, &mut values);
-        let tensor = matrix.projection.tensor_name(matrix.layer);
+        let tensor = matrix.id.tensor_name(matrix.layer);
         if let Some(weights) = &self.weights
             && let Some(reference) = weights.get(&tensor)
             && matrix.layer == 0
@@ -209,7 +209,7 @@ impl MaskObserver for Seen<'_> {
 fn dense(checkpoint: &Checkpoint, matrix: &PrunedMatrix<'_>) -> Result<Vec<f32>> {
     let config = ModelConfig::load(checkpoint.folder())?;
     let layer = DecoderLayer::load(checkpoint, &config, matrix.layer)?;
-    let weight = layer.linear(matrix.projection).weight().held().context("it was loaded")?;
+    let weight = layer.linear(matrix.id).weight().held().context("it was loaded")?;
     let mut values = vec![0.0; weight.elements()];
     weight.widen_rows(0, &mut values);
     Ok(values)

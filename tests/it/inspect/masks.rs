@@ -105,7 +105,7 @@ struct Seen(BTreeMap<String, Vec<u8>>);
 
 impl MaskObserver for Seen {
     fn matrix(&mut self, matrix: &PrunedMatrix<'_>) -> anyhow::Result<()> {
-        let name = matrix.projection.full_name(matrix.layer);
+        let name = matrix.id.full_name(matrix.layer);
         self.0.insert(name, matrix.mask.bits().to_vec());
         Ok(())
     }

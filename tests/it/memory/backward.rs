@@ -7,7 +7,7 @@ use prune::checkpoint::Checkpoint;
 use prune::linalg::MaskedLowRank;
 use prune::model::observe::FromDevice;
 use prune::model::on_device::{DeviceGrams, Tiling};
-use prune::model::{DecoderLayer, LayerContext, LayerGradients, Observation, Observer};
+use prune::model::{DecoderLayer, LayerContext, LayerGradients, InputId, Observer};
 use prune::runtime::engine::{Engine, OnCandle};
 
 /// Tokens of a sample: enough that tensors outweigh the scratch memory of candle's products on the CPU.
@@ -17,9 +17,9 @@ const LONG: usize = 1024;
 struct SumsOfGrams(bool);
 
 impl Observer for SumsOfGrams {
-    fn observe(&mut self, _point: Observation, _rows: &[f32]) {}
+    fn observe(&mut self, _point: InputId, _rows: &[f32]) {}
 
-    fn wants(&mut self, _point: Observation) -> FromDevice<'_> {
+    fn wants(&mut self, _point: InputId) -> FromDevice<'_> {
         FromDevice::Gram(&[])
     }
 }
@@ -38,19 +38,19 @@ fn child() -> anyhow::Result<()> {
     let layer = DecoderLayer::load(&checkpoint, &config, 0)?;
     let mut engine = OnCandle::new(Device::Cpu, DType::F32, String::new(), &config, &context)?;
     engine.begin(&layer)?;
-    for projection in layer.projections() {
-        engine.take_up(&layer, projection)?;
+    for id in layer.linear_ids() {
+        engine.take_up(&layer, id)?;
     }
     let mut grams = SumsOfGrams(arguments.starts_with("grams"));
     let mut gradients = match arguments.split_once(' ').expect("two words").0 {
-        "weights" => LayerGradients::new(&layer, layer.projections()).with_norms(&layer),
+        "weights" => LayerGradients::new(&layer, layer.linear_ids()).with_norms(&layer),
         _ => {
-            let changes = layer.projections().map(|projection| {
-                let weight = layer.linear(projection).weight();
+            let changes = layer.linear_ids().map(|id| {
+                let weight = layer.linear(id).weight();
                 let weight = weight.held().expect("a layer in memory");
                 let (out, inner) = (weight.rows(), weight.columns());
                 let [a, b] = [vec![0.1; 16 * inner], vec![0.1; out * 16]];
-                (projection, MaskedLowRank::new(weight, a, b, 1.0))
+                (id, MaskedLowRank::new(weight, a, b, 1.0))
             });
             LayerGradients::of_factors(changes.collect())
         }

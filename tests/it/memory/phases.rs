@@ -15,7 +15,7 @@ use prune::linalg::product::Kernel;
 use prune::linalg::{StoredDtype, Weight, tensor};
 use prune::model::footprint::SamplePass;
 use prune::model::{
-    DecoderLayer, Dtypes, Head, LayerContext, ModelConfig, Observation, Observer, Projection,
+    DecoderLayer, Dtypes, Head, LayerContext, ModelConfig, InputId, Observer, LinearId,
     footprint,
 };
 use prune::pruning::{self, ColumnSquares, Pattern, Request, Statistics, Target};
@@ -53,7 +53,7 @@ fn shape(dtype: StoredDtype) -> RandomCheckpoint {
 struct Nobody;
 
 impl Observer for Nobody {
-    fn observe(&mut self, _: Observation, _: &[f32]) {}
+    fn observe(&mut self, _: InputId, _: &[f32]) {}
 }
 
 /// The most that was allocated during `body` beyond what was before.
@@ -77,8 +77,8 @@ fn load(
 }
 
 /// Scores one matrix and forgets the mask.
-fn score(layer: &mut DecoderLayer, method: &str, projection: Projection) -> Result<()> {
-    let linear = layer.linear_mut(projection);
+fn score(layer: &mut DecoderLayer, method: &str, id: LinearId) -> Result<()> {
+    let linear = layer.linear_mut(id);
     let at_rest = linear.weight_mut().hold()?;
     let statistics = ColumnSquares::from_mean(vec![1.0; linear.in_features()]);
     let statistics = Statistics::Merged(Box::new(statistics));
@@ -147,8 +147,8 @@ fn phase(
             let predicted = footprint::score(config, dtype, THREADS, settings);
             let counted = counted(|| {
                 for method in ["wanda", "magnitude"] {
-                    for projection in config.projections() {
-                        score(&mut layer, method, projection)?;
+                    for id in config.linears() {
+                        score(&mut layer, method, id)?;
                     }
                 }
                 Ok(())

@@ -30,22 +30,22 @@ fn wave(count: usize, pace: f32) -> Vec<f32> {
 /// Zeros for the gradients of what is trained.
 fn zeros(trained: Trained, layer: &DecoderLayer) -> LayerGradients {
     let factors = || {
-        let changes = layer.projections().map(|projection| {
-            let linear = layer.linear(projection);
+        let changes = layer.linear_ids().map(|id| {
+            let linear = layer.linear(id);
             let (out, inner) = (linear.out_features(), linear.in_features());
             let bits = (out * inner).div_ceil(8);
             let pruned: Vec<u8> = (0..bits).map(|at| (at * 37 % 251) as u8).collect();
             let factors = [wave(3 * inner, 0.7), wave(out * 3, 1.3)];
             let change =
                 MaskedLowRank::with_mask(LowRank::new((out, inner), factors, 0.5), pruned.into());
-            (projection, change)
+            (id, change)
         });
         changes.collect::<BTreeMap<_, _>>()
     };
     match trained {
-        Trained::Weights => LayerGradients::new(layer, layer.projections()),
+        Trained::Weights => LayerGradients::new(layer, layer.linear_ids()),
         Trained::WeightsAndNorms => {
-            LayerGradients::new(layer, layer.projections()).with_norms(layer)
+            LayerGradients::new(layer, layer.linear_ids()).with_norms(layer)
         }
         Trained::Factors => LayerGradients::of_factors(factors()),
     }
@@ -54,10 +54,10 @@ fn zeros(trained: Trained, layer: &DecoderLayer) -> LayerGradients {
 /// All gradients, each with its name.
 fn all(gradients: &LayerGradients) -> Vec<(String, Vec<f32>)> {
     let mut all = Vec::new();
-    for projection in gradients.projections() {
-        let of = gradients.weight(projection).into_iter();
-        let of = of.chain(gradients.factors(projection).into_iter().flatten());
-        all.extend(of.map(|values| (format!("{projection:?}"), values.to_vec())));
+    for id in gradients.linear_ids() {
+        let of = gradients.weight(id).into_iter();
+        let of = of.chain(gradients.factors(id).into_iter().flatten());
+        all.extend(of.map(|values| (format!("{id:?}"), values.to_vec())));
     }
     let norms = gradients.norms().into_iter().flatten();
     all.extend(norms.map(|values| ("a norm".to_string(), values.to_vec())));
@@ -88,8 +88,8 @@ fn candles_gradients_are_ours() -> Result<()> {
         let layer = DecoderLayer::load(&*checkpoint, &config, 1)?;
         let mut engine = OnCandle::new(Device::Cpu, arithmetic, String::new(), &config, &context)?;
         engine.begin(&layer)?;
-        for projection in layer.projections() {
-            engine.take_up(&layer, projection)?;
+        for id in layer.linear_ids() {
+            engine.take_up(&layer, id)?;
         }
         let whole = Tiling::of(&MemorySettings::default(), &config);
         let small = Tiling {

@@ -8,7 +8,7 @@ use candle_core::DType;
 use prune::checkpoint::Checkpoint;
 use prune::linalg::StoredDtype;
 use prune::model::{
-    DecoderLayer, Embedding, LayerContext, ModelConfig, Observation, Observer, Projection,
+    DecoderLayer, Embedding, LayerContext, ModelConfig, InputId, Observer, LinearId,
     RopeScaling,
 };
 use prune::synthetic::RandomCheckpoint;
@@ -23,10 +23,10 @@ const PLAIN: f64 = 1e-4;
 
 /// Keeps what an observer may see.
 #[derive(Default)]
-struct Seen(HashMap<Observation, Vec<f32>>);
+struct Seen(HashMap<InputId, Vec<f32>>);
 
 impl Observer for Seen {
-    fn observe(&mut self, point: Observation, rows: &[f32]) {
+    fn observe(&mut self, point: InputId, rows: &[f32]) {
         self.0.entry(point).or_default().extend_from_slice(rows);
     }
 }
@@ -42,7 +42,7 @@ fn relative(ours: &[f32], plain: &[f64]) -> f64 {
 }
 
 /// Our layer and the plain one on the same hidden states.
-fn both(folder: &Path, plain: &PlainLayer, tokens: usize) -> Result<(f64, Vec<(Projection, f64)>)> {
+fn both(folder: &Path, plain: &PlainLayer, tokens: usize) -> Result<(f64, Vec<(LinearId, f64)>)> {
     let (config, checkpoint) = (ModelConfig::load(folder)?, Checkpoint::open(folder)?);
     let layer = DecoderLayer::load(&checkpoint, &config, 0)?;
     let mut context = LayerContext::new(&config, tokens);
@@ -52,8 +52,8 @@ fn both(folder: &Path, plain: &PlainLayer, tokens: usize) -> Result<(f64, Vec<(P
     let out: Vec<f32> = layer.forward(&hidden, &mut context)?.flatten_all()?.to_vec1()?;
     let mut seen = Seen::default();
     layer.capture(&hidden, &mut context, &mut seen)?;
-    let inputs = passed.inputs.iter().map(|(projection, input)| {
-        (*projection, relative(&seen.0[&projection.observed_at()], input))
+    let inputs = passed.inputs.iter().map(|(id, input)| {
+        (*id, relative(&seen.0[&id.input()], input))
     });
     Ok((relative(&out, &passed.hidden), inputs.collect()))
 }
@@ -111,11 +111,11 @@ fn a_layer_with_biases_and_any_head_dim_and_scaling_computes_the_formulas() {
         let (out, inputs) = both(folder.path(), &plain, tokens).unwrap();
         assert!(out <= PLAIN, "{what}: {out:e}");
         assert_eq!(
-            inputs.iter().map(|(projection, _)| *projection).collect::<Vec<_>>(),
-            plain.config.projections().collect::<Vec<_>>()
+            inputs.iter().map(|(id, _)| *id).collect::<Vec<_>>(),
+            plain.config.linears().collect::<Vec<_>>()
         );
-        for (projection, input) in inputs {
-            assert!(input <= PLAIN, "{what}, input of {}: {input:e}", projection.name());
+        for (id, input) in inputs {
+            assert!(input <= PLAIN, "{what}, input of {}: {input:e}", id.name());
         }
     }
 }

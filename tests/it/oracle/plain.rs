@@ -8,7 +8,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, safetensors};
-use prune::model::{ModelConfig, Projection, RopeScaling};
+use prune::model::{ModelConfig, LinearId, RopeScaling};
 
 /// One layer's tensors by their names inside it, `[out_features, in_features]` row-major.
 pub(super) struct PlainLayer {
@@ -18,7 +18,7 @@ pub(super) struct PlainLayer {
 
 /// Inputs of the seven linears, and the output of the layer.
 pub(super) struct Passed {
-    pub(super) inputs: Vec<(Projection, Vec<f64>)>,
+    pub(super) inputs: Vec<(LinearId, Vec<f64>)>,
     pub(super) hidden: Vec<f64>,
 }
 
@@ -45,26 +45,26 @@ impl PlainLayer {
         let config = &self.config;
         let tokens = hidden.len() / config.hidden_size;
         let mut inputs = Vec::new();
-        let mut linear = |projection: Projection, x: &[f64]| {
-            inputs.push((projection, x.to_vec()));
-            self.linear(projection, x)
+        let mut linear = |id: LinearId, x: &[f64]| {
+            inputs.push((id, x.to_vec()));
+            self.linear(id, x)
         };
         // x ← x + attention(norm(x))·Woᵀ
         let normed = self.norm("input_layernorm.weight", hidden)?;
-        let q = linear(Projection::Q, &normed)?;
-        let k = linear(Projection::K, &normed)?;
-        let v = linear(Projection::V, &normed)?;
+        let q = linear(LinearId::Q, &normed)?;
+        let k = linear(LinearId::K, &normed)?;
+        let v = linear(LinearId::V, &normed)?;
         let q = self.rotate(q, config.num_attention_heads, tokens);
         let k = self.rotate(k, config.num_key_value_heads, tokens);
-        let context = linear(Projection::O, &self.attention(&q, &k, &v, tokens))?;
+        let context = linear(LinearId::O, &self.attention(&q, &k, &v, tokens))?;
         let middle = sum(hidden, &context);
         // x ← x + (silu(m·Wgateᵀ) ∘ m·Wupᵀ)·Wdownᵀ
         let normed = self.norm("post_attention_layernorm.weight", &middle)?;
-        let gate = linear(Projection::Gate, &normed)?;
-        let up = linear(Projection::Up, &normed)?;
+        let gate = linear(LinearId::GATE, &normed)?;
+        let up = linear(LinearId::UP, &normed)?;
         let silu = |x: f64| x / (1.0 + (-x).exp());
         let product: Vec<f64> = gate.iter().zip(&up).map(|(&gate, up)| silu(gate) * up).collect();
-        let down = linear(Projection::Down, &product)?;
+        let down = linear(LinearId::DOWN, &product)?;
         Ok(Passed { hidden: sum(&middle, &down), inputs })
     }
 
@@ -80,13 +80,13 @@ impl PlainLayer {
     }
 
     /// x·Wᵀ + b
-    fn linear(&self, projection: Projection, x: &[f64]) -> Result<Vec<f64>> {
-        let name = projection.name();
-        let (_, columns) = projection.shape(&self.config);
+    fn linear(&self, id: LinearId, x: &[f64]) -> Result<Vec<f64>> {
+        let name = id.name();
+        let (_, columns) = id.shape(&self.config);
         let weight = self.tensor(&format!("{name}.weight"))?;
         let bias = self
             .config
-            .has_bias(projection)
+            .has_bias(id)
             .then(|| self.tensor(&format!("{name}.bias")))
             .transpose()?;
         let mut out = Vec::new();

@@ -9,7 +9,7 @@ use prune::checkpoint::Checkpoint;
 use prune::data::Tokenizer;
 use prune::linalg::Products;
 use prune::model::{
-    DecoderLayer, Embedding, LayerContext, ModelConfig, Observation, Observer, Projection,
+    DecoderLayer, Embedding, LayerContext, ModelConfig, InputId, Observer, LinearId,
 };
 use prune::pruning::width::channel_scores;
 use prune::pruning::{InPlaceStatistics, InputGram};
@@ -30,10 +30,10 @@ struct Inputs {
 }
 
 impl Observer for Inputs {
-    fn observe(&mut self, point: Observation, rows: &[f32]) {
+    fn observe(&mut self, point: InputId, rows: &[f32]) {
         match point {
-            Observation::OInput => self.of_o.add_rows(rows),
-            Observation::DownInput => self.of_down.add_rows(rows),
+            InputId::O => self.of_o.add_rows(rows),
+            InputId::Down => self.of_down.add_rows(rows),
             _ => {}
         }
     }
@@ -87,10 +87,10 @@ fn scores_of_channels_are_flaps() -> Result<()> {
     let mut compared = 0;
     for index in 0..config.num_hidden_layers {
         let layer = DecoderLayer::load(&checkpoint, &config, index)?;
-        let width = |projection: Projection| projection.shape(&config).1;
+        let width = |id: LinearId| id.shape(&config).1;
         let mut inputs = Inputs {
-            of_o: InputGram::new(width(Projection::O), Products::F32),
-            of_down: InputGram::new(width(Projection::Down), Products::F32),
+            of_o: InputGram::new(width(LinearId::O), Products::F32),
+            of_down: InputGram::new(width(LinearId::DOWN), Products::F32),
         };
         for state in &mut hidden {
             layer.capture(state, &mut context, &mut inputs)?;
@@ -98,11 +98,11 @@ fn scores_of_channels_are_flaps() -> Result<()> {
             inputs.of_down.end_sample();
             *state = layer.forward(state, &mut context)?;
         }
-        for (projection, gram) in
-            [(Projection::O, &inputs.of_o), (Projection::Down, &inputs.of_down)]
+        for (id, gram) in
+            [(LinearId::O, &inputs.of_o), (LinearId::DOWN, &inputs.of_down)]
         {
-            let name = projection.full_name(index);
-            let weight = layer.linear(projection).weight().held().context("it is loaded")?;
+            let name = id.full_name(index);
+            let weight = layer.linear(id).weight().held().context("it is loaded")?;
             let ours = channel_scores(weight, &gram.columns().variance_of_all(), &name)?;
             // The reference's fluctuation is a multiple of the variance, nearly; its score has that factor.
             let [score, variance, fluctuation] = ["wifv", "variance", "fluctuation"]

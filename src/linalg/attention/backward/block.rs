@@ -7,14 +7,18 @@ use pulp::{Arch, Simd, WithSimd};
 use super::super::super::exp;
 use super::super::super::product::{Factors, Kernel, Line, Strided, Values};
 use super::super::super::rectangles::Rectangle;
-use super::super::scheme::Heads;
-use super::inputs::{BackwardInputs, KEYS, QUERIES};
+use super::super::scheme::{Heads, Scoring};
+use super::inputs::{BackwardInputs, KEYS, QUERIES, key_blocks, keys_of};
 
 /// Lines of packed factors, of the largest blocks.
 pub(super) struct PackedLengths {
     pub(super) queries: usize,
     pub(super) keys: usize,
     pub(super) blocks: usize,
+    /// Keys of the blocks that a block of queries sees at most.
+    pub(super) seen: usize,
+    /// The same with a cap, otherwise 0.
+    pub(super) slopes: usize,
     /// Queries, or the gradient of contexts, `[queries, head_dim]`.
     rows: usize,
     /// The same by columns, `[head_dim, queries]`.
@@ -30,8 +34,12 @@ pub(super) struct PackedLengths {
 }
 
 impl PackedLengths {
-    pub(super) fn of(kernel: Kernel, head_dim: usize, seqlen: usize) -> Self {
+    pub(super) fn of(kernel: Kernel, head_dim: usize, seqlen: usize, scoring: Scoring) -> Self {
         let (queries, keys) = (QUERIES.min(seqlen), KEYS.min(seqlen));
+        let seen = (0..seqlen)
+            .step_by(QUERIES)
+            .map(|first| keys_of(scoring, &(first..seqlen.min(first + QUERIES)), seqlen).len());
+        let seen = seen.max().unwrap_or(0);
         let along = |lines: &dyn Fn(usize) -> usize| -> usize {
             slabs(kernel, head_dim).map(|slab| lines(slab.len())).sum()
         };
@@ -39,6 +47,8 @@ impl PackedLengths {
             queries,
             keys,
             blocks: seqlen.div_ceil(KEYS),
+            seen,
+            slopes: scoring.soft_cap.map_or(0, |_| seen),
             rows: along(&|inner| kernel.row_lines(queries, inner)),
             columns: kernel.column_lines(head_dim, queries),
             key_columns: along(&|inner| kernel.column_lines(keys, inner)),
@@ -65,8 +75,10 @@ fn slabs(kernel: Kernel, inner: usize) -> impl Iterator<Item = Range<usize>> {
 /// The scratch of a thread.
 pub(super) struct GradientScratch {
     lengths: PackedLengths,
-    /// `[queries, seqlen]`: scores, then probabilities, of a block of queries and all keys it sees.
+    /// `[queries, seen]`: scores, then probabilities, of a block of queries and all keys it sees.
     pub(super) probabilities: Vec<f32>,
+    /// `[queries, seen]` with a cap: the derivatives of capped scores, 0 for hidden keys.
+    pub(super) slopes: Vec<f32>,
     /// `[queries, keys]`: gradients of the probabilities, then of the scores, of a block of keys.
     pub(super) gradients: Vec<f32>,
     /// `[queries, head_dim]`
@@ -85,11 +97,12 @@ pub(super) struct GradientScratch {
 
 impl GradientScratch {
     pub(super) fn new(source: &BackwardInputs<'_>) -> Self {
-        let (head_dim, seqlen) = (source.heads.head_dim, source.seqlen);
-        let lengths = PackedLengths::of(source.kernel, head_dim, seqlen);
+        let (head_dim, scoring) = (source.heads.head_dim, source.inputs.scoring);
+        let lengths = PackedLengths::of(source.kernel, head_dim, source.seqlen, scoring);
         let lines = bytemuck::allocation::zeroed_vec;
         Self {
-            probabilities: vec![0.0; lengths.queries * seqlen],
+            probabilities: vec![0.0; lengths.queries * lengths.seen],
+            slopes: vec![0.0; lengths.queries * lengths.slopes],
             gradients: vec![0.0; lengths.queries * lengths.keys],
             dq: vec![0.0; lengths.queries * head_dim],
             shared: vec![0.0; lengths.queries],
@@ -110,7 +123,7 @@ impl GradientScratch {
         let Heads { num_heads, num_key_value_heads, head_dim } = source.heads;
         let (kernel, width) = (source.kernel, num_key_value_heads * head_dim);
         let column = head / (num_heads / num_key_value_heads) * head_dim;
-        for (block, keys) in source.key_blocks(source.seqlen).enumerate() {
+        for (block, keys) in key_blocks(0..source.seqlen).enumerate() {
             for (values, lines) in [(source.inputs.k, &mut self.k), (source.inputs.v, &mut self.v)]
             {
                 let factor = Strided::rows(Values::F32(values), width).at(keys.start, column);
@@ -159,12 +172,14 @@ impl GradientScratch {
         out: &mut Rectangle<'_>,
     ) {
         let (kernel, head_dim) = (source.kernel, source.heads.head_dim);
-        let (rows, scale) = (out.rows(), 1.0 / (head_dim as f32).sqrt());
-        let queries = rows.len();
+        let (rows, scoring) = (out.rows(), source.inputs.scoring);
+        let (queries, all) = (rows.len(), source.keys_of(&rows));
+        let seen = all.len();
         self.pack_queries(source, head, &rows);
-        let seen = self.soften(source, &rows, scale);
+        self.soften(source, &rows);
         self.add_contexts(source, head, &rows);
-        for (block, keys) in source.key_blocks(rows.end).enumerate() {
+        for keys in key_blocks(all.clone()) {
+            let (block, at) = (keys.start / KEYS, keys.start - all.start);
             let some = keys.len().min(rows.end - keys.start);
             let gradients = &mut self.gradients[..queries * keys.len()];
             let v = &self.v[block * self.lengths.key_columns..];
@@ -179,26 +194,27 @@ impl GradientScratch {
             );
             let of_keys = keys.start * head_dim..(keys.start + some) * head_dim;
             let probabilities = Values::F32(&self.probabilities);
-            let turned = Strided::transposed(probabilities, seen).at(keys.start, 0);
+            let turned = Strided::transposed(probabilities, seen).at(at, 0);
             let turned_lines = kernel.row_lines(some, queries);
             kernel.pack_rows(turned, some, queries, &mut self.scores[..turned_lines]);
             let product = factors(&self.scores, &self.dc_turned, (some, head_dim), queries);
             kernel.multiply(product, &mut dv[of_keys.clone()], head_dim, true);
             Arch::new().dispatch(ScoreGradients {
-                probabilities: &self.probabilities[keys.start..],
+                probabilities: &self.probabilities[at..],
+                slopes: scoring.soft_cap.map(|_| &self.slopes[at..]),
                 seen,
                 gradients,
                 keys: keys.len(),
                 some,
                 shared: &self.shared[..queries],
-                scale,
+                scale: scoring.scale,
             });
             let straight = Strided::rows(Values::F32(gradients), keys.len());
             let lines = &mut self.scores[..kernel.row_lines(queries, keys.len())];
             kernel.pack_rows(straight, queries, keys.len(), lines);
             let k = &self.k_turned[block * self.lengths.key_turned..];
             let product = factors(&self.scores, k, (queries, head_dim), keys.len());
-            kernel.multiply(product, &mut self.dq, head_dim, block > 0);
+            kernel.multiply(product, &mut self.dq, head_dim, at > 0);
             let turned = Strided::transposed(Values::F32(gradients), keys.len());
             kernel.pack_rows(turned, some, queries, &mut self.scores[..turned_lines]);
             let product = factors(&self.scores, &self.q_turned, (some, head_dim), queries);
@@ -209,25 +225,25 @@ impl GradientScratch {
         }
     }
 
-    /// Computes the probabilities of a block of queries; returns the length of their rows.
-    fn soften(&mut self, source: &BackwardInputs<'_>, rows: &Range<usize>, scale: f32) -> usize {
+    /// Computes the probabilities of a block of queries, and the slopes of a cap.
+    fn soften(&mut self, source: &BackwardInputs<'_>, rows: &Range<usize>) {
         let (kernel, head_dim) = (source.kernel, source.heads.head_dim);
-        let queries = rows.len();
-        let seen = source.key_blocks(rows.end).last().map_or(0, |keys| keys.end);
+        let (queries, all) = (rows.len(), source.keys_of(rows));
+        let seen = all.len();
         let probabilities = &mut self.probabilities[..queries * seen];
-        for (block, keys) in source.key_blocks(rows.end).enumerate() {
+        for keys in key_blocks(all.clone()) {
             let some = keys.len().min(rows.end - keys.start);
-            let k = &self.k[block * self.lengths.key_columns..];
-            let out = &mut probabilities[keys.start..];
+            let k = &self.k[keys.start / KEYS * self.lengths.key_columns..];
+            let out = &mut probabilities[keys.start - all.start..];
             along_head(kernel, &self.q, k, (queries, keys.len(), some), head_dim, out, seen);
         }
         Arch::new().dispatch(ScoreSoftmax {
             scores: probabilities,
-            seen,
-            first_seen: rows.start + 1,
-            scale,
+            slopes: &mut self.slopes,
+            keys: all,
+            position: rows.start,
+            scoring: source.inputs.scoring,
         });
-        seen
     }
 
     /// dc_i·c_i of a block of queries.
@@ -274,12 +290,14 @@ fn along_head(
 
 /// The softmax of rows of scores, compiled for the CPU's registers.
 struct ScoreSoftmax<'a> {
-    /// `[queries, seen]`
+    /// `[queries, keys]`
     scores: &'a mut [f32],
-    seen: usize,
-    /// Keys visible to the first query.
-    first_seen: usize,
-    scale: f32,
+    /// `[queries, keys]`, written with a cap.
+    slopes: &'a mut [f32],
+    keys: Range<usize>,
+    /// The position of the first query.
+    position: usize,
+    scoring: Scoring,
 }
 
 impl WithSimd for ScoreSoftmax<'_> {
@@ -287,11 +305,23 @@ impl WithSimd for ScoreSoftmax<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        for (query, scores) in self.scores.chunks_exact_mut(self.seen).enumerate() {
-            let (visible, future) = scores.split_at_mut(self.first_seen + query);
-            future.fill(0.0);
-            let largest = exp::largest_of(simd, visible) * self.scale;
-            let sum = exp::exp_minus(simd, visible, self.scale, largest);
+        let Self { scores, slopes, keys, position, scoring } = self;
+        for (query, scores) in scores.chunks_exact_mut(keys.len()).enumerate() {
+            let places = scoring.visible(position + query, &keys);
+            scores[..places.start].fill(0.0);
+            scores[places.end..].fill(0.0);
+            let visible = &mut scores[places.clone()];
+            let scale = scoring.cap(visible);
+            if let Some(cap) = scoring.soft_cap {
+                let slopes = &mut slopes[query * keys.len()..][..keys.len()];
+                slopes.fill(0.0);
+                for (slope, score) in slopes[places].iter_mut().zip(&*visible) {
+                    let ratio = score / cap;
+                    *slope = 1.0 - ratio * ratio;
+                }
+            }
+            let largest = exp::largest_of(simd, visible) * scale;
+            let sum = exp::exp_minus(simd, visible, scale, largest);
             let factor = (1.0 / sum) as f32;
             for value in visible {
                 *value *= factor;
@@ -300,10 +330,12 @@ impl WithSimd for ScoreSoftmax<'_> {
     }
 }
 
-/// gradients ← probabilities ∘ (gradients − shared)·scale of the first `some` keys, and 0 for later keys, which no query sees.
+/// gradients ← probabilities ∘ (gradients − shared)·scale ∘ slopes of the first `some` keys, and 0 for later keys, which no query sees.
 struct ScoreGradients<'a> {
     /// `[queries, keys]`, rows `seen` elements apart.
     probabilities: &'a [f32],
+    /// Like the probabilities; 1 if absent.
+    slopes: Option<&'a [f32]>,
     seen: usize,
     /// `[queries, keys]`
     gradients: &'a mut [f32],
@@ -321,10 +353,14 @@ impl WithSimd for ScoreGradients<'_> {
     fn with_simd<S: Simd>(self, _: S) {
         let rows = self.gradients.chunks_exact_mut(self.keys);
         let rows = rows.zip(self.probabilities.chunks(self.seen)).zip(self.shared);
-        for ((gradients, probabilities), shared) in rows {
+        for (query, ((gradients, probabilities), shared)) in rows.enumerate() {
             let (visible, future) = gradients.split_at_mut(self.some);
             for (gradient, probability) in visible.iter_mut().zip(probabilities) {
                 *gradient = probability * (*gradient - shared) * self.scale;
+            }
+            if let Some(slopes) = self.slopes {
+                let slopes = &slopes[query * self.seen..];
+                visible.iter_mut().zip(slopes).for_each(|(gradient, slope)| *gradient *= slope);
             }
             future.fill(0.0);
         }

@@ -2,7 +2,7 @@
 
 use super::super::super::product::Kernel;
 use super::super::super::rectangles;
-use super::super::Causal;
+use super::super::{Causal, Scoring};
 use super::*;
 
 /// Compares the blocks of AVX-512 and of narrower registers with this CPU's own blocks.
@@ -32,9 +32,11 @@ fn blocks_of_any_shape_give_the_same_bits() {
         (0..seqlen * 20).map(|i| 2.0 * (i as f32 * pace).sin()).collect()
     };
     let (q, k, v) = (wave(0.71), wave(0.37), wave(0.53));
-    let source =
-        Inputs { kernel: Kernel::Fused, heads, past: 0, seqlen, keys: seqlen, q: &q, k: &k, v: &v };
-    let by = |block: (usize, usize)| {
+    let kernel = Kernel::Fused;
+    let usual = Scoring::of_width(20);
+    let by = |block: (usize, usize), scoring: Scoring| {
+        let (q, k, v) = (&q, &k, &v);
+        let source = Inputs { kernel, heads, scoring, past: 0, seqlen, keys: seqlen, q, k, v };
         let mut out = vec![f32::NAN; seqlen * 20];
         let rows: Vec<_> = (0..seqlen)
             .step_by(QUERIES_AT_ONCE)
@@ -50,11 +52,17 @@ fn blocks_of_any_shape_give_the_same_bits() {
         }
         out
     };
-    let narrow = by((6, 16));
-    assert_eq!(narrow, by((8, 48)));
-    let mut here = vec![f32::NAN; seqlen * 20];
-    Causal { kernel: Kernel::Fused, heads, past: 0, q: &q, k: &k, v: &v }.context(&mut here);
-    assert_eq!(narrow, here);
+    let windows = [1, 20, 48, 90, 300, KEYS_AT_ONCE].map(Some);
+    for window in [None].into_iter().chain(windows) {
+        for soft_cap in [None, Some(3.0)] {
+            let scoring = Scoring { soft_cap, window, ..usual };
+            let narrow = by((6, 16), scoring);
+            assert_eq!(narrow, by((8, 48), scoring), "{scoring:?}");
+            let mut here = vec![f32::NAN; seqlen * 20];
+            Causal { kernel, heads, scoring, past: 0, q: &q, k: &k, v: &v }.context(&mut here);
+            assert_eq!(narrow, here, "{scoring:?}");
+        }
+    }
 }
 
 /// Compares panels with plain loops, which give the same bits on every CPU that multiplies and adds in one step.
@@ -69,7 +77,8 @@ fn panels_have_the_bits_of_plain_loops() {
     let q = wave(seqlen * width, 0.71);
     let (k, v) = (wave(keys * head_dim, 0.37), wave(keys * head_dim, 0.53));
     let mut out = vec![f32::NAN; seqlen * width];
-    Causal { kernel: Kernel::Fused, heads, past, q: &q, k: &k, v: &v }.context(&mut out);
+    let (kernel, scoring) = (Kernel::Fused, Scoring::of_width(head_dim));
+    Causal { kernel, heads, scoring, past, q: &q, k: &k, v: &v }.context(&mut out);
 
     let is_one_step = Kernel::Fused.name().ends_with("in one step");
     let plus = |sum: f32, x: f32, w: f32| {

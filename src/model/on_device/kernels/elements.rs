@@ -1,5 +1,7 @@
 //! Operators element by element, and sums over columns.
 
+use std::f32::consts::{FRAC_1_SQRT_2, FRAC_2_SQRT_PI};
+
 use anyhow::Result;
 #[cfg(feature = "cuda")]
 use candle_core::CudaStorage;
@@ -19,6 +21,14 @@ pub(in crate::model::on_device) fn silu_times(x: &Tensor, y: &Tensor) -> Result<
     Ok(x.inplace_op2(y, &Elementwise::SiluTimes)?)
 }
 
+/// x ← gelu(x) · y with gelu(x) = x/2 · (1 + tanh(√(2/π)·(x + 0.044715·x³)))
+///
+/// # Errors
+/// Fails when the device fails.
+pub(in crate::model::on_device) fn gelu_tanh_times(x: &Tensor, y: &Tensor) -> Result<()> {
+    Ok(x.inplace_op2(y, &Elementwise::GeluTanhTimes)?)
+}
+
 /// x ← x + y
 ///
 /// # Errors
@@ -29,6 +39,7 @@ pub(in crate::model::on_device) fn add(x: &Tensor, y: &Tensor) -> Result<()> {
 
 enum Elementwise {
     SiluTimes,
+    GeluTanhTimes,
     Add,
 }
 
@@ -36,6 +47,7 @@ impl InplaceOp2 for Elementwise {
     fn name(&self) -> &'static str {
         match self {
             Self::SiluTimes => "silu_times",
+            Self::GeluTanhTimes => "gelu_tanh_times",
             Self::Add => "add",
         }
     }
@@ -54,6 +66,10 @@ impl InplaceOp2 for Elementwise {
                 let [a, b] = [*x, *y].map(widen);
                 *x = round(match self {
                     Self::SiluTimes => a / (1.0 + (-a).exp()) * b,
+                    Self::GeluTanhTimes => {
+                        let inner = FRAC_2_SQRT_PI * FRAC_1_SQRT_2 * (a + 0.044_715 * a * a * a);
+                        0.5 * a * (1.0 + inner.tanh()) * b
+                    }
                     Self::Add => a + b,
                 });
             }

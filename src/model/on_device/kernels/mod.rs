@@ -6,6 +6,7 @@
 //! heads_first   out[h, t] ← x[t, h]
 //! place         out[t, first + h·head_dim + d] ← x[h, t, d]
 //! silu_times    x ← silu(x) · y
+//! gelu_tanh_times  x ← gelu(x) · y, with tanh
 //! add           x ← x + y
 //! column_sums   Σ_t x_tj² and Σ_t x_tj, in f64
 //! lowest        bits of the lowest |w_ij|·norm_j of every row or group, on ties the lower columns; the host's bits
@@ -17,7 +18,7 @@
 //! | file | contents |
 //! | --- | --- |
 //! | `heads` | attention: soften, rotate_heads, heads_first, place |
-//! | `elements` | silu_times, add, column_sums |
+//! | `elements` | silu_times, gelu_tanh_times, add, column_sums |
 //! | `choice` | lowest, zero |
 //! | `launch` | launches on a GPU; only with the feature `cuda` |
 
@@ -35,7 +36,7 @@ use candle_core::{CpuStorage, Layout, WithDType, bail};
 use super::CandleResult;
 
 pub(super) use choice::{can_choose, lowest, zero};
-pub(super) use elements::{add, column_sums, silu_times};
+pub(super) use elements::{add, column_sums, gelu_tanh_times, silu_times};
 pub(super) use heads::{heads_first, place, rotate_heads, soften};
 
 /// An element type with kernels.
