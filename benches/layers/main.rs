@@ -24,7 +24,7 @@ use prune::linalg::matmul::{Threads, View, matmul};
 use prune::linalg::peak;
 use prune::linalg::product::Kernel;
 use prune::linalg::{Linear, ProductContext, Products, StoredDtype, StoredMatrix, tensor};
-use prune::model::{DecoderLayer, LayerContext, ModelConfig, Observation, Observer};
+use prune::model::{DecoderLayer, InputId, LayerContext, ModelConfig, Observer};
 use prune::pruning::{self, ColumnSquares, METHODS, Pattern, Request, Statistics, Target};
 use prune::run::Silent;
 use prune::run::verification::VerifyLevel;
@@ -227,7 +227,7 @@ fn attention_of(criterion: &mut Criterion<OfPeak>, kernel: Kernel) {
 struct Watch;
 
 impl Observer for Watch {
-    fn observe(&mut self, _: Observation, rows: &[f32]) {
+    fn observe(&mut self, _: InputId, rows: &[f32]) {
         black_box(rows.len());
     }
 }

@@ -31,7 +31,7 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 use prune::data::PythonRandom;
 use prune::model::differentiable::{DifferentiableModel, Weights, loss};
-use prune::model::{ModelConfig, LinearId};
+use prune::model::{InputId, LinearId, ModelConfig};
 use safetensors::tensor::TensorView;
 use serde_json::json;
 
@@ -194,10 +194,10 @@ fn initial(config: &ModelConfig, random: &mut PythonRandom) -> Result<BTreeMap<S
     }
     for layer in 0..config.num_hidden_layers {
         for id in config.linears() {
-            let norm = match id {
-                LinearId::Q | LinearId::K | LinearId::V => "input_layernorm",
-                LinearId::GATE | LinearId::UP => "post_attention_layernorm",
-                LinearId::O | LinearId::DOWN => continue,
+            let norm = match id.input() {
+                InputId::Attention => "input_layernorm",
+                InputId::Mlp => "post_attention_layernorm",
+                InputId::O | InputId::Down => continue,
             };
             let norm = values[&format!("model.layers.{layer}.{norm}.weight")].clone();
             if let Some(matrix) = values.get_mut(&id.tensor_name(layer)) {

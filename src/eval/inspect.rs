@@ -11,7 +11,7 @@ use safetensors::Dtype;
 use super::comparison::Against;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Checkpoint, GROUP_SIZES, Scan, TensorEntry, WeightSource, scan_tensor};
-use crate::model::{ModelConfig, LinearId};
+use crate::model::{LinearId, ModelConfig};
 use crate::run::inspection::{
     DtypeShare, GroupZeros, InspectedLayer, InspectedMatrix, Inspection, OtherTensors,
     PatternCount, Problem, SCHEMA, ShardFile, Zeros,
@@ -83,10 +83,7 @@ pub fn inspect(
     for layer in 0..config.num_hidden_layers {
         for id in config.linears() {
             if !found.contains_key(&(layer, id)) {
-                problems.push(Problem {
-                    tensor: id.tensor_name(layer),
-                    problem: "missing".into(),
-                });
+                problems.push(Problem { tensor: id.tensor_name(layer), problem: "missing".into() });
             }
         }
     }

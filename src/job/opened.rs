@@ -267,8 +267,7 @@ fn warn_of_unused(checkpoint: &Checkpoint, config: &ModelConfig, events: &dyn Ev
             return false;
         };
         let is_beyond = layer.parse::<usize>().is_ok_and(|layer| layer >= config.num_hidden_layers);
-        let mut without_bias =
-            config.linears().filter(|&id| !config.has_bias(id));
+        let mut without_bias = config.linears().filter(|&id| !config.has_bias(id));
         is_beyond || without_bias.any(|id| rest == format!("{}.bias", id.name()))
     };
     let names = checkpoint.tensors().map(|entry| entry.name.as_str());

@@ -127,9 +127,7 @@ pub fn soft_cap(values: &mut [f32], cap: f32) {
             }
         }
     }
-    values
-        .par_chunks_mut(CHUNK)
-        .for_each(|values| Arch::new().dispatch(SoftCap(values, cap)));
+    values.par_chunks_mut(CHUNK).for_each(|values| Arch::new().dispatch(SoftCap(values, cap)));
 }
 
 /// The bound beyond which gelu_tanh(x) is 0 or x in f32; cubes of larger numbers might overflow.

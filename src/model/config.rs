@@ -243,7 +243,8 @@ fn computed_activation(keys: &Keys<'_>, family: &Family) -> Result<Activation> {
     }
     let known: Vec<&str> = Activation::NAMES.iter().map(|(_, names)| names[0]).collect();
     let found = found.unwrap_or(&Value::Null);
-    let failure = Failure::new(format!("`{key}` is {found}; an MLP is computed with {}", known.join(" or ")));
+    let failure =
+        Failure::new(format!("`{key}` is {found}; an MLP is computed with {}", known.join(" or ")));
     Err(match name {
         Some(_) => failure.hint(ANOTHER_MODEL).into(),
         None => failure.into(),
@@ -275,7 +276,9 @@ fn soft_caps(keys: &Keys<'_>, family: &Family) -> Result<[Option<f32>; 2]> {
             Some(_) => {
                 let cap = keys.number(key, None, |cap| (1e-3..=1e6).contains(&cap));
                 let cap = cap.map_err(|value| {
-                    Failure::new(format!("`{key}` is {value}; it must be a number from 0.001 to 1e6, or null"))
+                    Failure::new(format!(
+                        "`{key}` is {value}; it must be a number from 0.001 to 1e6, or null"
+                    ))
                 })?;
                 Ok(Some(cap as f32))
             }

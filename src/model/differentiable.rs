@@ -169,7 +169,8 @@ impl OfLayer<'_> {
         let q = (q * f64::from(scale))?.reshape(grouped)?;
         let scores =
             bounded(q.matmul(&k.t()?)?, soft_cap)?.reshape((shared.0 * groups, seqlen, seqlen))?;
-        let sees = |query: usize, key: usize| key <= query && window.is_none_or(|of| key + of > query);
+        let sees =
+            |query: usize, key: usize| key <= query && window.is_none_or(|of| key + of > query);
         let mask = (0..seqlen * seqlen).map(|at| match sees(at / seqlen, at % seqlen) {
             true => 0.0,
             false => f32::NEG_INFINITY,

@@ -181,10 +181,8 @@ impl SamplePass<'_> {
         // Linears with the same input are multiplied together.
         let of_layer = InputId::ALL.into_iter().flat_map(|point| {
             let is_mlp = matches!(point, InputId::Mlp | InputId::Down);
-            let shapes = config
-                .linears()
-                .filter(move |id| id.input() == point)
-                .map(|id| id.shape(config));
+            let shapes =
+                config.linears().filter(move |id| id.input() == point).map(|id| id.shape(config));
             let columns: Vec<Vec<usize>> = match point {
                 InputId::Attention => layout.group_columns().map(Vec::from).collect(),
                 InputId::Mlp => vec![vec![config.intermediate_size; 2]],

@@ -132,11 +132,7 @@ impl DecoderLayer {
 
     /// The same layer with new linears, of the sizes of `config`. The norms stay.
     #[must_use]
-    pub fn with_linears(
-        &self,
-        config: &ModelConfig,
-        linears: BTreeMap<LinearId, Linear>,
-    ) -> Self {
+    pub fn with_linears(&self, config: &ModelConfig, linears: BTreeMap<LinearId, Linear>) -> Self {
         Self {
             revision: self.revision + 1,
             base: self.revision + 1,
@@ -241,10 +237,15 @@ impl DecoderLayer {
     /// # Panics
     /// Panics when `order` does not name every channel once.
     pub fn permute_intermediate(&mut self, order: &[usize]) {
-        for id in self.spec.linears().filter(|id| id.roles().contains(&Role::Gate) || id.roles() == [Role::Up]) {
+        for id in self
+            .spec
+            .linears()
+            .filter(|id| id.roles().contains(&Role::Gate) || id.roles() == [Role::Up])
+        {
             // A matrix with the rows of both has each part in the new order.
             let parts = 0..id.roles().len();
-            let order = parts.flat_map(|part| order.iter().map(move |old| part * order.len() + old));
+            let order =
+                parts.flat_map(|part| order.iter().map(move |old| part * order.len() + old));
             self.linear_mut(id).permute_outputs(&order.collect::<Vec<_>>());
         }
         let (down, _) = self.part(Role::Down);

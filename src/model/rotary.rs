@@ -214,9 +214,11 @@ mod tests {
     use serde_json::json;
 
     fn config(rope_scaling: serde_json::Value) -> Rope {
-        let config = ModelConfig::from_json(&json!({"model_type": "llama", "hidden_size": 128, "intermediate_size": 8, "num_hidden_layers": 1,
+        let config = ModelConfig::from_json(
+            &json!({"model_type": "llama", "hidden_size": 128, "intermediate_size": 8, "num_hidden_layers": 1,
             "num_attention_heads": 2, "vocab_size": 300, "rope_theta": 500000.0, "max_position_embeddings": 4096,
-            "rope_scaling": rope_scaling}));
+            "rope_scaling": rope_scaling}),
+        );
         config.unwrap().ropes.remove(0)
     }
 

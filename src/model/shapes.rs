@@ -219,7 +219,7 @@ mod tests {
         let config = |name| shape(name).unwrap().config().unwrap();
         let llama = config("llama-3.1-8b");
         assert_eq!(
-            llama.rope_scaling,
+            llama.ropes[0].scaling,
             RopeScaling::Llama3 {
                 factor: 8.0,
                 low_freq_factor: 1.0,
@@ -227,10 +227,9 @@ mod tests {
                 original_max_position_embeddings: 8192,
             }
         );
-        assert_eq!((llama.rope_theta, llama.context_length()), (500_000.0, 131_072));
+        assert_eq!((llama.ropes[0].theta, llama.max_position_embeddings), (500_000.0, 131_072));
         assert_eq!(config("llama-3.2-3b").head_dim, 128);
-        assert_eq!(config("llama-2-7b").rope_scaling, RopeScaling::Default);
-        // A sliding window bounds the 32768 positions.
-        assert_eq!(config("mistral-7b").context_length(), 4096);
+        assert_eq!(config("llama-2-7b").ropes[0].scaling, RopeScaling::Default);
+        assert_eq!(config("mistral-7b").layers[0].window, Some(4096));
     }
 }

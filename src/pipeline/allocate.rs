@@ -10,7 +10,7 @@ use super::output_error::DenseOutput;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::linalg::{StoredMatrix, Weight, tensor};
-use crate::model::{DecoderLayer, ModelConfig, InputId, LinearId};
+use crate::model::{DecoderLayer, InputId, LinearId, ModelConfig};
 use crate::pruning::methods::wanda::{self, Wanda};
 use crate::pruning::statistics::column_squares::ColumnSquaresKind;
 use crate::pruning::{self, Pattern, Request, Statistics, Target};
@@ -160,8 +160,7 @@ impl<'a> AllocationMeter<'a> {
             let (errors, added) = &mut parts[usize::from(!id.is_attention())];
             with_held(layer, id, |layer| {
                 let square = self.add_errors(layer, id, statistics, compute, errors)?;
-                if matches!(id.input(), InputId::O | InputId::Down)
-                {
+                if matches!(id.input(), InputId::O | InputId::Down) {
                     *added += square;
                 }
                 Ok(())
@@ -297,8 +296,7 @@ fn with_held(
 
 fn held(layer: &DecoderLayer, id: LinearId) -> Result<&StoredMatrix> {
     let weight = layer.linear(id).weight().held();
-    weight
-        .with_context(|| format!("`{}` is measured in memory", id.full_name(layer.index())))
+    weight.with_context(|| format!("`{}` is measured in memory", id.full_name(layer.index())))
 }
 
 /// Σ of a function of Wanda's scores of a matrix. The order of the sum is fixed.

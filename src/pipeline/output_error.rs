@@ -82,7 +82,12 @@ struct Point {
 
 impl SampleRows {
     /// Room for rows of `widths` elements at the four points, from the sample with the index `sample` of `samples` of `seqlen` tokens.
-    pub(super) fn new(widths: &InputMap<usize>, sample: usize, samples: usize, seqlen: usize) -> Self {
+    pub(super) fn new(
+        widths: &InputMap<usize>,
+        sample: usize,
+        samples: usize,
+        seqlen: usize,
+    ) -> Self {
         let chosen = positions(sample, samples, seqlen);
         let points = InputMap::new(|input| Point {
             width: widths[input],

@@ -95,10 +95,7 @@ pub fn biases(technique: &Technique, targets: &TargetPlan, config: &ModelConfig)
 /// The biases of a layer that follow the order of its channels.
 fn biases_of(config: &ModelConfig, layer: usize) -> Vec<String> {
     let permuted = config.linears().filter(|id| id.input() == InputId::Mlp);
-    permuted
-        .filter(|&id| config.has_bias(id))
-        .map(|id| id.bias_name(layer))
-        .collect()
+    permuted.filter(|&id| config.has_bias(id)).map(|id| id.bias_name(layer)).collect()
 }
 
 /// A layer whose channels have a new order.

@@ -209,9 +209,9 @@ impl<'a> Pruner<'a> {
         for id in matrices {
             let at_rest = match layer.linear(id).weight() {
                 Weight::Held(_) => None,
-                Weight::AtRest(_) => self
-                    .clock
-                    .measure(Phase::Read, || layer.linear_mut(id).weight_mut().hold())?,
+                Weight::AtRest(_) => {
+                    self.clock.measure(Phase::Read, || layer.linear_mut(id).weight_mut().hold())?
+                }
             };
             let (report, mask) = match self.targets.of(layer.index(), id) {
                 None => (report_untouched(layer, id)?, None),

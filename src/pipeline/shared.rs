@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 
 use super::calibrate::{Calibrator, LayerStatistics};
 use super::prune::Pruner;
-use crate::model::{DecoderLayer, Head, ModelConfig, InputId};
+use crate::model::{DecoderLayer, Head, InputId, ModelConfig};
 use crate::run::{Events, Moment, Stopped};
 use crate::runtime::{Clock, Compute, Finished, Passenger, Side, load_layer, memory};
 

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::layer_ratios::LayerRatios;
 use crate::failure::Failure;
-use crate::model::{ModelConfig, LinearId};
+use crate::model::{LinearId, ModelConfig};
 use crate::pruning::method::check_pattern;
 use crate::pruning::{Pattern, PruningMethod, SparsityRule, Target, Technique};
 use crate::run::manifest::LayerReport;
@@ -120,10 +120,7 @@ impl TargetPlan {
     /// The names of the tensors that are pruned.
     pub fn tensors(&self) -> Vec<String> {
         let rows = self.targets.iter().enumerate();
-        rows.flat_map(|(layer, row)| {
-            row.keys().map(move |id| id.tensor_name(layer))
-        })
-        .collect()
+        rows.flat_map(|(layer, row)| row.keys().map(move |id| id.tensor_name(layer))).collect()
     }
 
     /// Matrices chosen.

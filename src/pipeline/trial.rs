@@ -13,7 +13,7 @@ use super::allocation::CANDIDATES;
 use super::calibrate::Calibrator;
 use crate::bytes::ByteSize;
 use crate::checkpoint::WeightSource;
-use crate::model::{DecoderLayer, Head, LayerContext, ModelConfig, InputId};
+use crate::model::{DecoderLayer, Head, InputId, LayerContext, ModelConfig};
 use crate::pruning::statistics::column_squares::ColumnSquaresKind;
 use crate::run::{Events, MemorySettings};
 use crate::runtime::{Clock, Compute, Editor, HiddenStates};

@@ -47,9 +47,8 @@ pub const STATISTICS: &dyn StatisticsKind = &InputGramKind;
 /// Bytes of the pass beside the statistics: a narrower layer, and the refit of its largest matrix.
 pub fn working_bytes(of: &ModelConfig, to: &ModelConfig, dtype: StoredDtype) -> ByteSize {
     let layer = ByteSize::of(to.layer_weights(), dtype.bytes());
-    let refits = [InputId::O, InputId::Down].map(|input| {
-        refit_bytes(of.input_widths()[input], to.input_widths()[input])
-    });
+    let refits = [InputId::O, InputId::Down]
+        .map(|input| refit_bytes(of.input_widths()[input], to.input_widths()[input]));
     layer + refits[0].max(refits[1])
 }
 
@@ -187,14 +186,13 @@ impl<'a> Narrower<'a> {
         };
         let mut found = BTreeMap::new();
         for ids in passes {
-            let points: Vec<InputId> =
-                ids.iter().map(|one| one.input()).collect();
+            let points: Vec<InputId> = ids.iter().map(|one| one.input()).collect();
             let statistics = self.calibrator.observe(layer, &points, compute)?;
             let mut statistics = statistics.context("a model is made narrower with samples")?;
             for id in ids {
                 let clock = self.calibrator.clock;
-                let input = clock
-                    .measure(Phase::Score, || self.narrow_input(layer, id, &statistics))?;
+                let input =
+                    clock.measure(Phase::Score, || self.narrow_input(layer, id, &statistics))?;
                 found.insert(id, input);
                 statistics.release(id.input());
             }

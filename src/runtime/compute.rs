@@ -18,7 +18,7 @@ use crate::linalg::profile::Watch;
 use crate::linalg::select::Quota;
 use crate::model::head::HeadChunk;
 use crate::model::on_device::{LogSumExpPart, SampleSums, TakeGram};
-use crate::model::{DecoderLayer, LayerContext, Observer, LinearId};
+use crate::model::{DecoderLayer, LayerContext, LinearId, Observer};
 use crate::run::fallback::{DeviceMemoryReport, FallbackReport};
 use crate::run::{Events, MemorySettings, Phase};
 use candle_core::{DType, Device, Tensor};

@@ -20,7 +20,7 @@ use crate::failure::Failure;
 use crate::job;
 use crate::job::demo::TemporaryFolder;
 use crate::model::on_device::{LogSumExpPart, Tiling};
-use crate::model::{Head, LayerContext, LayerGradients};
+use crate::model::{Head, InputId, LayerContext, LayerGradients};
 use crate::run::fallback::FallbackOutcome;
 use crate::run::{Events, MemorySettings, Phase, Silent};
 use crate::runtime::device_worker::DeviceWorker;
@@ -166,7 +166,8 @@ impl Bench {
             let apart = difference(&ours, &values(&engine.forward(layer, state, cut)?)?);
             let mut theirs = Sums::new(&model.config);
             engine.capture(layer, state, cut, &mut theirs)?.show(&mut theirs)?;
-            let sums = (0..4)
+            let sums = InputId::ALL
+                .into_iter()
                 .map(|point| difference(&observed.0[point], &theirs.0[point]))
                 .fold(0.0, f32::max);
             // Once more, with weights copied by a second thread while this thread computes, as in a sweep.

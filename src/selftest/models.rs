@@ -12,7 +12,9 @@ use crate::linalg::gram::GramMatrix;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::observe::FromDevice;
 use crate::model::on_device::LogSumExpPart;
-use crate::model::{DecoderLayer, Embedding, LayerContext, ModelConfig, InputId, Observer};
+use crate::model::{
+    DecoderLayer, Embedding, InputId, InputMap, LayerContext, ModelConfig, Observer,
+};
 use crate::pipeline::{MaskObserver, PrunedMatrix};
 use crate::pruning::Mask;
 use crate::run::Silent;

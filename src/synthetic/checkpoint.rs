@@ -14,7 +14,7 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::layout::{self, RandomTensor};
 use super::noise::Noise;
@@ -68,6 +68,8 @@ pub struct RandomCheckpoint {
     pub rope_theta: f64,
     /// `rope_scaling`, written unchanged.
     pub rope_scaling: Option<Value>,
+    /// Further keys of config.json, written unchanged.
+    pub settings: Map<String, Value>,
     /// True if the head is the embedding.
     pub tie_word_embeddings: bool,
     /// Biases on q, k, v and o, if the family can have them.
@@ -98,6 +100,7 @@ impl Default for RandomCheckpoint {
             max_position_embeddings: 512,
             rope_theta: 10_000.0,
             rope_scaling: None,
+            settings: Map::new(),
             tie_word_embeddings: false,
             attention_bias: false,
             mlp_bias: false,
@@ -273,14 +276,19 @@ impl RandomCheckpoint {
 
     /// `config.json` without the ids of special tokens, which the tokenizer gives.
     fn config(&self, head_dim: Option<usize>) -> Value {
-        json!({
-            "architectures": [self.family.architecture],
+        // A family may have a width of heads for a file that gives none.
+        let by_default = self
+            .family
+            .defaults
+            .head_dim
+            .map(|_| self.hidden_size / self.num_attention_heads.max(1));
+        let mut config = json!({
+            "architectures": [self.family.architectures[0]],
             "attention_bias": self.attention_bias,
             "attention_dropout": 0.0,
             "bos_token_id": null,
             "eos_token_id": null,
-            "head_dim": head_dim.or(self.head_dim),
-            "hidden_act": self.family.activation.name(),
+            "head_dim": head_dim.or(self.head_dim).or(by_default),
             "hidden_size": self.hidden_size,
             "initializer_range": 0.02,
             "intermediate_size": self.intermediate_size,
@@ -300,7 +308,13 @@ impl RandomCheckpoint {
             "transformers_version": TRANSFORMERS_VERSION,
             "use_cache": true,
             "vocab_size": self.vocab_size
-        })
+        });
+        let activation = self.family.activation;
+        config[activation.key] = activation.default.into();
+        for (key, value) in &self.settings {
+            config[key] = value.clone();
+        }
+        config
     }
 }
 

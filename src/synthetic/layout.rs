@@ -3,7 +3,7 @@
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::linalg::StoredDtype;
-use crate::model::{ModelConfig, LinearId, TensorRole};
+use crate::model::{ModelConfig, Role, TensorRole};
 
 /// Deviation of fresh weights: transformers' `initializer_range`.
 const DEVIATION: f32 = 0.02;
@@ -32,6 +32,7 @@ pub(super) fn tensors(
     let mut tensors = Vec::new();
     for (number, tensor) in config.tensors().enumerate() {
         let (mean, deviation) = match tensor.role {
+            TensorRole::Norm if config.family.norms_add_one => (0.0, DEVIATION),
             TensorRole::Norm => (1.0, DEVIATION),
             TensorRole::Weight(id) | TensorRole::Bias(id)
                 if matches!(id.roles(), [Role::O | Role::Down]) =>

@@ -15,7 +15,7 @@ use prune::linalg::columns::{self, ColumnSums};
 use prune::linalg::{StoredDtype, tensor};
 use prune::model::observe::FromDevice;
 use prune::model::on_device::{LogSumExpPart, Tiling};
-use prune::model::{DecoderLayer, Head, LayerContext, ModelConfig, InputId, Observer};
+use prune::model::{DecoderLayer, Head, InputId, LayerContext, ModelConfig, Observer};
 use prune::model::{Embedding, LinearId};
 use prune::run::MemorySettings;
 use prune::runtime::engine::{Engine, OnCandle};

@@ -1,7 +1,7 @@
 //! `--permute-channels`: what is written, what the records say, and what is refused.
 
 use prune::linalg::StoredDtype;
-use prune::model::{DecoderLayer, ModelConfig, LinearId};
+use prune::model::{DecoderLayer, LinearId, ModelConfig};
 use prune::synthetic::RandomCheckpoint;
 use safetensors::SafeTensors;
 
@@ -41,9 +41,8 @@ fn rows_biases_and_columns_take_one_order_together() {
             let of = |folder: &str, id: LinearId| {
                 elements(&bytes(&place, folder, &id.tensor_name(layer)))
             };
-            let bias = |folder: &str, id: LinearId| {
-                elements(&bytes(&place, folder, &id.bias_name(layer)))
-            };
+            let bias =
+                |folder: &str, id: LinearId| elements(&bytes(&place, folder, &id.bias_name(layer)));
             // Biases of noise name the channels.
             let (old, new) = (bias("m", LinearId::GATE), bias("out/model", LinearId::GATE));
             let pairs = |channel: usize| {

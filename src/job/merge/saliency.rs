@@ -326,7 +326,8 @@ fn kept_bytes(found: &SaliencyFile, wishes: &[Wish], configs: &[ModelConfig]) ->
 
 /// Bytes of the vectors of a file.
 fn found_bytes(found: &SaliencyFile) -> ByteSize {
-    let vectors = found.models.iter().flat_map(|model| model.layers.iter().flat_map(InputMap::values));
+    let vectors =
+        found.models.iter().flat_map(|model| model.layers.iter().flat_map(InputMap::values));
     vectors.map(|means| ByteSize::of(means.len(), size_of::<f32>())).sum()
 }
 

@@ -292,7 +292,8 @@ impl StatisticsReader<'_> {
         let mut layers = Vec::new();
         while layers.len() < measurement.num_hidden_layers {
             let layer = layers.len();
-            let entries = INPUTS.iter().map(|input| self.file.entry(&name_of(self.at, layer, input)));
+            let entries =
+                INPUTS.iter().map(|input| self.file.entry(&name_of(self.at, layer, input)));
             let Some(entries) = entries.collect::<Option<Vec<_>>>() else {
                 break;
             };
@@ -332,7 +333,8 @@ impl MeasuredModel {
     /// Fails for statistics whose shape does not fit the model.
     pub(super) fn check(&self, config: &ModelConfig, path: &Path) -> Result<()> {
         let widths = config.input_widths();
-        let fits = |inputs: &LayerSquares| inputs.iter().all(|(at, means)| means.len() == widths[at]);
+        let fits =
+            |inputs: &LayerSquares| inputs.iter().all(|(at, means)| means.len() == widths[at]);
         if self.layers.len() <= config.num_hidden_layers && self.layers.iter().all(fits) {
             return Ok(());
         }

@@ -1,6 +1,7 @@
 //! Files of statistics: written, read, and refused.
 
 use super::*;
+use crate::model::InputMap;
 
 fn measurement(fingerprint: &str) -> Measurement {
     Measurement {
@@ -18,7 +19,7 @@ fn measurement(fingerprint: &str) -> Measurement {
 }
 
 fn layer(value: f32) -> LayerSquares {
-    [2, 3, 2, 4].map(|width| vec![value; width])
+    InputMap::new(|input| vec![value; [2, 3, 2, 4][input as usize]])
 }
 
 fn model(fingerprint: &str, layers: usize) -> MeasuredModel {
@@ -75,7 +76,7 @@ fn damaged_files_and_files_of_another_kind_are_refused() {
         format!("{} {:?}", failure.message, failure.details)
     };
     let mut file = SaliencyFile { models: vec![model("a", 2)] };
-    file.models[0].layers[1][2][0] = f32::NAN;
+    file.models[0].layers[1][InputId::Mlp][0] = f32::NAN;
     file.write(&path).unwrap();
     let found = says(&std::fs::read(&path).unwrap());
     assert!(found.contains("0.model.layers.1.mlp_in") && found.contains("NaN"), "{found}");

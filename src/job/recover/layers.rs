@@ -179,12 +179,7 @@ fn report(
         teacher: recovery.teacher_folder().map(|folder| folder.display().to_string()),
         trains: settings.trains.name().to_string(),
         rank: is_factors.then_some(settings.rank),
-        target_modules: recovery
-            .part
-            .ids
-            .iter()
-            .map(|id| id.module().to_string())
-            .collect(),
+        target_modules: recovery.part.ids.iter().map(|id| id.module().to_string()).collect(),
         parameters: (each * config.num_hidden_layers) as u64,
         optim: settings.optim.clone(),
         rate: schedule.rate,

@@ -10,7 +10,7 @@ use super::given::GivenTraining;
 use super::teacher::Teacher;
 use crate::failure::Failure;
 use crate::linalg::StoredDtype;
-use crate::model::{ModelConfig, LinearId};
+use crate::model::{LinearId, ModelConfig};
 use crate::recovery::optimizers::{
     Hyperparameters, OPTIMIZERS, Optimizer, OptimizerKind, Schedule,
 };

@@ -10,7 +10,7 @@ use super::steps::states_dtype;
 use crate::bytes::ByteSize;
 use crate::linalg::{Products, StoredDtype, factor_parts_elements};
 use crate::model::on_device::TrainedSizes;
-use crate::model::{ModelConfig, LinearId, footprint, stored_dtypes};
+use crate::model::{LinearId, ModelConfig, footprint, stored_dtypes};
 use crate::pipeline::TrainingShape;
 use crate::recovery::{ParameterSpec, ParameterStore, TrainedForm};
 use crate::run::{Events, MemorySettings};

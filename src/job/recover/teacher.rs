@@ -10,7 +10,7 @@ use super::super::opened::OpenedModel;
 use crate::checkpoint::{Checkpoint, TensorEntry, WeightSource};
 use crate::failure::Failure;
 use crate::linalg::convert;
-use crate::model::{DecoderLayer, Embedding, ModelConfig, LinearId, stored_dtype};
+use crate::model::{DecoderLayer, Embedding, LinearId, ModelConfig, stored_dtype};
 use crate::quantized::QuantizedSource;
 use crate::run::Events;
 use crate::settings::{ModelSettings, Settings};

@@ -43,13 +43,7 @@ impl LayerGradients {
             let linear = layer.linear(id);
             MatrixGradient::Whole(vec![0.0; linear.out_features() * linear.in_features()])
         };
-        Self {
-            weights: ids
-                .into_iter()
-                .map(|id| (id, zeros(id)))
-                .collect(),
-            ..Self::default()
-        }
+        Self { weights: ids.into_iter().map(|id| (id, zeros(id))).collect(), ..Self::default() }
     }
 
     /// Zeros for the factors of low-rank changes. The layer's weights contain these changes.
@@ -60,10 +54,7 @@ impl LayerGradients {
             change,
         };
         Self {
-            weights: changes
-                .into_iter()
-                .map(|(id, change)| (id, zeros(change)))
-                .collect(),
+            weights: changes.into_iter().map(|(id, change)| (id, zeros(change))).collect(),
             ..Self::default()
         }
     }

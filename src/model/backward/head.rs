@@ -10,9 +10,7 @@ use super::super::LayerContext;
 use super::super::head::{Head, logit_rows};
 use crate::bytes::ByteSize;
 use crate::linalg::ProductContext;
-use crate::linalg::derivatives::{
-    cross_entropy_backward, rms_norm_backward, soft_cap_backward,
-};
+use crate::linalg::derivatives::{cross_entropy_backward, rms_norm_backward, soft_cap_backward};
 use crate::linalg::distillation::distillation_backward;
 use crate::linalg::linear::SingleToken;
 use crate::linalg::parts::{LEAST_ROWS, parts};

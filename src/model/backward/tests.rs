@@ -7,6 +7,7 @@ use super::super::differentiable::{DifferentiableModel, Weights, loss};
 use super::super::{Head, LayerContext, ModelConfig};
 use super::*;
 use crate::checkpoint::Checkpoint;
+use crate::model::layer::sizes::{backward_elements, kept_elements};
 use crate::model::{DecoderLayer, LinearId};
 use crate::run::MemorySettings;
 
@@ -44,8 +45,8 @@ fn checkpoint(config: &ModelConfig) -> (tempfile::TempDir, Checkpoint, Weights) 
             add(id.bias_name(0), &[rows]);
         }
     }
-    for norm in config.family.norms {
-        add(format!("model.layers.0.{norm}.weight"), &[config.hidden_size]);
+    for (role, name) in config.family.norm_names(0) {
+        add(name, &[config.layer(0).norm_width(role)]);
     }
     add("model.norm.weight".into(), &[config.hidden_size]);
     for name in ["lm_head.weight", "model.embed_tokens.weight"] {
@@ -100,6 +101,32 @@ fn gradients_of_any_layer_are_those_of_candles_autograd() {
             json!({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
             "high_freq_factor": 4.0, "original_max_position_embeddings": 32}}),
         ),
+        (
+            "llama",
+            json!({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}),
+        ),
+        ("mistral", json!({"sliding_window": 48})),
+        (
+            "qwen2",
+            json!({"use_sliding_window": true, "max_window_layers": 0, "sliding_window": 20}),
+        ),
+        ("qwen3", json!({"head_dim": 10})),
+        ("qwen3", json!({"head_dim": 8, "attention_bias": true})),
+        (
+            "gemma2",
+            json!({"head_dim": 8, "query_pre_attn_scalar": 6, "sliding_window": 30, "attn_logit_softcapping": 3.0}),
+        ),
+        ("gemma3_text", json!({"head_dim": 8, "query_pre_attn_scalar": 12, "sliding_window": 30})),
+        (
+            "phi3",
+            json!({"partial_rotary_factor": 0.5, "sliding_window": 40, "num_key_value_heads": 2, "rope_scaling":
+                {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.5]}}),
+        ),
+        ("olmo2", json!({"num_key_value_heads": 3})),
+        (
+            "smollm3",
+            json!({"no_rope_layers": [0], "use_sliding_window": true, "sliding_window": 33}),
+        ),
     ];
     for (family, more) in scalings {
         let json = config(family, more);
@@ -136,9 +163,8 @@ fn gradients_of_any_layer_are_those_of_candles_autograd() {
             let name = id.tensor_name(0);
             assert_close(gradients.weight(id).unwrap(), &name, &of(&name));
         }
-        for (norm, got) in config.family.norms.into_iter().zip(gradients.norms().unwrap()) {
-            let name = format!("model.layers.0.{norm}.weight");
-            assert_close(got, &name, &of(&name));
+        for (role, name) in config.family.norm_names(0) {
+            assert_close(gradients.norm(role).unwrap(), &name, &of(&name));
         }
     }
 }
@@ -241,7 +267,9 @@ fn kept_activations_change_no_bit() {
         for id in layer.linear_ids() {
             assert_eq!(of_kept.weight(id), gradients.weight(id));
         }
-        assert_eq!(of_kept.norms(), gradients.norms());
+        for (role, _) in layer.norms() {
+            assert_eq!(of_kept.norm(role), gradients.norm(role));
+        }
     }
 }
 
@@ -254,17 +282,16 @@ fn frozen_matrices_have_no_gradient_and_wrong_shapes_are_refused() {
     let mut context = LayerContext::new(&config, SEQLEN);
     let x = tensor(&wave(SEQLEN * 48, 0.77), &[SEQLEN, 48]);
     layer.backward(&x, &x, &mut gradients, &mut context).unwrap();
-    assert!(gradients.linear_ids().eq([LinearId::Q]) && gradients.norms().is_none());
+    assert!(gradients.linear_ids().eq([LinearId::Q]) && !gradients.has_norms());
     assert!(gradients.weight(LinearId::Q).unwrap().iter().any(|g| *g != 0.0));
     let short = tensor(&wave(48, 0.1), &[1, 48]);
     let error = layer.backward(&x, &short, &mut gradients, &mut context);
     assert!(error.unwrap_err().to_string().contains("[1, 48]"));
     // Computed by hand: 150·(2·48 + 2·48 + 2·16) + max(70·(2·48 + 3·76), 150·(4·48 + 2·16)), with two parts of 75 tokens.
-    let heads = layer.heads();
     assert_eq!(
         backward_elements(&config, SEQLEN, 80, false),
         150 * (96 + 96 + 32) + 150 * (192 + 32)
     );
     assert_eq!(backward_elements(&config, SEQLEN, 80, true), 150 * 48 + 150 * (192 + 32));
-    assert_eq!(kept_elements(heads, 48, 76, SEQLEN), 150 * (96 + 32 + 48 + 152));
+    assert_eq!(kept_elements(&config, SEQLEN), 150 * (96 + 32 + 48 + 152));
 }

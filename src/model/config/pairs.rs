@@ -151,7 +151,10 @@ mod tests {
             let config = with(keys);
             let parsed = ModelConfig::from_json(&config).unwrap();
             let warnings = disagreements(&config, stored);
-            { let rope = parsed.ropes[0].clone(); (rope.theta, rope.scaling, warnings) }
+            {
+                let rope = parsed.ropes[0].clone();
+                (rope.theta, rope.scaling, warnings)
+            }
         };
         let f32 = StoredDtype::F32;
         for (keys, theta, scaling, warning) in [

@@ -150,10 +150,10 @@ impl Surroundings<'_> {
         let theta = keys
             .number(key, Some(default), |theta| theta > 1.0 && theta <= LARGEST_ROPE)
             .map_err(|value| {
-                Failure::new(format!(
-                    "`{key}` is {value}; it must be a number above 1, and up to {LARGEST_ROPE:e}"
-                ))
-            })?;
+            Failure::new(format!(
+                "`{key}` is {value}; it must be a number above 1, and up to {LARGEST_ROPE:e}"
+            ))
+        })?;
         let dims = self.dims(inner.as_ref())?;
         let scaling = match &inner {
             None => RopeScaling::Default,
@@ -226,10 +226,9 @@ impl Surroundings<'_> {
         };
         Ok(match name {
             "linear" => RopeScaling::Linear { factor: factor()? },
-            "dynamic" => RopeScaling::Dynamic {
-                factor: factor()?,
-                max_position_embeddings: self.positions,
-            },
+            "dynamic" => {
+                RopeScaling::Dynamic { factor: factor()?, max_position_embeddings: self.positions }
+            }
             "llama3" => {
                 // As small as a ratio of wavelengths can sensibly be.
                 let frequency = |key| number(key, None, 1e-6);
@@ -257,7 +256,8 @@ impl Surroundings<'_> {
                 };
                 let mut by_default = magnitude(1.0);
                 if let (Some(_), Some(_)) = (keys.given("mscale"), keys.given("mscale_all_dim")) {
-                    let scales = [number("mscale", None, 0.0)?, number("mscale_all_dim", None, 0.0)?];
+                    let scales =
+                        [number("mscale", None, 0.0)?, number("mscale_all_dim", None, 0.0)?];
                     if scales.iter().all(|scale| *scale > 0.0) {
                         by_default = magnitude(scales[0]) / magnitude(scales[1]);
                     }

@@ -21,7 +21,8 @@ fn defaults_are_those_of_transformers() {
         (config.num_key_value_heads, config.head_dim, config.max_position_embeddings),
         (8, 8, 2048)
     );
-    assert_eq!((config.rope_theta, config.rope_scaling), (10_000.0, RopeScaling::Default));
+    let rope = Rope { theta: 10_000.0, scaling: RopeScaling::Default, dims: 8 };
+    assert_eq!(config.ropes, [rope]);
     assert!(!config.tie_word_embeddings && config.biases.is_empty());
 }
 
@@ -33,25 +34,28 @@ fn rotary_scaling_is_read_under_the_old_and_the_new_key() {
     let mut new = llama3;
     new["rope_theta"] = json!(500_000.0);
     let new = ModelConfig::from_json(&with("rope_parameters", new)).unwrap();
-    assert_eq!(old.rope_scaling, new.rope_scaling);
-    assert_eq!(new.rope_theta, 500_000.0);
+    assert_eq!(old.ropes[0].scaling, new.ropes[0].scaling);
+    assert_eq!(new.ropes[0].theta, 500_000.0);
     let linear =
         ModelConfig::from_json(&with("rope_scaling", json!({"type": "linear", "factor": 2.0})))
             .unwrap();
-    assert_eq!(linear.rope_scaling, RopeScaling::Linear { factor: 2.0 });
+    assert_eq!(linear.ropes[0].scaling, RopeScaling::Linear { factor: 2.0 });
 }
 
 #[test]
 fn what_cannot_be_computed_is_refused_by_name() {
     let refusals = [
         (
-            with("architectures", json!(["Qwen2ForCausalLM"])),
-            "the architecture `Qwen2ForCausalLM` is not supported",
+            with("architectures", json!(["GPT2LMHeadModel"])),
+            "the architecture `GPT2LMHeadModel` is not supported",
         ),
-        (with("model_type", json!("qwen2")), "is not supported"),
         (
-            with("rope_scaling", json!({"rope_type": "yarn", "factor": 2.0})),
-            "rotary scaling `yarn` is not supported",
+            with("model_type", json!("qwen2")),
+            "the architecture `LlamaForCausalLM` of model type `qwen2` is not supported",
+        ),
+        (
+            with("rope_scaling", json!({"rope_type": "proportional", "factor": 2.0})),
+            "rotary scaling `proportional` is not supported",
         ),
         (
             with("rope_scaling", json!({"rope_type": "linear"})),
@@ -121,17 +125,20 @@ fn a_mistral_has_no_biases_and_the_defaults_of_transformers() {
     // MistralConfig: num_key_value_heads=8, max_position_embeddings=4096*32, sliding_window=4096.
     assert_eq!(config.num_key_value_heads, 8);
     assert_eq!(config.max_position_embeddings, 131_072);
-    assert_eq!(config.sliding_window, Some(4096));
+    assert!(config.layers.iter().all(|kind| kind.window == Some(4096)));
 }
 
 #[test]
-fn a_sliding_window_bounds_the_sequence_unless_it_is_null_or_the_family_has_none() {
+fn layers_have_a_window_unless_it_is_null_or_the_family_has_none() {
+    let windows =
+        |config: &ModelConfig| config.layers.iter().map(|kind| kind.window).collect::<Vec<_>>();
     let config = mistral("sliding_window", json!(48)).unwrap();
-    assert_eq!((config.longest_sequence(), config.context_length()), (48, 48));
+    assert_eq!(windows(&config), [Some(48); 2]);
+    assert_eq!(config.longest_sequence(), 131_072, "a window does not bound the sequence");
     let config = mistral("sliding_window", Value::Null).unwrap();
-    assert_eq!(config.longest_sequence(), 131_072);
+    assert_eq!(windows(&config), [None; 2]);
     let config = ModelConfig::from_json(&with("sliding_window", json!(48))).unwrap();
-    assert_eq!(config.longest_sequence(), 2048, "a Llama has no window");
+    assert_eq!(windows(&config), [None; 2], "a Llama has no window");
     let error = mistral("sliding_window", json!(0)).unwrap_err().to_string();
     assert!(error.contains("`sliding_window` is 0"), "{error}");
 }

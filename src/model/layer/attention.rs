@@ -20,9 +20,9 @@ use super::layout::AttentionLayout;
 use super::pass::{BackwardPass, Pass};
 use crate::linalg::attention::backward::{AttentionGradients, AttentionInputs, causal_backward};
 use crate::linalg::attention::{Causal, Columns, Heads};
+use crate::linalg::elementwise;
 use crate::linalg::linear::{LinearOutput, forward_all};
 use crate::linalg::profile::Part;
-use crate::linalg::elementwise;
 use crate::model::linears::{InputId, Role};
 use crate::model::norms::NormRole;
 

@@ -127,7 +127,8 @@ impl DecoderLayer {
             }
         }
         let MlpBuffers { output, states, .. } = buffers;
-        let dbranch = self.branch_backward(NormRole::AfterMlp, branch, output, buffers.branch, pass);
+        let dbranch =
+            self.branch_backward(NormRole::AfterMlp, branch, output, buffers.branch, pass);
         self.linear(down).backward(dbranch, product, false, pass.products)?;
         match self.spec.activation {
             Activation::Silu => silu_times_backward(gate, up, product),

@@ -23,9 +23,9 @@ use super::layer::DeviceTables;
 use super::{DeviceLayer, Tiling};
 use crate::linalg::attention::Heads;
 use crate::linalg::{LowRank, MaskedLowRank};
-use crate::model::{LinearId, NormRole, Role};
 use crate::model::backward::LayerGradients;
 use crate::model::family::Activation;
+use crate::model::{LinearId, NormRole, Role};
 
 /// The factors of a low-rank change on a device, and its mask.
 #[derive(Debug)]
@@ -258,7 +258,13 @@ impl DeviceLayer {
                 });
             }
             let dnormed = dnormed.context("q, k and v")?;
-            let part = self.norm_backward(NormRole::BeforeAttention, &rows(hidden)?, &dnormed, training, &mut sample)?;
+            let part = self.norm_backward(
+                NormRole::BeforeAttention,
+                &rows(hidden)?,
+                &dnormed,
+                training,
+                &mut sample,
+            )?;
             dx.push((part + rows(&dbetween)?)?);
         }
         let dx = Tensor::cat(&dx, 0)?;

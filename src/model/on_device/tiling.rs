@@ -24,7 +24,7 @@
 
 use super::gram::DeviceGrams;
 use crate::bytes::ByteSize;
-use crate::model::{ModelConfig, LinearId};
+use crate::model::{LinearId, ModelConfig};
 use crate::run::MemorySettings;
 
 /// Memory of a device before the first computation: CUDA context, cuBLAS workspace, kernels. The literature gives 0.3 to 0.6 GiB; it

@@ -212,8 +212,7 @@ impl Host<'_> {
     /// Memory that the allocator keeps of layers that are gone: their matrices below the size that goes back to the system at once.
     fn left_by_layers(&self) -> ByteSize {
         let (config, dtype) = (self.run.config, self.run.dtypes.layers);
-        let bytes =
-            config.linears().map(|id| id.elements(config) * dtype.bytes());
+        let bytes = config.linears().map(|id| id.elements(config) * dtype.bytes());
         ByteSize::of(bytes.filter(|&bytes| bytes < RETURNED_AT_ONCE).sum(), 1)
     }
 

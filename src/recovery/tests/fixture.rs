@@ -10,7 +10,7 @@ use serde_json::json;
 use crate::checkpoint::{Checkpoint, WeightSource};
 use crate::linalg::Products;
 use crate::linalg::golden_tests::golden_folder;
-use crate::model::{LayerContext, ModelConfig, LinearId};
+use crate::model::{LayerContext, LinearId, ModelConfig};
 use crate::recovery::optimizers::adamw::AdamW;
 use crate::recovery::optimizers::{Hyperparameters, Optimizer};
 use crate::recovery::{

@@ -29,7 +29,7 @@ use super::ledger::{Ledger, Refused};
 use crate::bytes::ByteSize;
 use crate::model::head::HeadChunk;
 use crate::model::on_device::{CONTEXT, DeviceGrams, LogSumExpPart, SampleSums, TakeGram, Tiling};
-use crate::model::{DecoderLayer, LayerGradients, ModelConfig, Observer, LinearId};
+use crate::model::{DecoderLayer, LayerGradients, LinearId, ModelConfig, Observer};
 use crate::run::fallback::{DeviceMemoryReport, FallbackOutcome, FallbackReport};
 use crate::run::{Event, Events, Phase};
 use candle_core::Tensor;

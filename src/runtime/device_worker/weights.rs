@@ -92,8 +92,8 @@ impl DeviceWorker<'_> {
         let (_, columns) = id.shape(&self.config);
         let bytes = Tiling::product_bytes(&self.config, id, rows.len() / columns.max(1));
         let unit = format!("{} (output error)", id.full_name(layer.index()));
-        let product = self
-            .attempt(&unit, false, &|_| bytes, &mut |engine, _| engine.product(id, rows))?;
+        let product =
+            self.attempt(&unit, false, &|_| bytes, &mut |engine, _| engine.product(id, rows))?;
         Ok(product.flatten())
     }
 

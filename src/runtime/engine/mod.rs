@@ -21,7 +21,7 @@ use crate::bytes::ByteSize;
 use crate::linalg::select::Quota;
 use crate::model::head::HeadChunk;
 use crate::model::on_device::{LogSumExpPart, SampleSums, TakeGram, Tiling};
-use crate::model::{DecoderLayer, LayerGradients, Observer, LinearId};
+use crate::model::{DecoderLayer, LayerGradients, LinearId, Observer};
 
 pub use device_memory::DeviceMemory;
 pub use on_candle::OnCandle;

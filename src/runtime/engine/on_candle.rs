@@ -17,7 +17,7 @@ use crate::model::on_device::{
     DeviceGrams, DeviceHead, DeviceLayer, DeviceTables, DeviceTraining, LogSumExpPart, SampleSums,
     TakeGram, Tiling, copy,
 };
-use crate::model::{DecoderLayer, LayerContext, LayerGradients, ModelConfig, Observer, LinearId};
+use crate::model::{DecoderLayer, LayerContext, LayerGradients, LinearId, ModelConfig, Observer};
 
 /// A device of candle's.
 #[derive(Debug)]

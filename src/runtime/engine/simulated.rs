@@ -8,7 +8,7 @@ use super::{CopyAhead, DeviceMemory, Engine};
 use crate::bytes::ByteSize;
 use crate::model::head::HeadChunk;
 use crate::model::on_device::{LogSumExpPart, SampleSums, TakeGram, Tiling};
-use crate::model::{DecoderLayer, LayerContext, LayerGradients, Observer, LinearId};
+use crate::model::{DecoderLayer, LayerContext, LayerGradients, LinearId, Observer};
 
 /// A simulated GPU.
 #[derive(Debug)]

@@ -16,7 +16,7 @@ use prune::linalg::derivatives::squared_error_backward;
 use prune::linalg::product::Kernel;
 use prune::linalg::{MaskedLowRank, Products, StoredDtype, StoredMatrix, Weight};
 use prune::model::{
-    DecoderLayer, Embedding, Head, LayerContext, LayerGradients, ModelConfig, LinearId,
+    DecoderLayer, Embedding, Head, LayerContext, LayerGradients, LinearId, ModelConfig,
 };
 use serde_json::Value;
 

@@ -7,7 +7,7 @@ use prune::checkpoint::Checkpoint;
 use prune::linalg::MaskedLowRank;
 use prune::model::observe::FromDevice;
 use prune::model::on_device::{DeviceGrams, Tiling};
-use prune::model::{DecoderLayer, LayerContext, LayerGradients, InputId, Observer};
+use prune::model::{DecoderLayer, InputId, LayerContext, LayerGradients, Observer};
 use prune::runtime::engine::{Engine, OnCandle};
 
 /// Tokens of a sample: enough that tensors outweigh the scratch memory of candle's products on the CPU.

@@ -15,8 +15,7 @@ use prune::linalg::product::Kernel;
 use prune::linalg::{StoredDtype, Weight, tensor};
 use prune::model::footprint::SamplePass;
 use prune::model::{
-    DecoderLayer, Dtypes, Head, LayerContext, ModelConfig, InputId, Observer, LinearId,
-    footprint,
+    DecoderLayer, Dtypes, Head, InputId, LayerContext, LinearId, ModelConfig, Observer, footprint,
 };
 use prune::pruning::{self, ColumnSquares, Pattern, Request, Statistics, Target};
 use prune::run::Silent;

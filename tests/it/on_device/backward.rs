@@ -9,7 +9,7 @@ use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::linalg::{LowRank, MaskedLowRank, StoredDtype};
 use prune::model::on_device::Tiling;
-use prune::model::{DecoderLayer, Head, LayerContext, LayerGradients, ModelConfig};
+use prune::model::{DecoderLayer, Head, LayerContext, LayerGradients, ModelConfig, NormRole};
 use prune::run::MemorySettings;
 use prune::runtime::engine::{Engine, OnCandle};
 
@@ -59,8 +59,10 @@ fn all(gradients: &LayerGradients) -> Vec<(String, Vec<f32>)> {
         let of = of.chain(gradients.factors(id).into_iter().flatten());
         all.extend(of.map(|values| (format!("{id:?}"), values.to_vec())));
     }
-    let norms = gradients.norms().into_iter().flatten();
-    all.extend(norms.map(|values| ("a norm".to_string(), values.to_vec())));
+    for role in [NormRole::BeforeAttention, NormRole::BeforeMlp] {
+        let norm = gradients.norm(role).into_iter();
+        all.extend(norm.map(|values| (format!("{role:?}"), values.to_vec())));
+    }
     all
 }
 

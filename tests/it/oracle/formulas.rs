@@ -8,8 +8,7 @@ use candle_core::DType;
 use prune::checkpoint::Checkpoint;
 use prune::linalg::StoredDtype;
 use prune::model::{
-    DecoderLayer, Embedding, LayerContext, ModelConfig, InputId, Observer, LinearId,
-    RopeScaling,
+    DecoderLayer, Embedding, InputId, LayerContext, LinearId, ModelConfig, Observer, RopeScaling,
 };
 use prune::synthetic::RandomCheckpoint;
 use serde_json::json;
@@ -52,9 +51,8 @@ fn both(folder: &Path, plain: &PlainLayer, tokens: usize) -> Result<(f64, Vec<(L
     let out: Vec<f32> = layer.forward(&hidden, &mut context)?.flatten_all()?.to_vec1()?;
     let mut seen = Seen::default();
     layer.capture(&hidden, &mut context, &mut seen)?;
-    let inputs = passed.inputs.iter().map(|(id, input)| {
-        (*id, relative(&seen.0[&id.input()], input))
-    });
+    let inputs =
+        passed.inputs.iter().map(|(id, input)| (*id, relative(&seen.0[&id.input()], input)));
     Ok((relative(&out, &passed.hidden), inputs.collect()))
 }
 
@@ -134,7 +132,7 @@ fn the_plain_layer_notices_a_missing_bias_and_a_missing_scaling() {
     let breaks: [(&str, Break); 3] = [
         ("attention_bias", |config| config.biases.retain(|one| !one.is_attention())),
         ("mlp_bias", |config| config.biases.retain(|one| one.is_attention())),
-        ("rope_scaling", |config| config.rope_scaling = RopeScaling::Default),
+        ("rope_scaling", |config| config.ropes[0].scaling = RopeScaling::Default),
     ];
     for (what, break_it) in breaks {
         let mut plain = PlainLayer::load(folder.path(), 0).unwrap();

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, safetensors};
-use prune::model::{ModelConfig, LinearId, RopeScaling};
+use prune::model::{LinearId, ModelConfig, RopeScaling};
 
 /// One layer's tensors by their names inside it, `[out_features, in_features]` row-major.
 pub(super) struct PlainLayer {
@@ -84,11 +84,8 @@ impl PlainLayer {
         let name = id.name();
         let (_, columns) = id.shape(&self.config);
         let weight = self.tensor(&format!("{name}.weight"))?;
-        let bias = self
-            .config
-            .has_bias(id)
-            .then(|| self.tensor(&format!("{name}.bias")))
-            .transpose()?;
+        let bias =
+            self.config.has_bias(id).then(|| self.tensor(&format!("{name}.bias"))).transpose()?;
         let mut out = Vec::new();
         for x in x.chunks(columns) {
             for (i, w) in weight.chunks(columns).enumerate() {
@@ -153,15 +150,19 @@ fn sum(one: &[f64], other: &[f64]) -> Vec<f64> {
 fn frequencies(config: &ModelConfig, tokens: usize) -> Vec<f64> {
     let dim = config.head_dim as f64;
     let max = config.max_position_embeddings as f64;
-    let base = match config.rope_scaling {
-        RopeScaling::Dynamic { factor } if tokens as f64 > max => {
+    let rope = &config.ropes[0];
+    let base = match rope.scaling {
+        RopeScaling::Dynamic { factor, .. } if tokens as f64 > max => {
             let stretch = factor * tokens as f64 / max - (factor - 1.0);
-            config.rope_theta * stretch.powf(dim / (dim - 2.0))
+            rope.theta * stretch.powf(dim / (dim - 2.0))
         }
-        _ => config.rope_theta,
+        _ => rope.theta,
     };
-    let stretched = |frequency: f64| match config.rope_scaling {
+    let stretched = |frequency: f64| match rope.scaling {
         RopeScaling::Default | RopeScaling::Dynamic { .. } => frequency,
+        RopeScaling::Yarn { .. } | RopeScaling::Longrope { .. } => {
+            unreachable!("compared with the states of transformers")
+        }
         RopeScaling::Linear { factor } => frequency / factor,
         RopeScaling::Llama3 {
             factor,

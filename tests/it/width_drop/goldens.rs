@@ -9,7 +9,7 @@ use prune::checkpoint::Checkpoint;
 use prune::data::Tokenizer;
 use prune::linalg::Products;
 use prune::model::{
-    DecoderLayer, Embedding, LayerContext, ModelConfig, InputId, Observer, LinearId,
+    DecoderLayer, Embedding, InputId, LayerContext, LinearId, ModelConfig, Observer,
 };
 use prune::pruning::width::channel_scores;
 use prune::pruning::{InPlaceStatistics, InputGram};
@@ -98,9 +98,7 @@ fn scores_of_channels_are_flaps() -> Result<()> {
             inputs.of_down.end_sample();
             *state = layer.forward(state, &mut context)?;
         }
-        for (id, gram) in
-            [(LinearId::O, &inputs.of_o), (LinearId::DOWN, &inputs.of_down)]
-        {
+        for (id, gram) in [(LinearId::O, &inputs.of_o), (LinearId::DOWN, &inputs.of_down)] {
             let name = id.full_name(index);
             let weight = layer.linear(id).weight().held().context("it is loaded")?;
             let ours = channel_scores(weight, &gram.columns().variance_of_all(), &name)?;
