@@ -31,7 +31,7 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 use prune::data::PythonRandom;
 use prune::model::differentiable::{DifferentiableModel, Weights, loss};
-use prune::model::{InputId, LinearId, ModelConfig};
+use prune::model::{InputId, ModelConfig};
 use safetensors::tensor::TensorView;
 use serde_json::json;
 

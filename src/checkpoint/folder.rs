@@ -104,16 +104,35 @@ fn from_index(folder: &Path) -> anyhow::Result<FolderWeights> {
     missing.retain(|name| !folder.join(name).is_file());
     if let Some(first) = missing.first() {
         let place = folder.display();
-        return Err(Failure::new(format!("shard `{first}` is missing in `{place}`"))
-            .detail(format!(
+        let failure =
+            Failure::new(format!("shard `{first}` is missing in `{place}`")).detail(format!(
                 "the index names {} files, {} of them are missing",
                 shards.len(),
                 missing.len()
-            ))
-            .hint("download the checkpoint again, this file at least")
-            .into());
+            ));
+        let there = weights_beside(folder, &shards);
+        return Err(match there.as_slice() {
+            [] => failure.hint("download the checkpoint again, this file at least"),
+            [first, ..] => failure
+                .detail(format!(
+                    "{} other files of weights are there, such as `{first}`: the index is not of these files",
+                    there.len()
+                ))
+                .hint(format!("download `{INDEX_FILE}` again, or the files that it names")),
+        }
+        .into());
     }
     Ok(FolderWeights { shards: shards.into_iter().cloned().collect(), weight_map })
+}
+
+/// Safetensors files of a folder that its index does not name, sorted.
+fn weights_beside(folder: &Path, named: &BTreeSet<&String>) -> Vec<String> {
+    let files = fs::read_dir(folder).into_iter().flatten().flatten();
+    let names = files.map(|file| file.file_name().to_string_lossy().into_owned());
+    let mut names: Vec<String> =
+        names.filter(|name| name.ends_with(".safetensors") && !named.contains(name)).collect();
+    names.sort();
+    names
 }
 
 /// Returns whether a name is a single ordinary path component on every platform.

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use super::header::{Header, TensorEntry};
+use super::naming::Naming;
 use super::source::{WeightSource, entries_of};
 use crate::failure::Failure;
 
@@ -41,7 +42,12 @@ impl HeadersOnly {
             }
             found.files.push(name);
         }
-        Ok(found)
+        let naming = Naming::of(found.entries.keys().map(String::as_str));
+        let entries = found.entries.into_values().map(|entry| {
+            let name = naming.used(&entry.name);
+            (name.clone(), TensorEntry { name, ..entry })
+        });
+        Ok(Self { entries: entries.collect(), ..found })
     }
 }
 

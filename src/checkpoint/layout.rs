@@ -4,6 +4,7 @@
 //! ([`Checkpoint::view`]) has a new layout. In a new layout, shards have the names and the index that Hugging Face gives them:
 //! `model-00001-of-00003.safetensors` and `model.safetensors.index.json`.
 
+use std::borrow::Cow;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 
@@ -13,6 +14,7 @@ use serde_json::json;
 
 use super::header::{MAX_HEADER_BYTES, METADATA_KEY, TensorEntry, data_len, encode_header};
 use super::names::{INDEX_FILE, SINGLE_FILE};
+use super::naming::Naming;
 use super::source::Checkpoint;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
@@ -49,6 +51,8 @@ pub struct Layout {
     has_index: bool,
     /// Files whose source has no `format` in its header.
     added_formats: usize,
+    /// The names in the files.
+    naming: Naming,
 }
 
 /// The header's form of a tensor; before [`place`], its `data_offsets` begin at 0.
@@ -69,7 +73,8 @@ impl Layout {
                 dtype: entry.dtype,
                 shape: entry.shape.clone(),
             });
-            return Self::new(tensors.collect(), data_bytes.max().unwrap_or_default());
+            let shard_bytes = data_bytes.max().unwrap_or_default();
+            return Self::named(tensors.collect(), shard_bytes, source.naming());
         }
         let files = shards.iter().map(|shard| {
             let header = shard.output_header.bytes.clone();
@@ -89,6 +94,7 @@ impl Layout {
         Ok(Self {
             added_formats: without_format.count(),
             has_index: source.folder().join(INDEX_FILE).is_file(),
+            naming: source.naming(),
             ..Self::from(files.collect(), entries.collect())
         })
     }
@@ -100,6 +106,26 @@ impl Layout {
     /// Fails when there is no tensor, when a name appears twice or is the key of the metadata, when a tensor has an impossible
     /// shape, and when a header is too long for its readers.
     pub fn new(tensors: Vec<PlannedTensor>, shard_bytes: u64) -> anyhow::Result<Self> {
+        Self::named(tensors, shard_bytes, Naming::PLAIN)
+    }
+
+    /// [`Layout::new`] with the names of `source` in the files.
+    ///
+    /// # Errors
+    /// Fails as [`Layout::new`].
+    pub fn named_as(
+        source: &Checkpoint,
+        tensors: Vec<PlannedTensor>,
+        shard_bytes: u64,
+    ) -> anyhow::Result<Self> {
+        Self::named(tensors, shard_bytes, source.naming())
+    }
+
+    fn named(
+        tensors: Vec<PlannedTensor>,
+        shard_bytes: u64,
+        naming: Naming,
+    ) -> anyhow::Result<Self> {
         if tensors.is_empty() {
             return Err(Failure::new("an output needs at least one tensor").into());
         }
@@ -108,7 +134,11 @@ impl Layout {
         let (metadata, count) = ([("format".into(), "pt".into())].into(), shards.len());
         for (shard, mut tensors) in shards.into_iter().enumerate() {
             place(&mut tensors);
-            let header = encode_header(&metadata, &tensors);
+            let stored = tensors.iter().map(|(name, info)| {
+                let name = naming.stored(name).into_owned();
+                (name, info.clone())
+            });
+            let header = encode_header(&metadata, &stored.collect::<Vec<_>>());
             let file_name = match count {
                 1 => SINGLE_FILE.to_string(),
                 _ => format!("model-{:05}-of-{count:05}.safetensors", shard + 1),
@@ -134,7 +164,7 @@ impl Layout {
             let data_bytes = entries.last().map_or(0, |last| last.offset + last.bytes);
             files.push(PlannedFile { file_name, header, file_bytes: data_bytes });
         }
-        let layout = Self { has_index: count > 1, ..Self::from(files, entries) };
+        let layout = Self { has_index: count > 1, naming, ..Self::from(files, entries) };
         layout.check_names()?;
         Ok(layout)
     }
@@ -147,6 +177,7 @@ impl Layout {
             entries,
             has_index: false,
             added_formats: 0,
+            naming: Naming::PLAIN,
         }
     }
 
@@ -189,8 +220,8 @@ impl Layout {
     pub fn index_json(&self) -> Option<Vec<u8>> {
         let file_of = |entry: &TensorEntry| self.files[entry.shard].file_name.as_str();
         let entries = self.entries.iter();
-        let weight_map: BTreeMap<&str, &str> =
-            entries.clone().map(|entry| (entry.name.as_str(), file_of(entry))).collect();
+        let stored = entries.clone().map(|entry| (self.naming.stored(&entry.name), file_of(entry)));
+        let weight_map: BTreeMap<Cow<'_, str>, &str> = stored.collect();
         let total_size: u64 = entries.map(|entry| entry.bytes).sum();
         let index = json!({"metadata": {"total_size": total_size}, "weight_map": weight_map});
         let mut text = serde_json::to_vec_pretty(&index)

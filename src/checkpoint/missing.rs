@@ -12,8 +12,6 @@ const WRAPPERS: &[(&str, &str)] = &[
     ("_orig_mod.", "torch.compile"),
     ("module.", "a parallel training (DistributedDataParallel, DeepSpeed)"),
     ("base_model.model.", "peft, which trained an adapter"),
-    ("model.language_model.", "a model of several media"),
-    ("language_model.", "a model of several media"),
     ("model.", "another model"),
 ];
 

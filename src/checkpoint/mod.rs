@@ -22,6 +22,7 @@
 //! | `atomic` | small files that appear whole or not at all |
 //! | `sealed` | such files with their length and hash, from which a later process continues |
 //! | `names` | names of files |
+//! | `naming` | names of a decoder's tensors: as a file stores them, and as the program uses them |
 //! | `headers_only` | `HeadersOnly`: the headers of a checkpoint whose weights were not downloaded |
 //!
 //! Nothing is memory mapped. So resident memory is what the program allocates, and a truncated file is an error, not a signal.
@@ -36,6 +37,7 @@ mod masks;
 mod merged_writer;
 mod missing;
 mod names;
+mod naming;
 mod not_a_model;
 mod output_files;
 mod publish;

@@ -15,6 +15,7 @@ use sha2::{Digest, Sha256};
 use super::folder::{FolderWeights, find_weights};
 use super::header::{Header, OutputHeader, TensorEntry};
 use super::missing::missing;
+use super::naming::Naming;
 use crate::bytes::{ByteSize, hex};
 use crate::disk::positioned::read_exact_at;
 use crate::failure::Failure;
@@ -114,6 +115,8 @@ pub struct Checkpoint {
     by_name: HashMap<String, usize>,
     /// Tensors were left out or renamed: see [`Checkpoint::view`].
     is_view: bool,
+    /// The names in the files.
+    naming: Naming,
 }
 
 impl Checkpoint {
@@ -148,24 +151,30 @@ impl Checkpoint {
             shards.push(shard);
         }
         for (name, file_name) in &weight_map {
+            // A name that no file has matters only if the model needs the tensor.
             let found = by_name.get(name).map(|&at| shards[entries[at].shard].file_name.as_str());
-            if found != Some(file_name) {
-                let place =
-                    found.map_or("no file has it".into(), |other| format!("it is in `{other}`"));
+            if let Some(other) = found.filter(|found| found != file_name) {
                 return Err(Failure::new(format!(
                     "shard `{file_name}` does not hold tensor `{name}`"
                 ))
-                .detail(format!("the index in `{}` says so, but {place}", folder.display()))
+                .detail(format!(
+                    "the index in `{}` says so, but it is in `{other}`",
+                    folder.display()
+                ))
                 .hint("download the checkpoint again")
                 .into());
             }
         }
+        let naming = Naming::of(entries.iter().map(|entry| entry.name.as_str()));
+        entries.iter_mut().for_each(|entry| entry.name = naming.used(&entry.name));
+        let names = entries.iter().map(|entry| entry.name.clone());
         Ok(Self {
             folder: folder.to_path_buf(),
             shards: shards.into(),
+            by_name: names.zip(0..).collect(),
             entries,
-            by_name,
             is_view: false,
+            naming,
         })
     }
 
@@ -183,6 +192,7 @@ impl Checkpoint {
             entries,
             by_name,
             is_view: false,
+            naming: Naming::PLAIN,
         })
     }
 
@@ -209,6 +219,7 @@ impl Checkpoint {
             entries,
             by_name,
             is_view: true,
+            naming: self.naming,
         })
     }
 
@@ -233,7 +244,13 @@ impl Checkpoint {
             entries,
             by_name: self.by_name.clone(),
             is_view: true,
+            naming: self.naming,
         })
+    }
+
+    /// The names in the files.
+    pub(super) fn naming(&self) -> Naming {
+        self.naming
     }
 
     /// Returns whether this is a view of some tensors.

@@ -275,7 +275,7 @@ fn part_of(
     let reading = || format!("reading `{}`", path.display());
     let text = read_settings(&path).map_err(|error| cannot_read(&path, &error))?;
     let mut json = serde_json::from_str(&text).with_context(reading)?;
-    kept.edit_json(&mut json);
+    kept.edit_json(&model.config, &mut json);
     let mut config_json = serde_json::to_vec_pretty(&json)?;
     config_json.push(b'\n');
     Ok(OpenedModel {

@@ -39,6 +39,16 @@ use crate::settings::{EvalSides, OutputSettings, Settings, WidthDropSettings, Wi
 
 /// Refuses a number of heads that transformers does not load: it asks that `hidden_size` is a multiple of it, with `head_dim` too.
 fn check_heads(asked: &WidthDropSettings, config: &ModelConfig, groups: usize) -> Result<()> {
+    if groups < config.num_key_value_heads && config.family.head_norms_are_wide {
+        return Err(Failure::usage(format!(
+            "--drop-width {} --width-of {} would drop heads, and the norms of queries and keys of {} go over all heads at once",
+            asked.drop_width.0,
+            asked.width_of.name(),
+            config.family.architectures[0]
+        ))
+        .hint("use --width-of mlp")
+        .into());
+    }
     let (hidden, all) = (config.hidden_size, config.num_attention_heads);
     let group = all / config.num_key_value_heads.max(1);
     let loads = |groups: &usize| hidden.is_multiple_of(groups * group);

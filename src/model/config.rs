@@ -23,6 +23,7 @@ use crate::failure::Failure;
 use crate::input::{cannot_read, read_settings};
 use crate::linalg::attention::{Heads, Scoring};
 use keys::{ANOTHER_MODEL, Keys, LARGEST_SIZE};
+pub use keys::{text_settings, text_settings_mut};
 pub use layers::LayerKind;
 pub use pairs::disagreements;
 pub use rope::{Rope, RopeScaling};
@@ -118,9 +119,12 @@ impl ModelConfig {
     }
 
     /// Checks a parsed `config.json`; see [`ModelConfig::load`].
+    ///
+    /// A model of several media has the settings of its text model in `text_config`.
     pub fn from_json(json: &Value) -> Result<Self> {
         let family = family::identify(json)?;
-        let keys = Keys(json);
+        let text = text_settings(json).unwrap_or(json);
+        let keys = Keys(text);
         let activation = computed_activation(&keys, family)?;
         let (hidden_size, heads) = heads(&keys, family)?;
         let num_hidden_layers = keys.size_up_to(MOST_LAYERS, "num_hidden_layers", None)?;
@@ -166,7 +170,11 @@ impl ModelConfig {
             ropes,
             layers,
             biases,
-            tie_word_embeddings: keys.flag("tie_word_embeddings", family.defaults.is_tied)?,
+            // The whole model's key counts before the text model's.
+            tie_word_embeddings: Keys(json).flag(
+                "tie_word_embeddings",
+                keys.flag("tie_word_embeddings", family.defaults.is_tied)?,
+            )?,
         })
     }
 

@@ -349,14 +349,46 @@ const SMOLLM3: Family = Family {
 pub static FAMILIES: [Family; 9] =
     [LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, OLMO2, SMOLLM3];
 
-/// Finds the family of a `config.json`.
+const EXPERTS: &str = "its layers have a mixture of experts, which is not computed";
+const DELTA_NETS: &str = "some of its layers are gated delta nets, which are not computed";
+
+/// Families that users bring and that have no record, by `model_type`, and the reason.
+const NOT_YET: [(&str, &str); 20] = [
+    ("mixtral", EXPERTS),
+    ("qwen2_moe", EXPERTS),
+    ("qwen3_moe", EXPERTS),
+    ("qwen3_vl_moe_text", EXPERTS),
+    ("phimoe", EXPERTS),
+    ("olmoe", EXPERTS),
+    ("gpt_oss", EXPERTS),
+    ("glm4_moe", EXPERTS),
+    ("llama4_text", EXPERTS),
+    ("deepseek_v2", EXPERTS),
+    ("deepseek_v3", EXPERTS),
+    ("deepseek_v32", EXPERTS),
+    ("qwen3_next", DELTA_NETS),
+    ("qwen3_5", DELTA_NETS),
+    ("qwen3_5_text", DELTA_NETS),
+    ("qwen3_5_moe", DELTA_NETS),
+    ("qwen3_5_moe_text", DELTA_NETS),
+    (
+        "gemma3n_text",
+        "its layers have per-layer embeddings and shared keys, which are not computed",
+    ),
+    ("gemma4", "its full layers have heads of another width, which is not computed"),
+    ("gemma4_text", "its full layers have heads of another width, which is not computed"),
+];
+
+/// Finds the family of a `config.json`; of a model of several media, the family of its text model.
 ///
 /// # Errors
 /// Fails for an architecture without a record, and names it. Fails for a file that names neither architecture nor model type.
 pub fn identify(config: &Value) -> Result<&'static Family> {
-    let model_type = config.get("model_type").and_then(Value::as_str);
-    let architecture =
-        config.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str);
+    let text = config.get("text_config").filter(|text| text.is_object());
+    let model_type = text.unwrap_or(config).get("model_type").and_then(Value::as_str);
+    // The architecture of a model of several media says nothing of its text model.
+    let architectures = if text.is_some() { None } else { config.get("architectures") };
+    let architecture = architectures.and_then(|names| names.get(0)).and_then(Value::as_str);
     let is_known = |family: &&Family| {
         model_type.is_none_or(|name| name == family.model_type)
             && architecture.is_none_or(|name| family.architectures.contains(&name))
@@ -365,6 +397,13 @@ pub fn identify(config: &Value) -> Result<&'static Family> {
         && let Some(family) = FAMILIES.iter().find(is_known)
     {
         return Ok(family);
+    }
+    if let Some((_, why)) = NOT_YET.iter().find(|(name, _)| model_type == Some(name)) {
+        let name = architecture.or(model_type).unwrap_or_default();
+        return Err(Failure::new(format!("the architecture `{name}` is not supported yet"))
+            .detail(*why)
+            .hint("choose a dense model of a supported family: docs/families.md")
+            .into());
     }
     // An unknown architecture is the reason by itself. A known architecture is refused because its model type does not fit.
     let architecture_is_known = |name| FAMILIES.iter().any(|one| one.architectures.contains(&name));

@@ -67,6 +67,19 @@ impl LinearId {
     /// `down_proj`
     pub const DOWN: Self = Self(&Naming { name: "mlp.down_proj", roles: &[Role::Down] });
 
+    /// The linear that holds the rows of this role alone.
+    pub const fn alone(role: Role) -> Self {
+        match role {
+            Role::Q => Self::Q,
+            Role::K => Self::K,
+            Role::V => Self::V,
+            Role::O => Self::O,
+            Role::Gate => Self::GATE,
+            Role::Up => Self::UP,
+            Role::Down => Self::DOWN,
+        }
+    }
+
     /// The name inside the layer: `self_attn.q_proj`.
     pub fn name(self) -> &'static str {
         self.0.name

@@ -10,7 +10,8 @@ use std::collections::BTreeSet;
 
 use serde_json::{Map, Value};
 
-use super::config::ModelConfig;
+use super::config::{ModelConfig, text_settings_mut};
+use super::family::{Rotation, Windows};
 
 /// The beginning of the names of a layer's tensors.
 const LAYERS: &str = "model.layers.";
@@ -61,8 +62,25 @@ impl KeptLayers {
     }
 
     /// Changes a `config.json`: the number of layers, lists with an entry per layer (`layer_types`), and the number of first layers with
-    /// full attention (`max_window_layers`).
-    pub fn edit_json(&self, config: &mut Map<String, Value>) {
+    /// full attention (`max_window_layers`). Layers whose kind follows from their number get such a list.
+    pub fn edit_json(&self, of: &ModelConfig, config: &mut Map<String, Value>) {
+        let config = text_settings_mut(config);
+        let mut list = |key: &str, values: Vec<Value>| {
+            if config.get(key).is_none_or(Value::is_null) {
+                config.insert(key.to_owned(), values.into());
+            }
+        };
+        if matches!(of.family.windows, Windows::AllButEvery { .. }) {
+            let names = of.layers.iter().map(|kind| match kind.window {
+                Some(_) => "sliding_attention".into(),
+                None => "full_attention".into(),
+            });
+            list("layer_types", names.collect());
+        }
+        if matches!(of.family.rotation, Rotation::NotEvery { .. }) {
+            let rotated = of.layers.iter().map(|kind| u8::from(kind.rope.is_some()).into());
+            list("no_rope_layers", rotated.collect());
+        }
         for (key, value) in config.iter_mut() {
             match value {
                 Value::Array(entries) if key.contains("layer") && entries.len() == self.before => {
@@ -105,6 +123,7 @@ impl Width {
 
     /// Changes a `config.json`: the sizes, and `head_dim`, which programs otherwise compute from the number of heads.
     pub fn edit_json(&self, of: &ModelConfig, config: &mut Map<String, Value>) {
+        let config = text_settings_mut(config);
         let narrower = self.config(of);
         let mut set = |key: &str, value: usize| config.insert(key.to_owned(), value.into());
         set("intermediate_size", narrower.intermediate_size);
@@ -149,7 +168,10 @@ mod tests {
             "num_hidden_layers": 4, "layer_types": ["a", "b", "c", "d"], "max_window_layers": 3,
             "eos_token_id": [1, 2, 3, 4], "other_layers": [1, 2],
         });
-        KeptLayers::without(4, &[1]).edit_json(config.as_object_mut().unwrap());
+        let llama = ModelConfig::from_json(&json!({"model_type": "llama", "hidden_size": 8,
+            "intermediate_size": 8, "num_hidden_layers": 4, "num_attention_heads": 1, "vocab_size": 8}));
+        let llama = llama.unwrap();
+        KeptLayers::without(4, &[1]).edit_json(&llama, config.as_object_mut().unwrap());
         let expected = json!({
             "num_hidden_layers": 3, "layer_types": ["a", "c", "d"], "max_window_layers": 2,
             "eos_token_id": [1, 2, 3, 4], "other_layers": [1, 2],

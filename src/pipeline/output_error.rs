@@ -367,11 +367,12 @@ mod tests {
 
     #[test]
     fn kept_rows_do_not_depend_on_how_they_arrive() {
-        let (samples, seqlen, widths) = (5, 90, [3, 2, 3, 4]);
+        let (samples, seqlen) = (5, 90);
+        let widths = InputMap::new(|input| [3, 2, 3, 4][input as usize]);
         let kept = |rows_at_once: usize| {
-            let mut kept = InputRows::new(widths, samples, seqlen);
+            let mut kept = InputRows::new(&widths, samples, seqlen);
             for sample in 0..samples {
-                let mut rows_of = SampleRows::new(widths, sample, samples, seqlen);
+                let mut rows_of = SampleRows::new(&widths, sample, samples, seqlen);
                 for point in InputId::ALL {
                     let width = widths[point];
                     let rows: Vec<f32> =

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::layer_ratios::LayerRatios;
 use crate::failure::Failure;
-use crate::model::{LinearId, ModelConfig};
+use crate::model::{LinearId, ModelConfig, Role};
 use crate::pruning::method::check_pattern;
 use crate::pruning::{Pattern, PruningMethod, SparsityRule, Target, Technique};
 use crate::run::manifest::LayerReport;
@@ -96,8 +96,8 @@ impl TargetPlan {
             }
             targets.push(row);
         }
-        include.all_matched(&matched.0)?;
-        exclude.all_matched(&matched.1)?;
+        include.all_matched(&matched.0, config)?;
+        exclude.all_matched(&matched.1, config)?;
         let plan = Self {
             matrices_in_model: targets.len() * config.linears().len(),
             targets,
@@ -311,13 +311,40 @@ impl<'a> Globs<'a> {
         any
     }
 
-    fn all_matched(&self, matched: &[bool]) -> Result<()> {
-        match matched.iter().position(|matched| !matched) {
-            None => Ok(()),
-            Some(unmatched) => Err(Failure::usage(format!("{} `{}` matches no matrix of this model", self.flag, self.texts[unmatched]))
-                .hint("names look like model.layers.0.self_attn.q_proj; try '*q_proj' or 'model.layers.[0-3].*'")
-                .into()),
+    fn all_matched(&self, matched: &[bool], config: &ModelConfig) -> Result<()> {
+        let Some(unmatched) = matched.iter().position(|matched| !matched) else {
+            return Ok(());
+        };
+        let failure = Failure::usage(format!(
+            "{} `{}` matches no matrix of this model",
+            self.flag, self.texts[unmatched]
+        ));
+        // A name of other families for rows of a matrix that holds several.
+        let names_part = |role: &Role| {
+            let mut names = vec![false; self.globs.len()];
+            let layers = 0..config.num_hidden_layers;
+            for layer in layers {
+                self.matches(&LinearId::alone(*role).full_name(layer), &mut names);
+            }
+            names[unmatched]
+        };
+        let mut fused = config.linears().filter(|id| id.roles().len() > 1);
+        Err(match fused.find(|id| id.roles().iter().any(names_part)) {
+            Some(id) => {
+                let parts = id.roles().iter().map(|role| LinearId::alone(*role).module());
+                failure
+                    .detail(format!(
+                        "this model stores {} as one matrix, {}, which is pruned as a whole",
+                        parts.collect::<Vec<_>>().join(", "),
+                        id.module()
+                    ))
+                    .hint(format!("use {} '*{}'", self.flag, id.module()))
+            }
+            None => failure.hint(
+                "names look like model.layers.0.self_attn.q_proj; try '*q_proj' or 'model.layers.[0-3].*'",
+            ),
         }
+        .into())
     }
 }
 

@@ -10,8 +10,8 @@
 //! ```
 //!
 //! Dao et al. 2022, arXiv:2205.14135, appendix B.2 and algorithm 4. Probabilities are computed again from q and k, for a block of
-//! queries of a head and the blocks of keys that it sees. So no `[seqlen, seqlen]` matrix exists, and the forward pass stores no statistics. Both
-//! passes use the same kernel; sums are f32.
+//! queries of a head and the blocks of keys that it sees. So no `[seqlen, seqlen]` matrix exists, and the forward pass stores no
+//! statistics. Both passes use the same kernel; sums are f32.
 //!
 //! A task computes a query head. Query heads that share a key head have gradients of k and v of their own, which are added in the order
 //! of heads. So the bits do not depend on threads. Memory, in f32 elements, with Q and K the widths of all queries and of all keys:

@@ -1,7 +1,7 @@
 //! The keys of a `config.json`: typed reads with bounds, and errors that name the key and the value found.
 
 use anyhow::Result;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::failure::Failure;
 
@@ -11,6 +11,19 @@ pub(super) const LARGEST_SIZE: u64 = 1 << 24;
 /// Hint for a config whose arithmetic is not computed here.
 pub(super) const ANOTHER_MODEL: &str =
     "choose another model; a changed config.json would give wrong results";
+
+/// The settings of the text model inside the `config.json` of a model of several media; `None` for a text model by itself.
+pub fn text_settings(json: &Value) -> Option<&Value> {
+    json.get("text_config").filter(|text| text.is_object())
+}
+
+/// [`text_settings`] for a change; the whole object for a text model by itself.
+pub fn text_settings_mut(json: &mut Map<String, Value>) -> &mut Map<String, Value> {
+    match json.get("text_config").is_some_and(Value::is_object) {
+        true => json["text_config"].as_object_mut().expect("it is an object"),
+        false => json,
+    }
+}
 
 pub(super) struct Keys<'a>(pub(super) &'a Value);
 

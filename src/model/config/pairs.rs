@@ -5,7 +5,7 @@
 
 use serde_json::Value;
 
-use super::keys::Keys;
+use super::keys::{Keys, text_settings};
 use crate::linalg::StoredDtype;
 
 /// Names of the objects for kinds of layers in `rope_parameters`.
@@ -16,7 +16,7 @@ pub(super) const KINDS: [&str; 2] = ["full_attention", "sliding_attention"];
 /// # Arguments
 /// * `stored`: the dtype of the decoder's matrices
 pub fn disagreements(config: &Value, stored: StoredDtype) -> Vec<String> {
-    let keys = Keys(config);
+    let keys = Keys(text_settings(config).unwrap_or(config));
     let found = [
         rope_objects(&keys),
         rope_bases(&keys),

@@ -123,10 +123,9 @@ impl TestModel {
                 (0..values.len()).filter(gone).for_each(|at| values[at] = 0.0);
                 put(&mut pruned, &name, &shape, values);
             }
-            for norm in config.family.norms {
+            for (_, name) in config.family.norm_names(layer) {
                 let values = tensor(&[config.hidden_size], 0.1);
                 let values: Vec<f32> = values.iter().map(|value| 1.0 + value).collect();
-                let name = format!("model.layers.{layer}.{norm}.weight");
                 for to in [&mut dense, &mut pruned] {
                     put(to, &name, &[config.hidden_size], values.clone());
                 }

@@ -200,6 +200,8 @@ pub(super) struct Comparison<'a> {
     pub(super) failures: Vec<String>,
     /// Differing bits that are near-ties, one line each.
     pub(super) notes: Vec<String>,
+    /// Differing bits that are no near-ties by themselves, one line each.
+    far: Vec<String>,
 }
 
 impl MaskObserver for Comparison<'_> {
@@ -261,6 +263,7 @@ impl<'a> Comparison<'a> {
             is_measured: true,
             failures: Vec::new(),
             notes: Vec::new(),
+            far: Vec::new(),
         }
     }
 
@@ -301,7 +304,7 @@ impl<'a> Comparison<'a> {
             if bit.distance() <= near {
                 self.notes.push(format!("{}: {line}", self.golden.name));
             } else {
-                self.fail(line);
+                self.far.push(format!("{}: {line}", self.golden.name));
             }
         }
     }
@@ -369,6 +372,12 @@ impl<'a> Comparison<'a> {
         let bits: usize = self.matrices.iter().map(|matrix| matrix.bits).sum();
         let differing: usize =
             self.matrices.iter().map(|matrix| matrix.differing.unwrap_or(matrix.bits)).sum();
+        // A near-tie in an early layer may move later layers; so many bits moved when the reference was computed in f64.
+        if (1..=self.golden.bits_other_in_f64).contains(&differing) {
+            self.notes.append(&mut self.far);
+            return;
+        }
+        self.failures.append(&mut self.far);
         if (differing as f64) > (1.0 - EQUAL_IN_MODEL) * bits as f64 {
             self.fail(format!("{differing} of {bits} bits differ"));
         }

@@ -47,6 +47,9 @@ pub(super) struct Golden {
     pub(super) calibration_starts: Option<Vec<u64>>,
     pub(super) calibration_tokens_sha256_int32le: Option<String>,
     pub(super) ppl: f64,
+    /// Bits of all masks that change when the reference computes in f64.
+    #[serde(default)]
+    pub(super) bits_other_in_f64: usize,
     /// The error of the outputs, mean over the linears; in goldens of methods only.
     pub(super) mean_relative_error: Option<f64>,
     /// Packed bits by matrix, where saved.
