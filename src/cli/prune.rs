@@ -122,8 +122,8 @@ pub fn command(args: &PruneArgs, arguments: Vec<String>, console: &Console) -> R
 /// The command that uploads the model to the hub; `None` where none was written.
 fn upload(manifest: &Manifest) -> Option<String> {
     let (output, pruning) = (manifest.output.as_ref()?, manifest.pruning.as_ref()?);
-    let drop = (manifest.layer_drop.as_ref(), manifest.width_drop.as_ref());
-    let name = report::cards::pruned_name(&manifest.model.name(), pruning, drop);
+    let (layers, width) = (manifest.layer_drop.as_ref(), manifest.width_drop.as_ref());
+    let name = report::cards::pruned_name(&manifest.model.name(), pruning, layers, width);
     let repository = format!("YOUR_NAME/{name}");
     let mut words = vec!["hf", "upload", &repository, &output.model];
     // The model folder may be the run folder. Its run.json names paths of this machine.

@@ -24,7 +24,7 @@ use crate::placement::cpu_budget;
 use crate::quantized::{
     FourBitFormat, LEAST_PIECE, PIECE, QuantizeJournal, QuantizePass, config, pass_bytes,
 };
-use crate::report::cards;
+use crate::report::cards::{self, CardModel};
 use crate::run::command_line::quoted;
 use crate::run::manifest::name_of;
 use crate::run::plan::{
@@ -367,7 +367,8 @@ fn published(
     let cards = SourceCards::of(&job.source, false);
     let id = job.id.as_deref();
     let name = name_of(id.unwrap_or(&report.model));
-    let card = cards::quantized(report, (&name, id), cards.source(std::iter::empty()));
+    let card =
+        cards::quantized(report, CardModel { name: &name, id }, cards.source(std::iter::empty()));
     let copied = sidecars.map(|name| (name.clone(), name)).chain(cards.copied);
     Ok(Published {
         written: vec![

@@ -150,14 +150,10 @@ impl Card {
             let _ = writeln!(text, "| {model} | {} |", finite(report.perplexity));
         }
         if let Some(of) = &self.measured_on {
-            let _ = writeln!(
-                text,
-                "\nMeasured on {}: {} windows of {} tokens, {} tokens in all; {}.",
-                text_name(of),
-                of.windows,
-                of.seqlen,
-                of.tokens_used,
-                code(&of.convention)
+            let (name, convention) = (text_name(of), code(&of.convention));
+            let TextProtocol { windows, seqlen, tokens_used, .. } = of;
+            text += &format!(
+                "\nMeasured on {name}: {windows} windows of {seqlen} tokens, {tokens_used} tokens in all; {convention}.\n"
             );
         }
         text

@@ -1,7 +1,7 @@
 //! The cards of pruned, merged, recovered and quantised models.
 
 use super::card::{Card, CardSource, hub_name, text_name};
-use super::format::percent;
+use super::format::{percent, with_seed};
 use super::front_matter::code;
 use super::merges;
 use crate::run::manifest::{Perplexities, PruningReport};
@@ -15,38 +15,32 @@ use crate::run::{
 pub fn pruned_name(
     source: &str,
     pruning: &PruningReport,
-    (layer_drop, width_drop): (Option<&LayerDropReport>, Option<&WidthDropReport>),
+    layer_drop: Option<&LayerDropReport>,
+    width_drop: Option<&WidthDropReport>,
 ) -> String {
     let amount = match pruning.sparsity_type.split_once(':') {
         Some((n, m)) => format!("{n}of{m}"),
         None => pruning.sparsity_ratio.to_string(),
     };
-    let mut full: String = source.chars().take(50).collect();
-    if let Some(drop) = layer_drop {
-        full += &format!("-{}-layers", drop.kept.len());
-    }
-    if let Some(drop) = width_drop {
-        full += &format!("-width-{}", drop.asked);
-    }
-    let is_smaller = layer_drop.is_some() || width_drop.is_some();
-    if !is_smaller || !pruning.prunes_nothing() {
-        full += &format!("-{}-{amount}", pruning.method);
-    }
-    hub_name(&full)
+    let layers = layer_drop.map(|drop| format!("-{}-layers", drop.kept.len()));
+    let width = width_drop.map(|drop| format!("-width-{}", drop.asked));
+    let is_sparse = (layers.is_none() && width.is_none()) || !pruning.prunes_nothing();
+    let method = is_sparse.then(|| format!("-{}-{amount}", pruning.method));
+    let changes: String = [layers, width, method].into_iter().flatten().collect();
+    hub_name(&format!("{source:.50}{changes}"))
 }
 
 /// The card of a pruned model; `before` is the pruning of the source, where this program pruned it.
 pub fn pruned(record: &PruningRecord, before: Option<&PruningReport>, source: CardSource) -> Card {
     let pruning = &record.pruning;
-    let drop = (record.layer_drop.as_ref(), record.width_drop.as_ref());
-    let is_sparse = !is_smaller(record) || !pruning.prunes_nothing();
+    let (layer_drop, width_drop) = (record.layer_drop.as_ref(), record.width_drop.as_ref());
     let mut tags = vec!["prune", "pruned"];
-    tags.extend(drop.0.map(|_| "layer-drop"));
-    tags.extend(drop.1.map(|_| "width-drop"));
+    tags.extend(layer_drop.map(|_| "layer-drop"));
+    tags.extend(width_drop.map(|_| "width-drop"));
     let mut notes = vec![
         "`pruning.json` has these facts for programs, and the zeros and the hash of the mask of every matrix.",
     ];
-    if is_sparse {
+    if is_sparse(record) {
         tags.extend(["sparse", &pruning.method, &pruning.sparsity_type]);
         notes.push("Zeros do not make the files smaller: the weights are stored as in the source, zeros included.");
     }
@@ -56,7 +50,7 @@ pub fn pruned(record: &PruningRecord, before: Option<&PruningReport>, source: Ca
         );
     }
     Card {
-        name: pruned_name(&record.source.name, pruning, drop),
+        name: pruned_name(&record.source.name, pruning, layer_drop, width_drop),
         lead: format!("{}, {}.", source_link(record), changes(record)),
         base_models: record.base_model().map(String::from).into_iter().collect(),
         tags: tags.into_iter().map(String::from).collect(),
@@ -64,44 +58,40 @@ pub fn pruned(record: &PruningRecord, before: Option<&PruningReport>, source: Ca
         facts: pruning_facts(record, before),
         notes: notes.into_iter().map(String::from).collect(),
         command: record.command.clone(),
-        ..measured(&record.perplexity, record.evaluation.as_ref())
+        ..measured(CardMeasures { perplexity: &record.perplexity, on: record.evaluation.as_ref() })
     }
 }
 
 /// The card of a merged model, from a record without paths.
 pub fn merged(report: &MergeReport, source: CardSource, command: Vec<String>) -> Card {
+    // A name with a slash is on the hub: the record has no paths.
+    let names = report.models.iter().map(|model| model.name.split('+'));
+    let names = names.filter(|parts| parts.clone().all(|part| part.contains('/'))).flatten();
     let mut bases: Vec<String> = Vec::new();
-    for model in &report.models {
-        // A name with a slash is on the hub: the record has no paths.
-        if model.name.split('+').all(|part| part.contains('/')) {
-            bases.extend(model.name.split('+').map(String::from));
+    for name in names {
+        if !bases.iter().any(|base| base == name) {
+            bases.push(name.to_string());
         }
     }
-    let mut seen = std::collections::BTreeSet::new();
-    bases.retain(|name| seen.insert(name.clone()));
     let donor = report.models.iter().find(|model| model.is_base).or(report.models.first());
-    let donor = donor.map_or("model", |donor| last_of(&donor.name));
+    // A name without owner and folders.
+    let donor = donor.and_then(|donor| donor.name.rsplit('/').next()).unwrap_or("model");
+    let (method, semantics) = (code(&report.method), &report.semantics);
+    let (layers, dtype) = (report.num_hidden_layers, &report.dtype);
+    let perplexities = report.perplexities.iter();
     let facts = merges::facts(report).into_iter();
     let last = report.perplexities.last();
     Card {
-        name: hub_name(&format!("{:.50}-{}", donor, report.method)),
+        name: hub_name(&format!("{donor:.50}-{}", report.method)),
         lead: format!(
-            "Merged by `prune merge` with the method {} ({} semantics), {} layers, {}.",
-            code(&report.method),
-            report.semantics,
-            report.num_hidden_layers,
-            report.dtype
+            "Merged by `prune merge` with the method {method} ({semantics} semantics), {layers} layers, {dtype}."
         ),
         base_models: bases,
         relation: Some("merge"),
         tags: vec!["merge".to_string(), report.method.clone()],
         source,
         facts: facts.map(|(name, value)| (name, code(&value))).collect(),
-        perplexities: report
-            .perplexities
-            .iter()
-            .map(|row| (code(&row.model), row.report))
-            .collect(),
+        perplexities: perplexities.map(|row| (code(&row.model), row.report)).collect(),
         measured_on: last.map(|row| row.text.clone()),
         notes: vec![format!(
             "`merge_config.yml` has the recipe, and `merging.json` has counts and distances of every tensor.\n\n```yaml\n{}\n```",
@@ -111,73 +101,87 @@ pub fn merged(report: &MergeReport, source: CardSource, command: Vec<String>) ->
     }
 }
 
-/// The card of a recovered model; `model` is the name of the pruned model, and its id on the hub.
+/// A model that a run read.
+#[derive(Debug, Clone, Copy)]
+pub struct CardModel<'a> {
+    /// Its name.
+    pub name: &'a str,
+    /// Its id on the hub.
+    pub id: Option<&'a str>,
+}
+
+impl CardModel<'_> {
+    fn code(self) -> String {
+        code(self.id.unwrap_or(self.name))
+    }
+}
+
+/// The perplexities before and after a run.
+#[derive(Debug, Clone, Copy)]
+pub struct CardMeasures<'a> {
+    /// The perplexities.
+    pub perplexity: &'a Perplexities,
+    /// Their text.
+    pub on: Option<&'a TextProtocol>,
+}
+
+/// The card of a recovered model, from its pruned model.
 pub fn recovered(
-    model: (&str, Option<&str>),
-    (recovery, perplexity): (&RecoveryReport, &Perplexities),
-    evaluation: Option<&TextProtocol>,
+    model: CardModel<'_>,
+    recovery: &RecoveryReport,
+    measures: CardMeasures<'_>,
     source: CardSource,
     command: Vec<String>,
 ) -> Card {
+    let text = &recovery.text;
+    let steps = match recovery.steps.len() {
+        0 => ("Steps per layer", recovery.steps_of.to_string()),
+        steps => ("Steps", steps.to_string()),
+    };
     let mut facts = vec![
-        ("Source", code(model.1.unwrap_or(model.0))),
+        ("Source", model.code()),
         ("Trained parameters", recovery.parameters.to_string()),
         ("Matrices", recovery.target_modules.join(", ")),
     ];
     facts.extend(recovery.rank.map(|rank| ("Rank", rank.to_string())));
     facts.push(("Optimizer", format!("{}, rate {:.3e}", recovery.optim, recovery.rate)));
-    facts.push(match recovery.steps.len() {
-        0 => ("Steps per layer", recovery.steps_of.to_string()),
-        steps => ("Steps", steps.to_string()),
-    });
+    facts.push(steps);
     facts.extend(recovery.teacher.as_deref().map(|teacher| ("Teacher", code(teacher))));
-    facts.push((
-        "Text",
-        format!("{}, {} tokens", text_name(&recovery.text), recovery.text.tokens_used),
-    ));
+    facts.push(("Text", format!("{}, {} tokens", text_name(text), text.tokens_used)));
+    let (name, how) = (code(model.name), &recovery.how);
     Card {
-        name: hub_name(&format!("{:.70}-recovered", model.0)),
-        lead: format!(
-            "{}, trained after its pruning with `--how {}`. Pruned weights are still zero.",
-            code(model.0),
-            recovery.how
-        ),
-        base_models: source.base_models(model.1),
+        name: hub_name(&format!("{:.70}-recovered", model.name)),
+        lead: format!("{name}, trained after its pruning with `--how {how}`. Pruned weights are still zero."),
+        base_models: source.base_models(model.id),
         relation: Some("finetune"),
         tags: ["prune", "pruned", "recovered", "sparse"].map(String::from).to_vec(),
         source,
         facts,
         notes: vec!["`recovery.json` has the losses. `pruning.json`, if it is here, tells how the model was pruned; its perplexity is from before the training.".to_string()],
         command,
-        ..measured(perplexity, evaluation)
+        ..measured(measures)
     }
 }
 
 /// The card of a quantised model, whose command names the source without its folder.
-pub fn quantized(
-    report: &QuantizationReport,
-    (name, id): (&str, Option<&str>),
-    source: CardSource,
-) -> Card {
+pub fn quantized(report: &QuantizationReport, model: CardModel<'_>, source: CardSource) -> Card {
+    let (format, weights) = (&report.format, report.weights);
     let share = |count: u64| {
-        format!(
-            "{count} of {} weights ({})",
-            report.weights,
-            percent(count as f64 / report.weights.max(1) as f64)
-        )
+        let share = percent(count as f64 / weights.max(1) as f64);
+        format!("{count} of {weights} weights ({share})")
     };
-    let command =
-        ["prune", "quantize", "--to", &report.format, id.unwrap_or(name), "--save", "out"];
+    let shown = model.id.unwrap_or(model.name);
+    let command = ["prune", "quantize", "--to", format, shown, "--save", "out"];
     Card {
-        name: hub_name(&format!("{name:.70}-{}", report.format)),
-        lead: format!("{}, its decoder linears quantised to 4 bits.", code(id.unwrap_or(name))),
-        base_models: source.base_models(id),
+        name: hub_name(&format!("{:.70}-{format}", model.name)),
+        lead: format!("{}, its decoder linears quantised to 4 bits.", model.code()),
+        base_models: source.base_models(model.id),
         relation: Some("quantized"),
-        tags: ["quantized", "4-bit", "bitsandbytes", &report.format].map(String::from).to_vec(),
+        tags: ["quantized", "4-bit", "bitsandbytes", format].map(String::from).to_vec(),
         source,
         facts: vec![
-            ("Source", code(id.unwrap_or(name))),
-            ("Format", code(&report.format)),
+            ("Source", model.code()),
+            ("Format", code(format)),
             ("Matrices", report.matrices.to_string()),
             ("Zeros in the source", share(report.zeros_before)),
             ("Zeros", share(report.zeros_after)),
@@ -189,30 +193,19 @@ pub fn quantized(
     }
 }
 
-/// A card with the perplexities before and after a run.
-fn measured(perplexity: &Perplexities, evaluation: Option<&TextProtocol>) -> Card {
+/// A card with perplexities.
+fn measured(CardMeasures { perplexity, on }: CardMeasures<'_>) -> Card {
     let named = [("Source", perplexity.dense), ("This model", perplexity.pruned)];
     let rows = named.into_iter().filter_map(|(name, report)| Some((name.to_string(), report?)));
     Card {
         perplexities: rows.collect(),
-        measured_on: evaluation.map(TextProtocol::published),
+        measured_on: on.map(TextProtocol::published),
         ..Card::default()
     }
 }
 
-/// A name without owner and folders.
-fn last_of(name: &str) -> &str {
-    name.rsplit('/').next().unwrap_or(name)
-}
-
 /// The changes of the source in words.
 fn changes(record: &PruningRecord) -> String {
-    let (pruning, sparsity) = (&record.pruning, &record.sparsity);
-    let zeros = format!(
-        "pruned with the method {}: {} of the weights of its decoder linears are zero",
-        code(&pruning.method),
-        percent(sparsity.ratio)
-    );
     let layers = record.layer_drop.as_ref().map(|drop| {
         format!("with {} of its {} layers", drop.kept.len(), drop.kept.len() + drop.dropped.len())
     });
@@ -223,17 +216,19 @@ fn changes(record: &PruningRecord) -> String {
         };
         format!("made narrower: {}{refit}", drop.in_words())
     });
-    let smaller: Vec<String> = layers.into_iter().chain(width).collect();
-    match (smaller.is_empty(), pruning.prunes_nothing()) {
-        (true, _) => zeros,
-        (false, true) => format!("{}; no other weight was changed", smaller.join(", ")),
-        (false, false) => format!("{}, {zeros}", smaller.join(", ")),
-    }
+    let zeros = is_sparse(record).then(|| {
+        let (method, share) = (code(&record.pruning.method), percent(record.sparsity.ratio));
+        format!("pruned with the method {method}: {share} of the weights of its decoder linears are zero")
+    });
+    let rest = if zeros.is_none() { "; no other weight was changed" } else { "" };
+    let parts: Vec<String> = [layers, width, zeros].into_iter().flatten().collect();
+    format!("{}{rest}", parts.join(", "))
 }
 
-/// Returns whether layers or width were dropped.
-fn is_smaller(record: &PruningRecord) -> bool {
-    record.layer_drop.is_some() || record.width_drop.is_some()
+/// Returns whether the run pruned weights, and did not only drop layers or width.
+fn is_sparse(record: &PruningRecord) -> bool {
+    let is_smaller = record.layer_drop.is_some() || record.width_drop.is_some();
+    !is_smaller || !record.pruning.prunes_nothing()
 }
 
 /// The facts of a pruning.
@@ -243,9 +238,7 @@ fn pruning_facts(
 ) -> Vec<(&'static str, String)> {
     let (pruning, sparsity) = (&record.pruning, &record.sparsity);
     let mut rows = vec![("Source", source_row(record))];
-    if let Some(before) = before {
-        rows.push(("Pruned before", asked_for(before)));
-    }
+    rows.extend(before.map(|before| ("Pruned before", asked_for(before))));
     if let Some(drop) = &record.layer_drop {
         rows.push(("Layers dropped", format!("{}; counted from 0 in the source", drop.in_words())));
         let [before, after] = drop.parameters;
@@ -256,30 +249,27 @@ fn pruning_facts(
         let [before, after] = drop.parameters;
         rows.push(("Parameters", format!("{after}, {before} before")));
     }
-    let globs =
-        |globs: &[String]| globs.iter().map(|glob| code(glob)).collect::<Vec<_>>().join(", ");
-    let mut matrices = format!("{} of {}", pruning.matrices, pruning.matrices_in_model);
-    for (word, texts) in [("included", &pruning.include), ("excluded", &pruning.exclude)] {
-        if !texts.is_empty() {
-            matrices += &format!("; {word}: {}", globs(texts));
+    if is_sparse(record) {
+        let mut matrices = format!("{} of {}", pruning.matrices, pruning.matrices_in_model);
+        for (word, globs) in [("included", &pruning.include), ("excluded", &pruning.exclude)] {
+            if !globs.is_empty() {
+                let globs: Vec<String> = globs.iter().map(|glob| code(glob)).collect();
+                matrices += &format!("; {word}: {}", globs.join(", "));
+            }
         }
+        rows.extend([("Method", asked_for(pruning)), ("Matrices pruned", matrices)]);
     }
-    if !is_smaller(record) || !pruning.prunes_nothing() {
-        rows.push(("Method", asked_for(pruning)));
-        rows.push(("Matrices pruned", matrices));
-    }
-    rows.push((
-        "Zeros",
-        format!("{} of {} weights ({})", sparsity.zeros, sparsity.weights, percent(sparsity.ratio)),
-    ));
+    let (zeros, weights, share) = (sparsity.zeros, sparsity.weights, percent(sparsity.ratio));
+    rows.push(("Zeros", format!("{zeros} of {weights} weights ({share})")));
     if sparsity.zeros_before > 0 {
         rows.push(("Zeros in the source", sparsity.zeros_before.to_string()));
     }
     let calibration = match &record.calibration {
         None => "none".to_string(),
         Some(text) => {
-            let seed = text.seed.map_or(String::new(), |seed| format!(", seed {seed}"));
-            format!("{}: {} samples of {} tokens{seed}", text_name(text), text.windows, text.seqlen)
+            let (samples, seqlen) = (text.windows, text.seqlen);
+            let seed = with_seed(text);
+            format!("{}: {samples} samples of {seqlen} tokens{seed}", text_name(text))
         }
     };
     rows.push(("Calibration", calibration));
@@ -319,30 +309,19 @@ fn source_link(record: &PruningRecord) -> String {
 mod tests {
     use super::*;
     use crate::report::front_matter::FrontMatter;
-
-    fn pruning(sparsity_type: &str) -> PruningReport {
-        PruningReport {
-            allocation: None,
-            method: "wanda".to_string(),
-            sparsity_ratio: 0.5,
-            sparsity_type: sparsity_type.to_string(),
-            changes_weights: false,
-            permutes_channels: false,
-            include: Vec::new(),
-            exclude: Vec::new(),
-            matrices: 14,
-            matrices_in_model: 14,
-            layer_ratios: None,
-        }
-    }
+    use crate::report::made_up;
 
     #[test]
     fn a_pruned_model_is_named_by_its_method_and_amount() {
-        let name = |source: &str| pruned_name(source, &pruning("unstructured"), (None, None));
-        assert_eq!(name("Llama-2-7b-hf"), "Llama-2-7b-hf-wanda-0.5");
-        assert_eq!(name("\u{1b}"), "wanda-0.5");
-        assert!(name(&"x".repeat(300)).len() <= 96);
-        assert_eq!(pruned_name("m", &pruning("2:4"), (None, None)), "m-wanda-2of4");
+        let name = |source: &str, sparsity_type: &str| {
+            let pruning = made_up::manifest("wanda", 0.5).pruning.expect("a run that prunes");
+            let pruning = PruningReport { sparsity_type: sparsity_type.to_string(), ..pruning };
+            pruned_name(source, &pruning, None, None)
+        };
+        assert_eq!(name("Llama-2-7b-hf", "unstructured"), "Llama-2-7b-hf-wanda-0.5");
+        assert_eq!(name("\u{1b}", "unstructured"), "wanda-0.5");
+        assert!(name(&"x".repeat(300), "unstructured").len() <= 96);
+        assert_eq!(name("m", "2:4"), "m-wanda-2of4");
     }
 
     #[test]
@@ -352,8 +331,9 @@ mod tests {
         let source = CardSource { front_matter, ..CardSource::default() };
         let recovery =
             RecoveryReport { how: "lora".to_string(), rank: Some(8), ..RecoveryReport::default() };
-        let facts = (&recovery, &Perplexities::default());
-        let card = recovered(("pruned", None), facts, None, source, Vec::new()).text();
+        let model = CardModel { name: "pruned", id: None };
+        let measures = CardMeasures { perplexity: &Perplexities::default(), on: None };
+        let card = recovered(model, &recovery, measures, source, Vec::new()).text();
         let head = FrontMatter::of(card.as_bytes());
         assert_eq!(head.get("license"), ["llama2"]);
         assert_eq!(head.get("base_model"), ["a/b"]);

@@ -22,69 +22,32 @@ pub struct NamedRun {
 #[derive(Debug, Clone, PartialEq)]
 pub struct RunComparison<'a> {
     /// Charts, in the order their first runs were given.
-    pub groups: Vec<ComparableRuns<'a>>,
+    pub groups: Vec<ComparableRuns>,
     /// Runs on no chart, and the reason.
     pub left_out: Vec<(&'a str, String)>,
 }
 
 /// Runs measured in the same way.
 #[derive(Debug, Clone, PartialEq)]
-pub struct ComparableRuns<'a> {
-    /// Their common protocol.
-    pub protocol: Protocol,
+pub struct ComparableRuns {
+    /// Model, text, tokenizer, number and length of windows, which all runs share.
+    conditions: (String, String, String, usize, usize),
+    /// The conditions for captions. The names in it are not compared: the same text may have several.
+    pub description: String,
     /// A series per method and settings, in the order given.
-    pub series: Vec<Series<'a>>,
+    pub series: Vec<Series>,
     /// The different dense perplexities. Several values mean that weights or arithmetic differ.
     pub dense: Vec<f64>,
 }
 
-/// The conditions of a measurement; perplexities are comparable only under equal conditions.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Protocol {
-    /// Model, text, tokenizer, number and length of windows.
-    conditions: (String, String, String, usize, usize),
-    /// The conditions for captions. The names in it are not compared: the same text may have several.
-    pub description: String,
-}
-
 /// Runs that differ only in their ratio.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Series<'a> {
+pub struct Series {
     /// `wanda`, `magnitude 2:4`, ...
     pub label: String,
     calibration: String,
-    /// Points, ascending in sparsity.
-    pub points: Vec<ChartPoint<'a>>,
-}
-
-/// A run on a chart.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct ChartPoint<'a> {
-    /// Zeros over weights.
-    pub sparsity: f64,
-    /// Perplexity of the pruned model.
-    pub perplexity: f64,
-    /// The run's name.
-    pub run: &'a str,
-}
-
-impl Protocol {
-    fn of(manifest: &Manifest) -> Option<Self> {
-        let text = manifest.evaluation.as_ref()?;
-        let report = manifest.perplexity.pruned.or(manifest.perplexity.dense)?;
-        let model = &manifest.model;
-        let (windows, seqlen) = (report.windows, report.seqlen);
-        let (text_sha256, tokenizer) = (&text.text_sha256, &text.tokenizer_sha256);
-        let description = format!(
-            "{} (SHA-256 {text_sha256:.12}…), {windows} windows of {seqlen} tokens, model {}",
-            text.dataset, model.path
-        );
-        let (model, text_sha256) = (model.identity.clone(), text_sha256.clone());
-        Some(Self {
-            conditions: (model, text_sha256, tokenizer.clone(), windows, seqlen),
-            description,
-        })
-    }
+    /// Sparsity (zeros over weights) and perplexity of each run, ascending in sparsity.
+    pub points: Vec<(f64, f64)>,
 }
 
 impl<'a> RunComparison<'a> {
@@ -109,29 +72,40 @@ impl<'a> RunComparison<'a> {
         }
         let sparsity = manifest.sparsity;
         let sparsity = sparsity.ok_or("a run of `prune eval` knows no sparsity")?;
-        let protocol = Protocol::of(manifest).ok_or("it measured no perplexity")?;
+        let group = ComparableRuns::of(manifest).ok_or("it measured no perplexity")?;
         let pruned = manifest.perplexity.pruned;
         let pruned = pruned.ok_or("it measured no perplexity of the pruned model")?;
-        if !pruned.perplexity.is_finite() || pruned.perplexity <= 0.0 {
+        if !is_drawable(&pruned.perplexity) {
             return Err("its perplexity is not finite");
         }
-        let is_alike = |group: &ComparableRuns| group.protocol.conditions == protocol.conditions;
-        let group = self.groups.iter().position(is_alike);
-        let group = group.unwrap_or(self.groups.len());
-        if group == self.groups.len() {
-            self.groups.push(ComparableRuns { protocol, series: Vec::new(), dense: Vec::new() });
+        let at = self.groups.iter().position(|other| other.conditions == group.conditions);
+        let at = at.unwrap_or(self.groups.len());
+        if at == self.groups.len() {
+            self.groups.push(group);
         }
-        let point =
-            ChartPoint { sparsity: sparsity.ratio, perplexity: pruned.perplexity, run: &run.name };
-        self.groups[group].add(manifest, point);
+        self.groups[at].add(manifest, (sparsity.ratio, pruned.perplexity));
         Ok(())
     }
 }
 
-impl<'a> ComparableRuns<'a> {
-    fn add(&mut self, manifest: &Manifest, point: ChartPoint<'a>) {
+impl ComparableRuns {
+    /// A group without series for runs that were measured like this run; `None` for a run that measured nothing.
+    fn of(manifest: &Manifest) -> Option<Self> {
+        let text = manifest.evaluation.as_ref()?;
+        let report = manifest.perplexity.pruned.or(manifest.perplexity.dense)?;
+        let (hash, tokenizer) = (text.text_sha256.clone(), text.tokenizer_sha256.clone());
+        let (model, windows, seqlen) = (&manifest.model, report.windows, report.seqlen);
+        let description = format!(
+            "{} (SHA-256 {hash:.12}…), {windows} windows of {seqlen} tokens, model {}",
+            text.dataset, model.path
+        );
+        let conditions = (model.identity.clone(), hash, tokenizer, windows, seqlen);
+        Some(Self { conditions, description, series: Vec::new(), dense: Vec::new() })
+    }
+
+    fn add(&mut self, manifest: &Manifest, point: (f64, f64)) {
         let dense = manifest.perplexity.dense.map(|report| report.perplexity);
-        if let Some(dense) = dense.filter(|dense| dense.is_finite() && *dense > 0.0) {
+        if let Some(dense) = dense.filter(is_drawable) {
             let is_same = |other: &f64| (other - dense).abs() <= SAME_DENSE * dense;
             if !self.dense.iter().any(is_same) {
                 self.dense.push(dense);
@@ -153,9 +127,14 @@ impl<'a> ComparableRuns<'a> {
             if labels.iter().filter(|other| *other == label).count() > 1 {
                 *label = format!("{label}, {calibration}");
             }
-            points.sort_by(|one, other| one.sparsity.total_cmp(&other.sparsity));
+            points.sort_by(|one, other| one.0.total_cmp(&other.0));
         }
     }
+}
+
+/// Returns whether a perplexity can be drawn, also over a logarithmic axis.
+pub(super) fn is_drawable(perplexity: &f64) -> bool {
+    perplexity.is_finite() && *perplexity > 0.0
 }
 
 /// The method and every setting except the ratio that decides the removed weights.
@@ -163,16 +142,17 @@ pub(super) fn method_label(manifest: &Manifest) -> String {
     let Some(pruning) = &manifest.pruning else {
         return label_without_pruning(manifest);
     };
-    if let (Some(drop), true) = (&manifest.width_drop, pruning.prunes_nothing()) {
-        return format!("{} of the width dropped", drop.asked);
+    let layers = manifest.layer_drop.as_ref();
+    let layers = layers.map(|drop| format!("{} layers dropped", drop.dropped.len()));
+    let width = manifest.width_drop.as_ref();
+    let width = width.map(|drop| format!("{} of the width dropped", drop.asked));
+    let dropped: Vec<String> = layers.into_iter().chain(width).collect();
+    let mut label = dropped.join(", ");
+    if !dropped.is_empty() && pruning.prunes_nothing() {
+        return label;
     }
-    let mut label = match &manifest.layer_drop {
-        Some(drop) if pruning.prunes_nothing() => {
-            return format!("{} layers dropped", drop.dropped.len());
-        }
-        Some(drop) => format!("{} layers dropped, {}", drop.dropped.len(), pruning.method),
-        None => pruning.method.clone(),
-    };
+    label += if dropped.is_empty() { "" } else { ", " };
+    label += &pruning.method;
     if pruning.sparsity_type != "unstructured" {
         label += &format!(" {}", pruning.sparsity_type);
     }
@@ -234,8 +214,7 @@ mod tests {
         let group = &comparison.groups[0];
         let labels: Vec<&str> = group.series.iter().map(|one| one.label.as_str()).collect();
         assert_eq!(labels, ["wanda", "magnitude"]);
-        let names: Vec<&str> = group.series[0].points.iter().map(|point| point.run).collect();
-        assert_eq!(names, ["c", "a"]);
+        assert_eq!(group.series[0].points, [(0.3, 11.0), (0.7, 30.0)]);
         assert_eq!(group.dense, [10.0]);
     }
 

@@ -48,14 +48,9 @@ impl DemoTable {
             "model", "zeros", "perplexity", "times dense"
         );
         for row in &self.rows {
-            let _ = writeln!(
-                text,
-                "{:<22}{:>6.1} %{:>13.2}{:>12.2}",
-                row.name,
-                100.0 * row.sparsity,
-                row.perplexity,
-                row.perplexity / dense
-            );
+            let (zeros, perplexity) = (100.0 * row.sparsity, row.perplexity);
+            let ratio = perplexity / dense;
+            let _ = writeln!(text, "{:<22}{zeros:>6.1} %{perplexity:>13.2}{ratio:>12.2}", row.name);
             let width = COLUMNS - INDENT.len();
             for line in wrapped(&format!("... {}", row.continuation), width) {
                 let _ = writeln!(text, "{INDENT}{line}");

@@ -5,12 +5,55 @@ use minijinja::HtmlEscape;
 use serde::Serialize;
 
 use crate::failure::printable;
+use crate::run::TextProtocol;
 
 /// A table with a header row. The first column holds names.
 #[derive(Debug, Serialize)]
 pub(super) struct Table {
     pub(super) columns: Vec<String>,
     pub(super) rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    /// A table of records, each with the columns' names.
+    pub(super) fn of<const N: usize>(
+        records: impl Iterator<Item = [(&'static str, String); N]>,
+    ) -> Self {
+        let mut table = Self { columns: Vec::new(), rows: Vec::new() };
+        for record in records {
+            table.columns = record.iter().map(|(column, _)| column.to_string()).collect();
+            table.rows.push(record.map(|(_, cell)| cell).to_vec());
+        }
+        table
+    }
+
+    /// The table as Markdown, ending in a newline.
+    pub(super) fn markdown(&self) -> String {
+        let rule = vec!["---".to_string(); self.columns.len()];
+        let row = |cells: &[String]| {
+            format!(
+                "| {} |\n",
+                cells.iter().map(|cell| markdown(cell)).collect::<Vec<_>>().join(" | ")
+            )
+        };
+        let head = [row(&self.columns), row(&rule)];
+        head.into_iter().chain(self.rows.iter().map(|cells| row(cells))).collect()
+    }
+}
+
+/// Text for Markdown, also for the cell of a table: on a single line and without markup.
+pub(super) fn markdown(text: &str) -> String {
+    printable(text).replace('&', "&amp;").replace('<', "&lt;").replace('|', "\\|")
+}
+
+/// A value in a table that may lack it.
+pub(super) fn or_dash<T>(value: Option<T>, text: impl FnOnce(T) -> String) -> String {
+    value.map_or_else(|| "–".to_string(), text)
+}
+
+/// Six decimals, for shares and errors in tables.
+pub(super) fn six_digits(value: f64) -> String {
+    format!("{value:.6}")
 }
 
 /// Text for HTML, SVG and attribute values: markup is escaped, and a control character is shown as its escape sequence.
@@ -44,6 +87,16 @@ pub(super) fn duration(seconds: f64) -> String {
         100..6000 => format!("{} min {:02} s", whole / 60, whole % 60),
         _ => format!("{} h {:02} min", whole / 3600, whole % 3600 / 60),
     }
+}
+
+/// Weights in millions: `1235.8 M`.
+pub(super) fn millions(weights: u64) -> String {
+    format!("{:.1} M", weights as f64 / 1e6)
+}
+
+/// The seed of a text's samples, after a comma; empty for a text that is read from its beginning.
+pub(super) fn with_seed(text: &TextProtocol) -> String {
+    text.seed.map_or(String::new(), |seed| format!(", seed {seed}"))
 }
 
 /// Three significant digits, without an exponent.

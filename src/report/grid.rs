@@ -2,9 +2,9 @@
 
 use std::fmt::Write as _;
 
-use super::format::{Table, duration, finite};
+use super::format::{self, Table, duration, finite, six_digits};
 use crate::bytes::ByteSize;
-use crate::failure::printable;
+use crate::run::TextProtocol;
 use crate::run::grid::{CellState, GridEntry, GridRecord, mean};
 
 /// The table for the terminal, ending in a newline.
@@ -15,11 +15,9 @@ pub fn text(record: &GridRecord) -> String {
         let cells = rows.iter().map(|row| row[column].chars().count());
         cells.max().unwrap_or(0)
     };
-    let mut text = String::new();
-    for line in lead(record) {
-        // Writing to a String cannot fail.
-        let _ = writeln!(text, "{line}");
-    }
+    let lines =
+        |lines: Vec<String>| -> String { lines.iter().map(|line| format!("{line}\n")).collect() };
+    let mut text = lines(lead(record));
     for columns in blocks(table.columns.len(), &width) {
         text.push('\n');
         for row in &rows {
@@ -27,14 +25,11 @@ pub fn text(record: &GridRecord) -> String {
                 let (cell, width) = (&row[column], width(column));
                 format!("{cell:<width$}")
             });
-            let _ = writeln!(text, "{}", cells.collect::<Vec<_>>().join("  ").trim_end());
+            text += cells.collect::<Vec<_>>().join("  ").trim_end();
+            text.push('\n');
         }
     }
-    text.push('\n');
-    for line in notes(record) {
-        let _ = writeln!(text, "{line}");
-    }
-    text
+    format!("{text}\n{}", lines(notes(record)))
 }
 
 /// Characters of a line of the table.
@@ -60,49 +55,21 @@ fn blocks(columns: usize, width: &dyn Fn(usize) -> usize) -> Vec<Vec<usize>> {
 
 /// The table as Markdown.
 pub fn markdown(record: &GridRecord) -> String {
-    let plain = |cell: &str| {
-        let cell = printable(cell).replace('&', "&amp;").replace('<', "&lt;");
-        cell.replace('|', "\\|")
+    let lines = |lines: Vec<String>| -> String {
+        lines.iter().map(|line| format!("{}  \n", format::markdown(line))).collect()
     };
-    let row = |cells: &[String]| {
-        let cells: Vec<String> = cells.iter().map(|cell| plain(cell)).collect();
-        format!("| {} |\n", cells.join(" | "))
-    };
-    let table = means(record);
-    let mut text = String::new();
-    for line in lead(record) {
-        // Writing to a String cannot fail.
-        let _ = writeln!(text, "{}  ", plain(&line));
-    }
-    text.push('\n');
-    text += &row(&table.columns);
-    text += &format!("|{}\n", " --- |".repeat(table.columns.len()));
-    for cells in &table.rows {
-        text += &row(cells);
-    }
-    text.push('\n');
-    for line in notes(record) {
-        let _ = writeln!(text, "{}  ", plain(&line));
-    }
-    text
+    format!("{}\n{}\n{}", lines(lead(record)), means(record).markdown(), lines(notes(record)))
 }
 
 /// Facts above the table.
 pub(super) fn lead(record: &GridRecord) -> Vec<String> {
-    let mut lines = Vec::new();
-    if let Some(model) = &record.model {
-        lines.push(format!("model: {model}"));
-    }
-    if let Some(dense) = record.dense_perplexity {
-        lines.push(format!("dense perplexity: {}", finite(dense)));
-    }
-    if let Some(text) = &record.evaluation {
-        lines.push(format!(
-            "measured on: {}, {} windows of {} tokens",
-            text.dataset, text.windows, text.seqlen
-        ));
-    }
-    lines
+    let model = record.model.as_ref().map(|model| format!("model: {model}"));
+    let dense = record.dense_perplexity.map(|of| format!("dense perplexity: {}", finite(of)));
+    let text =
+        record.evaluation.as_ref().map(|TextProtocol { dataset, windows, seqlen, .. }| {
+            format!("measured on: {dataset}, {windows} windows of {seqlen} tokens")
+        });
+    [model, dense, text].into_iter().flatten().collect()
 }
 
 /// Facts below the table.
@@ -150,31 +117,17 @@ pub(super) fn means(record: &GridRecord) -> Table {
 /// A table with a row for every cell.
 pub(super) fn every_cell(record: &GridRecord) -> Table {
     let number = |value: Option<f64>| value.map_or_else(dash, finite);
-    let rows = record.cells.iter().map(|cell| {
-        vec![
-            cell.name.clone(),
-            cell.state.name().to_string(),
-            cell.sparsity.map_or_else(dash, |sparsity| format!("{sparsity:.6}")),
-            number(cell.dense_perplexity),
-            number(cell.pruned_perplexity),
-            cell.seconds.map_or_else(dash, duration),
-            cell.peak_anonymous.map_or_else(dash, |peak| peak.to_string()),
+    Table::of(record.cells.iter().map(|cell| {
+        [
+            ("cell", cell.name.clone()),
+            ("state", cell.state.name().to_string()),
+            ("sparsity", cell.sparsity.map_or_else(dash, six_digits)),
+            ("dense perplexity", number(cell.dense_perplexity)),
+            ("pruned perplexity", number(cell.pruned_perplexity)),
+            ("time", cell.seconds.map_or_else(dash, duration)),
+            ("peak memory", cell.peak_anonymous.map_or_else(dash, |peak| peak.to_string())),
         ]
-    });
-    Table {
-        rows: rows.collect(),
-        columns: [
-            "cell",
-            "state",
-            "sparsity",
-            "dense perplexity",
-            "pruned perplexity",
-            "time",
-            "peak memory",
-        ]
-        .map(String::from)
-        .to_vec(),
-    }
+    }))
 }
 
 /// `12.3456 ± 0.0123`, with the number of cells where some are missing.

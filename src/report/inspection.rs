@@ -1,9 +1,7 @@
 //! The text of `prune inspect`: a summary, the sparsity of every layer, and the comparison with a dense model. Lines are at most
 //! 80 columns wide, except for names the user gave.
 
-use std::fmt::Write as _;
-
-use super::format::{finite, short_name};
+use super::format::{finite, millions, short_name, with_seed};
 use crate::bytes::ByteSize;
 use crate::failure::printable;
 use crate::run::inspection::{DenseComparison, InspectedLayer, Inspection, PatternCount, Zeros};
@@ -17,20 +15,15 @@ const LAYERS_SHOWN: usize = 16;
 
 /// The whole report, ending in a newline.
 pub fn text(inspection: &Inspection) -> String {
-    let mut text = summary(inspection);
-    text.push('\n');
-    text += &layers(inspection);
+    let indented =
+        |lines: Vec<String>| -> String { lines.iter().map(|line| format!("  {line}\n")).collect() };
+    let mut text = format!("{}\n{}", summary(inspection), layers(inspection));
     if !inspection.problems.is_empty() {
-        text += "\nproblems\n";
-        for line in problems(inspection) {
-            text += &format!("  {line}\n");
-        }
+        text += &format!("\nproblems\n{}", indented(problems(inspection)));
     }
     if let Some(comparison) = &inspection.against {
-        let _ = writeln!(text, "\nagainst {}", comparison.dense);
-        for line in comparison_lines(inspection, comparison) {
-            text += &format!("  {line}\n");
-        }
+        let lines = indented(comparison_lines(inspection, comparison));
+        text += &format!("\nagainst {}\n{lines}", comparison.dense);
     }
     text
 }
@@ -102,43 +95,27 @@ fn summary(inspection: &Inspection) -> String {
         1 => "1 file".to_string(),
         several => format!("{several} files"),
     };
+    let non_finite = match inspection.non_finite {
+        0 => "none".to_string(),
+        count => format!("{count} values"),
+    };
+    let (layers, size) = (inspection.num_hidden_layers, inspection.hidden_size);
+    let parameters = millions(inspection.parameters);
+    let Zeros { zeros, weights, ratio } = inspection.sparsity;
     let mut rows = vec![
         ("model", inspection.model.clone()),
-        (
-            "shape",
-            format!(
-                "{} layers of {}, {:.1} M parameters",
-                inspection.num_hidden_layers,
-                inspection.hidden_size,
-                inspection.parameters as f64 / 1e6
-            ),
-        ),
+        ("shape", format!("{layers} layers of {size}, {parameters} parameters")),
         ("stored as", format!("{}, {files} in {count}", dtypes.join(", "))),
-        (
-            "sparsity",
-            format!(
-                "{:.6} ({} of {} weights of the decoder linears)",
-                inspection.sparsity.ratio, inspection.sparsity.zeros, inspection.sparsity.weights
-            ),
-        ),
+        ("sparsity", format!("{ratio:.6} ({zeros} of {weights} weights of the decoder linears)")),
         ("pattern", patterns(&inspection.patterns)),
-        (
-            "not finite",
-            match inspection.non_finite {
-                0 => "none".to_string(),
-                count => format!("{count} values"),
-            },
-        ),
+        ("not finite", non_finite),
     ];
     for (index, kind) in inspection.other.iter().enumerate() {
-        rows.push((
-            if index == 0 { "others" } else { "" },
-            format!("{}: {} of {} values are zero", kind.kind, kind.zeros, kind.parameters),
-        ));
+        let name = if index == 0 { "others" } else { "" };
+        let zeros = format!("{}: {} of {} values are zero", kind.kind, kind.zeros, kind.parameters);
+        rows.push((name, zeros));
     }
-    if let Some(record) = &inspection.pruning {
-        rows.extend(pruning_rows(record));
-    }
+    rows.extend(inspection.pruning.iter().flat_map(pruning_rows));
     rows.into_iter().map(|(name, value)| format!("{name:<12}{value}\n")).collect()
 }
 
@@ -147,44 +124,31 @@ fn pruning_rows(record: &PruningRecord) -> Vec<(&'static str, String)> {
     /// Characters of a name that are shown: names come from the file.
     const LONGEST: usize = 60;
     let shown = |text: &str| -> String { printable(text).chars().take(LONGEST).collect() };
-    let name = |text: &TextProtocol| format!("{} ({})", shown(&text.dataset), shown(&text.path));
     let (pruning, source) = (&record.pruning, &record.source);
-    let mut made_from = shown(source.id.as_ref().unwrap_or(&source.name));
-    if let Some(commit) = &source.commit {
-        let commit: String = shown(commit).chars().take(12).collect();
-        made_from += &format!(", commit {commit}");
-    }
+    let (version, method) = (shown(&record.prune_version), shown(&pruning.method));
+    let (ratio, pattern) = (pruning.sparsity_ratio, shown(&pruning.sparsity_type));
+    let name = shown(source.id.as_ref().unwrap_or(&source.name));
+    let commit = source.commit.as_deref().map(shown);
+    let commit = commit.map_or(String::new(), |commit| format!(", commit {commit:.12}"));
     let mut rows = vec![
-        (
-            "pruned by",
-            format!(
-                "prune {}: {} {:.4} {}",
-                shown(&record.prune_version),
-                shown(&pruning.method),
-                pruning.sparsity_ratio,
-                shown(&pruning.sparsity_type)
-            ),
-        ),
-        ("made from", made_from),
+        ("pruned by", format!("prune {version}: {method} {ratio:.4} {pattern}")),
+        ("made from", format!("{name}{commit}")),
     ];
-    if let Some(text) = &record.calibration {
-        let seed = text.seed.map_or(String::new(), |seed| format!(", seed {seed}"));
-        let (samples, seqlen) = (text.windows, text.seqlen);
-        rows.push(("calibration", format!("{}, {samples} of {seqlen} tokens{seed}", name(text))));
-    }
+    let text = |text: &TextProtocol, what: &str| {
+        let TextProtocol { dataset, path, windows, seqlen, .. } = text;
+        let seed = with_seed(text);
+        format!("{} ({}), {windows} {what}of {seqlen} tokens{seed}", shown(dataset), shown(path))
+    };
+    rows.extend(record.calibration.iter().map(|of| ("calibration", text(of, ""))));
     let measured = &record.perplexity;
-    let reports = [("dense", measured.dense), ("pruned", measured.pruned)];
+    let reports = [("dense", measured.dense), ("pruned", measured.pruned)].into_iter();
     let perplexities: Vec<String> = reports
-        .into_iter()
         .filter_map(|(side, report)| Some(format!("{side} {}", finite(report?.perplexity))))
         .collect();
     if !perplexities.is_empty() {
         rows.push(("perplexity", perplexities.join(", ")));
     }
-    if let Some(text) = &record.evaluation {
-        let (windows, seqlen) = (text.windows, text.seqlen);
-        rows.push(("measured on", format!("{}, {windows} windows of {seqlen} tokens", name(text))));
-    }
+    rows.extend(record.evaluation.iter().map(|of| ("measured on", text(of, "windows "))));
     rows
 }
 
@@ -194,16 +158,11 @@ fn patterns(counts: &[PatternCount]) -> String {
         [] => "no decoder linears".to_string(),
         [all] => format!("{} in all {} matrices", name(all), all.matrices),
         several => {
-            let mut parts: Vec<String> = several
-                .iter()
-                .take(NAMES_SHOWN)
-                .map(|count| format!("{} in {}", name(count), count.matrices))
-                .collect();
-            let rest: usize = several.iter().skip(NAMES_SHOWN).map(|c| c.matrices).sum();
-            if rest > 0 {
-                parts.push(format!("others in {rest}"));
-            }
-            format!("{} matrices", parts.join(", "))
+            let (shown, rest) = several.split_at(NAMES_SHOWN.min(several.len()));
+            let shown = shown.iter().map(|count| format!("{} in {}", name(count), count.matrices));
+            let rest = rest.iter().map(|count| count.matrices).reduce(|sum, more| sum + more);
+            let rest = rest.map(|rest| format!("others in {rest}"));
+            format!("{} matrices", shown.chain(rest).collect::<Vec<_>>().join(", "))
         }
     }
 }
@@ -213,25 +172,21 @@ fn layers(inspection: &Inspection) -> String {
     let headings = columns.iter().map(|heading| format!("{heading:>7}"));
     let mut text =
         format!("{:<10}{}{:>7}  pattern\n", "zeros %", headings.collect::<String>(), "all");
-    for layer in &inspection.layers {
-        let cell = |column: &&str| {
-            let mut matrices = layer.matrices.iter();
-            let matrix = matrices.find(|matrix| short_name(&matrix.name) == *column);
-            matrix.map(|matrix| matrix.sparsity)
+    let cells = |layers: &[InspectedLayer]| -> Vec<Option<Zeros>> {
+        let of_column = |column: &&str| {
+            let matrices = layers.iter().flat_map(|layer| &layer.matrices);
+            let matrices = matrices.filter(|matrix| short_name(&matrix.name) == *column);
+            let zeros: Vec<Zeros> = matrices.map(|matrix| matrix.sparsity).collect();
+            (!zeros.is_empty()).then(|| Zeros::sum(&zeros))
         };
-        let cells: Vec<_> = columns.iter().map(cell).collect();
+        columns.iter().map(of_column).collect()
+    };
+    for layer in &inspection.layers {
         let name = format!("layer {}", layer.layer);
+        let cells = cells(std::slice::from_ref(layer));
         text += &row(&name, &cells, layer.sparsity, &pattern_of(layer));
     }
-    let all = |column: &&str| {
-        let matrices = inspection.layers.iter().flat_map(|layer| &layer.matrices);
-        let of_column = matrices.filter(|matrix| short_name(&matrix.name) == *column);
-        let zeros: Vec<Zeros> = of_column.map(|matrix| matrix.sparsity).collect();
-        Some(Zeros::sum(&zeros))
-    };
-    let all: Vec<_> = columns.iter().map(all).collect();
-    text += &row("all", &all, inspection.sparsity, "");
-    text
+    text + &row("all", &cells(&inspection.layers), inspection.sparsity, "")
 }
 
 /// Columns of the table: the linears of the layer that has most of them.
@@ -276,13 +231,9 @@ fn sizes(inspection: &Inspection, comparison: &DenseComparison) -> Vec<String> {
     let mut lines = Vec::new();
     let (before, after) = (comparison.dense_parameters, inspection.parameters);
     if before != after && before > 0 {
-        lines.push(format!(
-            "{:.1} M parameters in {} there, {:.1} M in {} here",
-            before as f64 / 1e6,
-            comparison.dense_bytes,
-            after as f64 / 1e6,
-            inspection.bytes
-        ));
+        let (before, after) = (millions(before), millions(after));
+        let (there, here) = (comparison.dense_bytes, inspection.bytes);
+        lines.push(format!("{before} parameters in {there} there, {after} in {here} here"));
     }
     let dropped = comparison.layers_dropped.iter();
     let dropped: Vec<String> = dropped.map(ToString::to_string).collect();
@@ -298,64 +249,58 @@ fn sizes(inspection: &Inspection, comparison: &DenseComparison) -> Vec<String> {
 
 fn comparison_lines(inspection: &Inspection, comparison: &DenseComparison) -> Vec<String> {
     let dense = &comparison.dense;
-    let every = if comparison.unlike.is_empty() && comparison.missing.is_empty() {
-        "every"
-    } else {
-        "where compared, every"
+    let every = match comparison.unlike.is_empty() && comparison.missing.is_empty() {
+        true => "every",
+        false => "where compared, every",
     };
     let mut lines = sizes(inspection, comparison);
-    if comparison.kept_identical && comparison.kept > 0 {
-        lines.push(format!(
-            "{every} kept weight equals {dense}, bit for bit ({} weights)",
-            comparison.kept
-        ));
+    let (kept, untouched) = (comparison.kept, comparison.untouched);
+    if comparison.kept_identical && kept > 0 {
+        lines.push(format!("{every} kept weight equals {dense}, bit for bit ({kept} weights)"));
     }
-    if comparison.untouched_differing.is_empty() && comparison.untouched > 0 {
+    if comparison.untouched_differing.is_empty() && untouched > 0 {
         lines.push(format!(
-            "{every} other tensor equals {dense}, byte for byte ({} tensors)",
-            comparison.untouched
+            "{every} other tensor equals {dense}, byte for byte ({untouched} tensors)"
         ));
     }
     if comparison.zeros_before > 0 {
         lines.push(format!("weights that were zero there already: {}", comparison.zeros_before));
     }
     lines.extend(differences(comparison));
-    let has_new_zeros = inspection.sparsity.zeros > comparison.zeros_before;
-    let (merge, method) = (&comparison.merged_by, &comparison.changed_by);
-    lines.push(match (comparison.is_pruned_copy, has_new_zeros) {
-        (false, _) if comparison.is_made_from_dense() => match (merge, method) {
-            (Some(merge), _) => format!("verdict: a merge by {}", printable(merge)),
-            (None, method) if comparison.width_dropped.is_some() => {
-                let mut verdict = format!("verdict: {dense} made narrower");
-                if let Some(method) = method {
-                    verdict += &format!(", then pruned by {method}");
-                } else if has_new_zeros {
-                    verdict += ", then pruned";
-                }
-                verdict
-            }
-            (None, method) => {
-                let method = method.as_deref().unwrap_or_default();
-                match comparison.permuted {
-                    true => format!(
-                        "verdict: {dense} pruned by {method}, with the channels of its MLPs permuted; weights at another place count as changed"
-                    ),
-                    false => format!(
-                        "verdict: {dense} pruned by {method}, which changes the weights it keeps"
-                    ),
-                }
-            }
-        },
-        (true, has_zeros) if !comparison.layers_dropped.is_empty() => {
-            let pruned = if has_zeros { ", pruned" } else { "" };
-            let layers = inspection.num_hidden_layers;
-            format!("verdict: {layers} layers of {dense}{pruned}")
-        }
-        (true, true) => format!("verdict: a pruned copy of {dense}"),
-        (true, false) => format!("verdict: the weights of {dense}; nothing was pruned"),
-        (false, _) => format!("verdict: not a pruned copy of {dense}"),
-    });
+    lines.push(format!("verdict: {}", verdict(inspection, comparison)));
     lines
+}
+
+fn verdict(inspection: &Inspection, comparison: &DenseComparison) -> String {
+    let dense = &comparison.dense;
+    let has_new_zeros = inspection.sparsity.zeros > comparison.zeros_before;
+    let pruned = if has_new_zeros { ", pruned" } else { "" };
+    if comparison.is_pruned_copy {
+        return match (comparison.layers_dropped.is_empty(), has_new_zeros) {
+            (false, _) => format!("{} layers of {dense}{pruned}", inspection.num_hidden_layers),
+            (true, true) => format!("a pruned copy of {dense}"),
+            (true, false) => format!("the weights of {dense}; nothing was pruned"),
+        };
+    }
+    if !comparison.is_made_from_dense() {
+        return format!("not a pruned copy of {dense}");
+    }
+    if let Some(merge) = &comparison.merged_by {
+        return format!("a merge by {}", printable(merge));
+    }
+    let method = comparison.changed_by.as_deref();
+    if comparison.width_dropped.is_some() {
+        let pruned = method.map(|method| format!(", then pruned by {method}"));
+        let zeros = if has_new_zeros { ", then pruned" } else { "" };
+        return format!("{dense} made narrower{}", pruned.as_deref().unwrap_or(zeros));
+    }
+    let how = match comparison.permuted {
+        true => {
+            ", with the channels of its MLPs permuted; weights at another place count as changed"
+        }
+        false => ", which changes the weights it keeps",
+    };
+    format!("{dense} pruned by {}{how}", method.unwrap_or_default())
 }
 
 fn shortened(mut lines: Vec<String>, shown: usize) -> Vec<String> {

@@ -19,39 +19,31 @@ pub fn csv_row(
     started_unix_seconds: u64,
     total: Option<ByteSize>,
 ) -> String {
-    let (allocated, reserved, peak) = sample
-        .gpu
-        .map_or((0.0, 0.0, 0.0), |gpu| (gpu.allocated.gib(), gpu.reserved.gib(), gpu.peak.gib()));
+    let gpu = sample.gpu.unwrap_or_default();
+    let [allocated, reserved, gpu_peak] =
+        [gpu.allocated, gpu.reserved, gpu.peak].map(ByteSize::gib);
+    let [used, peak] = [sample.anonymous, sample.peak_anonymous].map(ByteSize::gib);
+    let time = timestamp(started_unix_seconds + sample.seconds as u64);
+    let (checkpoint, percent) = (&sample.checkpoint, percent(sample.anonymous, total));
     format!(
-        "{},{},{allocated:.3},{reserved:.3},{peak:.3},{:.3},{:.2},{:.3}\n",
-        timestamp(started_unix_seconds + sample.seconds as u64),
-        sample.checkpoint,
-        sample.anonymous.gib(),
-        percent(sample.anonymous, total),
-        sample.peak_anonymous.gib()
+        "{time},{checkpoint},{allocated:.3},{reserved:.3},{gpu_peak:.3},{used:.3},{percent:.2},{peak:.3}\n"
     )
 }
 
 /// The line printed at a checkpoint.
 pub fn line(sample: &MemorySample, total: Option<ByteSize>) -> String {
-    let cpu = format!(
-        "memory {:<20} {:.3} GiB used ({:.2} %), peak {:.3} GiB",
-        sample.checkpoint,
-        sample.anonymous.gib(),
-        percent(sample.anonymous, total),
-        sample.peak_anonymous.gib()
-    );
-    match sample.gpu {
-        None => cpu,
-        Some(gpu) => format!(
-            "{cpu}; GPU {:.3} GiB allocated, {:.3} reserved, {:.3} peak, {:.3} free of {:.3}",
-            gpu.allocated.gib(),
-            gpu.reserved.gib(),
-            gpu.peak.gib(),
-            gpu.free.gib(),
-            gpu.total.gib()
-        ),
-    }
+    let [used, peak] = [sample.anonymous, sample.peak_anonymous].map(ByteSize::gib);
+    let (checkpoint, percent) = (&sample.checkpoint, percent(sample.anonymous, total));
+    let cpu =
+        format!("memory {checkpoint:<20} {used:.3} GiB used ({percent:.2} %), peak {peak:.3} GiB");
+    let Some(gpu) = sample.gpu else {
+        return cpu;
+    };
+    let [allocated, reserved, peak, free, total] =
+        [gpu.allocated, gpu.reserved, gpu.peak, gpu.free, gpu.total].map(ByteSize::gib);
+    format!(
+        "{cpu}; GPU {allocated:.3} GiB allocated, {reserved:.3} reserved, {peak:.3} peak, {free:.3} free of {total:.3}"
+    )
 }
 
 /// The table at the end, ending in a newline.
@@ -68,28 +60,20 @@ pub fn summary(samples: &[MemorySample], total: Option<ByteSize>) -> String {
         // Writing to a String cannot fail.
         let _ = write!(text, "{:<30} ", sample.checkpoint);
         if has_gpu {
-            let (allocated, peak) =
-                sample.gpu.map_or((0.0, 0.0), |gpu| (gpu.allocated.gib(), gpu.peak.gib()));
+            let gpu = sample.gpu.unwrap_or_default();
+            let [allocated, peak] = [gpu.allocated, gpu.peak].map(ByteSize::gib);
             let _ = write!(text, "{allocated:>10.3} {peak:>10.3} ");
         }
-        let _ = writeln!(
-            text,
-            "{:>12.3} {:>12.3} {:>12.2}",
-            sample.anonymous.gib(),
-            sample.peak_anonymous.gib(),
-            percent(sample.anonymous, total)
-        );
+        let [used, peak] = [sample.anonymous, sample.peak_anonymous].map(ByteSize::gib);
+        let percent = percent(sample.anonymous, total);
+        let _ = writeln!(text, "{used:>12.3} {peak:>12.3} {percent:>12.2}");
     }
     let of_gpus = samples.iter().filter_map(|sample| sample.gpu);
     if let Some(peak) = of_gpus.map(|gpu| gpu.peak).max() {
         let _ = writeln!(text, "{rule}\nPeak GPU Memory: {:.3} GiB", peak.gib());
     }
-    let peak = samples.iter().map(|sample| sample.peak_anonymous).max();
-    let _ = writeln!(
-        text,
-        "{rule}\nPeak CPU Memory: {:.3} GiB\n{rule}",
-        peak.unwrap_or_default().gib()
-    );
+    let peak = samples.iter().map(|sample| sample.peak_anonymous).max().unwrap_or_default();
+    let _ = writeln!(text, "{rule}\nPeak CPU Memory: {:.3} GiB\n{rule}", peak.gib());
     text
 }
 

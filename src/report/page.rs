@@ -7,11 +7,10 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
 use anyhow::Result;
-use minijinja::{AutoEscape, Environment};
-use serde::Serialize;
+use minijinja::{AutoEscape, Environment, Value, context};
 
 use super::comparison::{NamedRun, RunComparison, method_label};
-use super::format::{Table, escape, finite};
+use super::format::{Table, escape, finite, millions};
 use super::grid;
 use super::merges;
 use super::plots::{Figure, heat, memory, perplexity, phases, training};
@@ -28,60 +27,6 @@ pub struct Report {
     pub pictures: Vec<(String, String)>,
 }
 
-/// The variables of the template.
-#[derive(Serialize)]
-struct Page<'a> {
-    title: String,
-    style: &'static str,
-    /// Present for several runs.
-    comparison: Option<ComparedRuns<'a>>,
-    /// Present for a sweep.
-    grid: Option<GridSection>,
-    runs: Vec<RunSection<'a>>,
-    /// The version that draws.
-    version: &'static str,
-    /// The versions of the runs.
-    versions: String,
-}
-
-#[derive(Serialize)]
-struct ComparedRuns<'a> {
-    charts: usize,
-    /// Protocols under which dense perplexities differ.
-    disagreements: Vec<String>,
-    figures: Vec<Figure>,
-    /// Runs on no chart, and the reason.
-    left_out: Vec<(&'a str, String)>,
-    table: Table,
-}
-
-/// The part of a page that a sweep has.
-#[derive(Serialize)]
-struct GridSection {
-    lead: Vec<String>,
-    warnings: Vec<String>,
-    means: Table,
-    notes: Vec<String>,
-    figures: Vec<Figure>,
-    settings: Vec<(String, String)>,
-    cells: Table,
-}
-
-#[derive(Serialize)]
-struct RunSection<'a> {
-    name: &'a str,
-    /// The target of links to this part.
-    anchor: String,
-    summary: String,
-    warnings: &'a [String],
-    figures: Vec<Figure>,
-    /// The run has layers but no output errors.
-    lacks_errors: bool,
-    settings: Vec<(&'static str, String)>,
-    /// Tables that are folded, with their titles.
-    details: Vec<(&'static str, Table)>,
-}
-
 impl Report {
     /// Draws the report of these runs, whose names must differ.
     pub fn of(runs: &[NamedRun]) -> Result<Self> {
@@ -90,67 +35,51 @@ impl Report {
             [run] => format!("Pruning report: {}", run.name),
             _ => format!("Report: {} runs", runs.len()),
         };
-        let prefixes = prefixes(runs);
-        let comparison = (runs.len() > 1).then(|| compare(runs)).transpose()?;
-        let sections = runs
-            .iter()
-            .zip(&prefixes)
-            .map(|(run, prefix)| section(run, prefix))
-            .collect::<Result<Vec<_>>>()?;
-        let pictures = |prefix: &str, figures: &[Figure]| -> Vec<(String, String)> {
-            let named = |figure: &Figure| format!("{prefix}{}.svg", figure.name);
-            let figures = figures.iter();
-            figures.map(|figure| (named(figure), figure.svg.clone())).collect()
+        let mut pictures = Vec::new();
+        let mut keep = |prefix: &str, figures: &[Figure]| {
+            let named =
+                |figure: &Figure| (format!("{prefix}{}.svg", figure.name), figure.svg.clone());
+            pictures.extend(figures.iter().map(named));
         };
-        let mut all = comparison
-            .as_ref()
-            .map_or_else(Vec::new, |comparison| pictures("", &comparison.figures));
-        for (section, prefix) in sections.iter().zip(&prefixes) {
-            all.extend(pictures(prefix, &section.figures));
-        }
+        let comparison = (runs.len() > 1).then(|| {
+            let comparison = RunComparison::of(runs);
+            let figures = charts(&comparison);
+            keep("", &figures);
+            compared(comparison, figures, settings::side_by_side(runs))
+        });
+        let sections = runs.iter().zip(prefixes(runs)).map(|(run, prefix)| {
+            let figures = figures(&run.manifest);
+            keep(&prefix, &figures);
+            section(run, &prefix, figures)
+        });
+        let sections: Vec<Value> = sections.collect();
         let versions: BTreeSet<&str> =
             runs.iter().map(|run| run.manifest.prune_version.as_str()).collect();
-        let html = render(&Page {
-            title,
-            style: include_str!("page.css"),
-            comparison,
-            grid: None,
-            runs: sections,
-            version: env!("CARGO_PKG_VERSION"),
-            versions: versions.into_iter().collect::<Vec<_>>().join(", "),
-        })?;
-        Ok(Self { html, pictures: all })
+        let versions = versions.into_iter().collect::<Vec<_>>().join(", ");
+        let html = render(title, versions, context! { comparison, runs => sections })?;
+        Ok(Self { html, pictures })
     }
 }
 
 /// The page of a sweep; `name` is the name of its folder.
-///
-/// # Errors
-/// Fails where the picture cannot be drawn.
 pub fn of_grid(name: &str, record: &GridRecord) -> Result<String> {
     let settings = record.settings.iter();
-    let section = GridSection {
-        lead: grid::lead(record),
-        warnings: record.warnings.clone(),
-        means: grid::means(record),
-        notes: grid::notes(record),
-        figures: perplexity::of_grid(record)?.into_iter().collect(),
-        settings: settings.map(|(name, value)| (name.replace('_', "-"), value.clone())).collect(),
-        cells: grid::every_cell(record),
+    let settings = settings.map(|(name, value)| (name.replace('_', "-"), value));
+    let grid = context! {
+        lead => grid::lead(record),
+        warnings => record.warnings,
+        means => grid::means(record),
+        notes => grid::notes(record),
+        figures => perplexity::of_grid(record).into_iter().collect::<Vec<_>>(),
+        settings => settings.collect::<Vec<_>>(),
+        cells => grid::every_cell(record),
     };
-    render(&Page {
-        title: format!("Sweep report: {name}"),
-        style: include_str!("page.css"),
-        comparison: None,
-        grid: Some(section),
-        runs: Vec::new(),
-        version: env!("CARGO_PKG_VERSION"),
-        versions: record.prune_version.clone(),
-    })
+    render(format!("Sweep report: {name}"), record.prune_version.clone(), context! { grid })
 }
 
-/// Fills the template. Every text is escaped except the style sheet and the pictures, which the template marks as safe.
-fn render(page: &Page<'_>) -> Result<String> {
+/// Fills the template for runs of these versions. Every text is escaped except the style sheet and the pictures, which the template
+/// marks as safe.
+fn render(title: String, versions: String, body: Value) -> Result<String> {
     let mut environment = Environment::new();
     environment.set_keep_trailing_newline(true);
     // Makes the result of a macro safe.
@@ -159,69 +88,74 @@ fn render(page: &Page<'_>) -> Result<String> {
         Some(text) if !value.is_safe() => out.write_str(&escape(text)).map_err(Into::into),
         _ => write!(out, "{value}").map_err(Into::into),
     });
+    let (style, version) = (include_str!("page.css"), env!("CARGO_PKG_VERSION"));
+    let page = context! { title, style, version, versions, ..body };
     Ok(environment.render_str(include_str!("page.html"), page)?)
 }
 
-fn compare(runs: &[NamedRun]) -> Result<ComparedRuns<'_>> {
-    let comparison = RunComparison::of(runs);
-    let mut figures = Vec::new();
-    for (index, group) in comparison.groups.iter().enumerate() {
-        if let Some(mut figure) = perplexity::figure(group)? {
-            if comparison.groups.len() > 1 {
-                figure.name += &format!("-{}", index + 1);
-            }
-            figures.push(figure);
+/// The charts of comparable runs. Several are numbered.
+fn charts(comparison: &RunComparison<'_>) -> Vec<Figure> {
+    let groups = (1..).zip(&comparison.groups);
+    let figures = groups.filter_map(|(number, group)| {
+        let mut figure = perplexity::figure(group)?;
+        if comparison.groups.len() > 1 {
+            figure.name += &format!("-{number}");
         }
-    }
-    let groups = comparison.groups.iter();
-    Ok(ComparedRuns {
-        charts: comparison.groups.len(),
-        disagreements: groups
-            .filter(|group| group.dense.len() > 1)
-            .map(|group| group.protocol.description.clone())
-            .collect(),
-        figures,
-        left_out: comparison.left_out,
-        table: settings::side_by_side(runs),
-    })
+        Some(figure)
+    });
+    figures.collect()
 }
 
-fn section<'a>(run: &'a NamedRun, prefix: &str) -> Result<RunSection<'a>> {
-    let manifest = &run.manifest;
+/// The part of the page that compares its runs.
+fn compared(comparison: RunComparison<'_>, figures: Vec<Figure>, table: Table) -> Value {
+    // Protocols under which dense perplexities differ.
+    let disagreements = comparison.groups.iter().filter(|group| group.dense.len() > 1);
+    let disagreements: Vec<&str> = disagreements.map(|group| group.description.as_str()).collect();
+    let (charts, left_out) = (comparison.groups.len(), &comparison.left_out);
+    context! { charts, disagreements, figures, left_out, table }
+}
+
+/// The pictures of a run.
+fn figures(manifest: &Manifest) -> Vec<Figure> {
     let drawn = [
-        heat::sparsity(manifest)?,
-        heat::output_error(manifest)?,
-        training::losses(manifest)?,
-        training::rates(manifest)?,
-        phases::figure(manifest)?,
-        memory::figure(manifest)?,
+        heat::sparsity(manifest),
+        heat::output_error(manifest),
+        training::losses(manifest),
+        training::rates(manifest),
+        phases::figure(manifest),
+        memory::figure(manifest),
     ];
-    let has_errors = drawn[1].is_some();
+    drawn.into_iter().flatten().collect()
+}
+
+/// The part of the page for a run.
+fn section(run: &NamedRun, prefix: &str, figures: Vec<Figure>) -> Value {
+    let manifest = &run.manifest;
+    let has_errors = figures.iter().any(|figure| figure.name == "output-error");
+    // Tables that are folded, with their titles.
     let details = [
         ("Every layer in numbers", merges::every_layer(manifest)),
         ("Every matrix in numbers", settings::every_matrix(manifest)),
         ("Every tensor in numbers", merges::every_tensor(manifest)),
         ("Memory samples in numbers", settings::every_memory_sample(manifest)),
     ];
-    Ok(RunSection {
-        name: &run.name,
-        anchor: format!("run-{}", prefix.trim_end_matches('-')),
-        summary: summary(manifest),
-        warnings: &manifest.warnings,
-        figures: drawn.into_iter().flatten().collect(),
-        lacks_errors: !manifest.layers.is_empty() && !has_errors && manifest.recovery.is_none(),
-        settings: settings::settings(manifest),
-        details: details.into_iter().filter(|(_, table)| !table.rows.is_empty()).collect(),
-    })
+    let details = details.into_iter().filter(|(_, table)| !table.rows.is_empty());
+    context! {
+        name => run.name,
+        anchor => format!("run-{}", prefix.trim_end_matches('-')),
+        summary => summary(manifest),
+        warnings => manifest.warnings,
+        figures,
+        lacks_errors => !manifest.layers.is_empty() && !has_errors && manifest.recovery.is_none(),
+        settings => settings::settings(manifest),
+        details => details.collect::<Vec<_>>(),
+    }
 }
 
 /// A run in one or two sentences.
 fn summary(manifest: &Manifest) -> String {
-    let model = format!(
-        "{} ({:.1} M parameters)",
-        manifest.model.path,
-        manifest.model.parameters as f64 / 1e6
-    );
+    let parameters = millions(manifest.model.parameters);
+    let model = format!("{} ({parameters} parameters)", manifest.model.path);
     let mut text = match (&manifest.merge, manifest.sparsity) {
         (Some(merge), _) => return merges::summary(merge, &model),
         (None, Some(sparsity)) => format!(
@@ -231,16 +165,13 @@ fn summary(manifest: &Manifest) -> String {
         ),
         (None, None) => format!("An evaluation of {model}; nothing was pruned."),
     };
-    let [first, second] = manifest.perplexity_names();
-    let measured: Vec<String> =
-        [(first, manifest.perplexity.dense), (second, manifest.perplexity.pruned)]
-            .into_iter()
-            .filter_map(|(name, report)| {
-                let side = name.replace("perplexity", "");
-                let text = format!("{} {}", finite(report?.perplexity), side.trim());
-                Some(text.trim_end().to_string())
-            })
-            .collect();
+    let measured: Vec<String> = manifest
+        .perplexities()
+        .map(|(name, report)| {
+            let side = name.replace("perplexity", "");
+            format!("{} {}", finite(report.perplexity), side.trim()).trim_end().to_string()
+        })
+        .collect();
     if !measured.is_empty() {
         let _ = write!(text, " Perplexity: {}.", measured.join(", "));
     }
@@ -249,39 +180,27 @@ fn summary(manifest: &Manifest) -> String {
 
 /// The prefix of the names of each run's pictures: empty for a single run.
 fn prefixes(runs: &[NamedRun]) -> Vec<String> {
-    let mut used = BTreeSet::new();
-    match runs {
-        [_] => vec![String::new()],
-        _ => {
-            runs.iter().map(|run| unused(format!("{}-", file_name(&run.name)), &mut used)).collect()
-        }
+    if let [_] = runs {
+        return vec![String::new()];
     }
+    let mut used = BTreeSet::new();
+    runs.iter().map(|run| unused(format!("{}-", file_name(&run.name)), &mut used)).collect()
 }
 
 /// A run's name as the beginning of a file name: letters, digits, dots and dashes.
 fn file_name(name: &str) -> String {
-    let plain: String = name
-        .chars()
-        .map(|character| match character {
-            'a'..='z' | 'A'..='Z' | '0'..='9' | '.' | '_' | '-' => character,
-            _ => '-',
-        })
-        .collect();
+    let is_other = |c: char| !(c.is_ascii_alphanumeric() || "._-".contains(c));
+    let plain = name.replace(is_other, "-");
     let plain = plain.trim_matches(['-', '.']);
     if plain.is_empty() { "run" } else { plain }.to_string()
 }
 
 /// Returns `name`, or `name` with the first number that makes it new.
 fn unused(name: String, used: &mut BTreeSet<String>) -> String {
-    let candidates =
-        std::iter::once(name.clone()).chain((2..).map(|number| format!("{name}{number}-")));
-    for candidate in candidates {
-        // Some file systems ignore case.
-        if used.insert(candidate.to_lowercase()) {
-            return candidate;
-        }
-    }
-    name
+    let numbered = (2..).map(|number| format!("{name}{number}-"));
+    let mut candidates = std::iter::once(name.clone()).chain(numbered);
+    // Some file systems ignore case.
+    candidates.find(|name| used.insert(name.to_lowercase())).unwrap_or(name.clone())
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
+use super::format::Table;
 use crate::bytes::ByteSize;
 use crate::run::plan::{DevicePlan, PhasePlan, TimeEstimate};
 use crate::run::{Events, HiddenStatesStorage, Plan};
@@ -33,27 +34,20 @@ pub struct TableRow {
 
 /// The table of models, in Markdown; ends in a newline.
 pub fn table(rows: &[TableRow]) -> String {
-    let mut text = String::from(
-        "| model | parameters | weights | hidden states | peak on the CPU | time on this CPU | least RAM | least GPU memory | RAM beside it |\n\
-         | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n",
-    );
-    for row in rows {
-        // Writing to a String cannot fail.
-        let _ = writeln!(
-            text,
-            "| {} | {:.2} billion | {} | {} | {} | {} | {} | {} | {} |",
-            row.model,
-            row.parameters as f64 / 1e9,
-            row.weights,
-            row.hidden_states,
-            row.peak,
-            duration(row.seconds),
-            row.smallest_ram,
-            row.smallest_gpu,
-            row.ram_beside_it
-        );
-    }
-    text
+    let records = rows.iter().map(|row| {
+        [
+            ("model", row.model.clone()),
+            ("parameters", format!("{:.2} billion", row.parameters as f64 / 1e9)),
+            ("weights", row.weights.to_string()),
+            ("hidden states", row.hidden_states.to_string()),
+            ("peak on the CPU", row.peak.to_string()),
+            ("time on this CPU", duration(row.seconds)),
+            ("least RAM", row.smallest_ram.to_string()),
+            ("least GPU memory", row.smallest_gpu.to_string()),
+            ("RAM beside it", row.ram_beside_it.to_string()),
+        ]
+    });
+    Table::of(records).markdown()
 }
 
 /// Parts of a phase that the table names; the sum of the phase includes all parts.
@@ -103,15 +97,10 @@ pub fn text(plan: &Plan) -> String {
         line(&device.device, format!("peak {} {of}{phase}", device.peak));
     }
     for layers in &plan.layers {
-        let which = if layers.first == layers.last {
-            format!("{}", layers.first)
-        } else {
-            format!("{} to {}", layers.first, layers.last)
-        };
-        line(
-            "layers",
-            format!("{which} on {}; weights from {}", layers.devices.join(" and "), layers.weights),
-        );
+        let (first, last, weights) = (layers.first, layers.last, &layers.weights);
+        let rest = if first == last { String::new() } else { format!(" to {last}") };
+        let devices = layers.devices.join(" and ");
+        line("layers", format!("{first}{rest} on {devices}; weights from {weights}"));
     }
     let states = &plan.hidden_states;
     if states.bytes > ByteSize::ZERO {
@@ -142,23 +131,18 @@ pub fn text(plan: &Plan) -> String {
 fn parts(phase: &PhasePlan) -> String {
     let mut parts: Vec<_> = phase.parts.iter().filter(|part| part.bytes > ByteSize::ZERO).collect();
     parts.sort_by_key(|part| std::cmp::Reverse(part.bytes));
-    let named: Vec<String> = parts
-        .iter()
-        .take(NAMED_PARTS)
-        .map(|part| format!("{} {}", part.kind, part.bytes))
-        .collect();
-    named.join(", ")
+    let named = parts.iter().take(NAMED_PARTS);
+    named.map(|part| format!("{} {}", part.kind, part.bytes)).collect::<Vec<_>>().join(", ")
 }
 
 fn time(time: &TimeEstimate) -> String {
-    let mut of = vec![
-        format!("computing {}", duration(time.compute)),
-        format!("disk {}", duration(time.disk)),
-    ];
-    if time.transfers > 0.0 {
-        of.push(format!("transfers {}", duration(time.transfers)));
-    }
-    format!("{}: {}; some of them overlap", about(time.seconds), of.join(", "))
+    let transfers = match time.transfers > 0.0 {
+        true => format!(", transfers {}", duration(time.transfers)),
+        false => String::new(),
+    };
+    let [compute, disk] = [time.compute, time.disk].map(duration);
+    let whole = about(time.seconds);
+    format!("{whole}: computing {compute}, disk {disk}{transfers}; some of them overlap")
 }
 
 /// An estimated duration. "about less than" is no estimate.

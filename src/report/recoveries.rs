@@ -1,45 +1,36 @@
 //! The parts of the table that only recovery trainings have: what was trained, on how much text, and the losses.
 
+use super::format::millions;
 use crate::run::RecoveryReport;
 use crate::run::manifest::LayerReport;
 
 /// Rows of the table at the end of a run.
-pub(super) fn rows(recovery: &RecoveryReport, layers: &[LayerReport]) -> Vec<(String, String)> {
+pub(super) fn rows(
+    recovery: &RecoveryReport,
+    layers: &[LayerReport],
+) -> Vec<(&'static str, String)> {
     let of = match recovery.rank {
         Some(rank) => format!("factors of rank {rank}"),
         None => "kept weights".to_string(),
     };
+    let (how, optim, rate) = (&recovery.how, &recovery.optim, recovery.rate);
+    let parameters = millions(recovery.parameters);
     let mut rows = vec![(
-        "recovery".to_string(),
-        format!(
-            "{}: {of}, {:.1} M parameters; {}, rate {:.3e}",
-            recovery.how,
-            recovery.parameters as f64 / 1e6,
-            recovery.optim,
-            recovery.rate
-        ),
+        "recovery",
+        format!("{how}: {of}, {parameters} parameters; {optim}, rate {rate:.3e}"),
     )];
-    let mut row = |name: &str, value: String| rows.push((name.to_string(), value));
+    let mut row = |name: &'static str, value: String| rows.push((name, value));
     if let (Some(first), Some(last)) = (recovery.steps.first(), recovery.steps.last()) {
         let tokens: u64 = recovery.steps.iter().map(|step| step.predicted).sum();
-        row(
-            "  loss",
-            format!(
-                "{:.4} in step {}, {:.4} in step {}; {tokens} tokens",
-                first.loss, first.step, last.loss, last.step
-            ),
-        );
+        let [first, last] =
+            [first, last].map(|step| format!("{:.4} in step {}", step.loss, step.step));
+        row("  loss", format!("{first}, {last}; {tokens} tokens"));
     }
     if let Some(best) = recovery.best_step
         && let Some(measured) = recovery.held_out.iter().find(|report| report.step == best)
     {
-        row(
-            "  held out",
-            format!(
-                "loss {:.4}, perplexity {:.4} behind step {best}, the best",
-                measured.loss, measured.perplexity
-            ),
-        );
+        let measured = format!("loss {:.4}, perplexity {:.4}", measured.loss, measured.perplexity);
+        row("  held out", format!("{measured} behind step {best}, the best"));
     }
     let losses: Vec<String> = layers
         .iter()

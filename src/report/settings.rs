@@ -1,54 +1,33 @@
 //! The tables of a report: settings and protocol, runs side by side, every matrix, and memory samples.
 
 use super::comparison::{NamedRun, method_label};
-use super::format::{Table, duration, finite, minute};
-use super::merges;
-use crate::bytes::ByteSize;
-use crate::run::manifest::{MatrixReport, PerplexityReport};
+use super::format::{Table, duration, finite, minute, or_dash, six_digits, with_seed};
+use super::{merges, table};
+use crate::run::manifest::MatrixReport;
 use crate::run::{Manifest, TextProtocol};
 
-/// Names and values of a run's settings and protocol; settings without a value are left out.
-pub(super) fn settings(manifest: &Manifest) -> Vec<(&'static str, String)> {
-    let mut rows = Vec::new();
-    let mut row = |name, value| rows.push((name, value));
-    let model = &manifest.model;
-    let millions = model.parameters as f64 / 1e6;
-    row("model", format!("{} ({millions:.1} M parameters, {})", model.path, model.bytes));
+/// Names and values of a run's settings and protocol: the table at the end of the run, and the facts that it has no room for.
+pub(super) fn settings(manifest: &Manifest) -> Vec<(String, String)> {
+    let mut rows = table::rows(manifest);
+    let mut row = |name: &str, value: String| rows.push((name.to_string(), value));
+    row("bytes of the model", manifest.model.bytes.to_string());
     if let Some(merge) = &manifest.merge {
-        merges::settings(merge, &mut row);
+        merges::inputs(merge).into_iter().for_each(|(name, value)| row(name, value));
+        row("recipe", merge.recipe.clone());
     }
     if let Some(drop) = &manifest.layer_drop {
-        row("layers dropped", drop.in_words());
-        row("parameters", before_and_after(drop.parameters));
         let scores = drop.deciding_scores().iter();
         let scores: Vec<String> = scores.map(|score| format!("{score:.4}")).collect();
         row("scores of layers", scores.join(", "));
     }
-    if let Some(drop) = &manifest.width_drop {
-        row("width dropped", drop.in_words());
-        row("parameters", before_and_after(drop.parameters));
-    }
     if let Some(pruning) = &manifest.pruning {
-        let (ratio, pattern) = (pruning.sparsity_ratio, &pruning.sparsity_type);
-        row("method", method_label(manifest));
-        row("ratio asked for", format!("{ratio} {pattern}"));
+        row("ratio asked for", format!("{} {}", pruning.sparsity_ratio, pruning.sparsity_type));
         for (name, globs) in
             [("matrices included", &pruning.include), ("matrices excluded", &pruning.exclude)]
         {
             if !globs.is_empty() {
                 row(name, globs.join(", "));
             }
-        }
-    }
-    if let Some(sparsity) = manifest.sparsity {
-        let (ratio, zeros, weights) = (sparsity.ratio, sparsity.zeros, sparsity.weights);
-        row("sparsity reached", format!("{ratio:.6}: {zeros} of {weights} weights"));
-    }
-    let [first, second] = manifest.perplexity_names();
-    for (name, report) in [(first, manifest.perplexity.dense), (second, manifest.perplexity.pruned)]
-    {
-        if let Some(report) = report {
-            row(name, perplexity(report));
         }
     }
     let (calibration, evaluation) = (manifest.calibration.as_ref(), manifest.evaluation.as_ref());
@@ -62,105 +41,40 @@ pub(super) fn settings(manifest: &Manifest) -> Vec<(&'static str, String)> {
     if let Some(text) = evaluation.or(calibration) {
         row("SHA-256 of the tokenizer", text.tokenizer_sha256.clone());
     }
-    let arithmetic = &manifest.arithmetic;
-    let features = match &arithmetic.cpu_features[..] {
-        [] => "none".to_string(),
-        features => features.join(" "),
-    };
-    row(
-        "arithmetic",
-        format!(
-            "{} on {}, kernel {}, CPU features {features}, {} threads",
-            arithmetic.dtype, arithmetic.device, arithmetic.kernel, arithmetic.threads
-        ),
-    );
-    row("hidden states", manifest.hidden_states.to_string());
+    let features = &manifest.arithmetic.cpu_features;
+    row("CPU features", if features.is_empty() { "none".into() } else { features.join(" ") });
     row("started", minute(manifest.started_unix_seconds));
-    row("time", duration(manifest.seconds));
-    if let Some(peak) = manifest.peak_anonymous {
-        row("peak memory", format!("{peak} anonymous"));
-    }
-    if let Some(output) = &manifest.output {
-        row("result", format!("{} (read back and verified)", output.model));
-    }
     row("program", format!("prune {}", manifest.prune_version));
     row("command", manifest.arguments.join(" "));
     rows
 }
 
-fn before_and_after(parameters: [u64; 2]) -> String {
-    let [before, after] = parameters.map(|weights| weights as f64 / 1e6);
-    format!("{before:.1} M before, {after:.1} M after")
-}
-
 fn protocol(text: &TextProtocol) -> String {
-    let seed = text.seed.map(|seed| format!("; seed {seed}"));
-    format!(
-        "{}: {}; {} windows of {} tokens{}",
-        text.dataset,
-        text.path,
-        text.windows,
-        text.seqlen,
-        seed.unwrap_or_default()
-    )
-}
-
-fn perplexity(report: PerplexityReport) -> String {
-    if !report.perplexity.is_finite() {
-        return "not finite".into();
-    }
-    format!(
-        "{:.4} ± {:.2} over {} windows of {} tokens",
-        report.perplexity,
-        report.perplexity * report.standard_error,
-        report.windows,
-        report.seqlen
-    )
+    let TextProtocol { dataset, path, windows, seqlen, .. } = text;
+    format!("{dataset}: {path}; {windows} windows of {seqlen} tokens{}", with_seed(text))
 }
 
 /// Runs side by side, a row each. The perplexity comes first: a narrow screen shows the first columns.
 pub(super) fn side_by_side(runs: &[NamedRun]) -> Table {
-    let rows = runs
-        .iter()
-        .map(|run| {
-            let manifest = &run.manifest;
-            let (dense, pruned) = (
-                manifest.perplexity.dense.map(|report| report.perplexity),
-                manifest.perplexity.pruned.map(|report| report.perplexity),
-            );
-            vec![
-                or_dash(manifest.perplexity_of_result(), finite),
-                run.name.clone(),
-                method_label(manifest),
-                or_dash(manifest.pruning.as_ref(), |pruning| pruning.sparsity_ratio.to_string()),
-                or_dash(manifest.sparsity, |sparsity| format!("{:.4}", sparsity.ratio)),
-                or_dash(dense, finite),
-                or_dash(pruned.zip(dense), |(pruned, dense)| finite(pruned / dense)),
-                or_dash(mean_output_error(manifest), |error| format!("{error:.3}")),
-                duration(manifest.seconds),
-                or_dash(manifest.peak_anonymous, |peak| peak.to_string()),
-                manifest.arithmetic.dtype.clone(),
-            ]
-        })
-        .collect();
-    Table {
-        columns: [
-            "perplexity",
-            "run",
-            "method",
-            "ratio",
-            "sparsity",
-            "dense perplexity",
-            "pruned / dense",
-            "mean output error",
-            "time",
-            "peak memory",
-            "dtype",
+    Table::of(runs.iter().map(|NamedRun { name, manifest }| {
+        let measured = &manifest.perplexity;
+        let [dense, pruned] =
+            [measured.dense, measured.pruned].map(|of| of.map(|report| report.perplexity));
+        let (pruning, error) = (manifest.pruning.as_ref(), mean_output_error(manifest));
+        [
+            ("perplexity", or_dash(manifest.perplexity_of_result(), finite)),
+            ("run", name.clone()),
+            ("method", method_label(manifest)),
+            ("ratio", or_dash(pruning, |pruning| pruning.sparsity_ratio.to_string())),
+            ("sparsity", or_dash(manifest.sparsity, |of| format!("{:.4}", of.ratio))),
+            ("dense perplexity", or_dash(dense, finite)),
+            ("pruned / dense", or_dash(pruned.zip(dense), |(one, other)| finite(one / other))),
+            ("mean output error", or_dash(error, |error| format!("{error:.3}"))),
+            ("time", duration(manifest.seconds)),
+            ("peak memory", or_dash(manifest.peak_anonymous, |peak| peak.to_string())),
+            ("dtype", manifest.arithmetic.dtype.clone()),
         ]
-        .map(String::from)
-        .to_vec(),
-        rows,
-    }
+    }))
 }
 
 /// The mean over all matrices with a measured error, with equal weights.
@@ -175,57 +89,28 @@ fn matrices(manifest: &Manifest) -> impl Iterator<Item = &MatrixReport> {
 }
 
 pub(super) fn every_matrix(manifest: &Manifest) -> Table {
-    let rows = matrices(manifest)
-        .map(|matrix| {
-            let [rows, columns] = matrix.shape.map(|size| size as f64);
-            let weights = rows * columns;
-            vec![
-                matrix.name.clone(),
-                format!("{} × {}", matrix.shape[0], matrix.shape[1]),
-                matrix.zeros_before.to_string(),
-                matrix.zeros.to_string(),
-                format!("{:.6}", matrix.zeros as f64 / weights.max(1.0)),
-                or_dash(matrix.relative_output_error, |error| format!("{error:.6}")),
-                or_dash(matrix.mask_sha256.as_ref(), |hash| hash.chars().take(12).collect()),
-            ]
-        })
-        .collect();
-    Table {
-        columns: [
-            "matrix",
-            "out × in",
-            "zeros before",
-            "zeros",
-            "sparsity",
-            "output error",
-            "mask SHA-256",
+    Table::of(matrices(manifest).map(|matrix| {
+        [
+            ("matrix", matrix.name.clone()),
+            ("out × in", format!("{} × {}", matrix.shape[0], matrix.shape[1])),
+            ("zeros before", matrix.zeros_before.to_string()),
+            ("zeros", matrix.zeros.to_string()),
+            ("sparsity", or_dash(matrix.sparsity(), six_digits)),
+            ("output error", or_dash(matrix.relative_output_error, six_digits)),
+            ("mask SHA-256", or_dash(matrix.mask_sha256.as_ref(), |hash| format!("{hash:.12}"))),
         ]
-        .map(String::from)
-        .to_vec(),
-        rows,
-    }
+    }))
 }
 
 pub(super) fn every_memory_sample(manifest: &Manifest) -> Table {
-    let size = |bytes: ByteSize| bytes.to_string();
-    let rows = manifest
-        .memory
-        .iter()
-        .map(|sample| {
-            vec![
-                sample.checkpoint.clone(),
-                format!("{:.2}", sample.seconds),
-                size(sample.anonymous),
-                size(sample.peak_anonymous),
-            ]
-        })
-        .collect();
-    let columns = ["checkpoint", "seconds", "memory", "most since the last"];
-    Table { columns: columns.map(String::from).to_vec(), rows }
-}
-
-fn or_dash<T>(value: Option<T>, text: impl FnOnce(T) -> String) -> String {
-    value.map_or_else(|| "–".to_string(), text)
+    Table::of(manifest.memory.iter().map(|sample| {
+        [
+            ("checkpoint", sample.checkpoint.clone()),
+            ("seconds", format!("{:.2}", sample.seconds)),
+            ("memory", sample.anonymous.to_string()),
+            ("most since the last", sample.peak_anonymous.to_string()),
+        ]
+    }))
 }
 
 #[cfg(test)]
@@ -245,9 +130,9 @@ mod tests {
         for expected in [
             "aaaabbbbccccdddd",
             "9999888877776666",
-            "kernel gemm",
+            "f32 on cpu (gemm)",
             "seed 0",
-            "10.0000 ± 0.10 over 5 windows of 64 tokens",
+            "10.0000 ± 0.10 over windows (text, 5 windows of 64 tokens)",
             "not finite",
             "2026-03-01 12:34 UTC",
         ] {

@@ -1,13 +1,11 @@
 //! The table at the end of a run: result, cost, and place.
 
-use std::fmt::Write as _;
-
-use super::format::duration;
+use super::format::{duration, finite, millions};
 use super::{merges, recoveries};
 use crate::bytes::ByteSize;
-use crate::run::fallback::{FallbackOutcome, FallbackReport};
-use crate::run::manifest::PerplexityReport;
-use crate::run::{LayerDropReport, Manifest, TextProtocol, WidthDropReport};
+use crate::run::fallback::FallbackOutcome;
+use crate::run::manifest::{PerplexityReport, SparsityReport};
+use crate::run::{LayerDropReport, Manifest, TextProtocol};
 
 /// Scores of layers that are shown, the lowest first.
 const SCORES_SHOWN: usize = 6;
@@ -18,6 +16,13 @@ struct TableRows(Vec<(String, String)>);
 
 /// Returns the final table, ending in a newline.
 pub fn text(manifest: &Manifest) -> String {
+    let rows = rows(manifest);
+    let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
+    rows.iter().map(|(name, value)| format!("{name:<width$}  {value}\n")).collect()
+}
+
+/// Names and values of the final table.
+pub(super) fn rows(manifest: &Manifest) -> Vec<(String, String)> {
     let mut rows = TableRows::default();
     rows.model(manifest);
     rows.perplexities(manifest);
@@ -40,13 +45,7 @@ pub fn text(manifest: &Manifest) -> String {
     if let Some(output) = &manifest.output {
         rows.add("result", format!("{} (read back and verified)", output.model));
     }
-    let rows = rows.0;
-    let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
-    rows.iter().fold(String::new(), |mut text, (name, value)| {
-        // Writing to a String cannot fail.
-        let _ = writeln!(text, "{name:<width$}  {value}");
-        text
-    })
+    rows.0
 }
 
 impl TableRows {
@@ -54,67 +53,37 @@ impl TableRows {
         self.0.push((name.to_string(), value));
     }
 
+    fn extend(&mut self, rows: impl IntoIterator<Item = (&'static str, String)>) {
+        rows.into_iter().for_each(|(name, value)| self.add(name, value));
+    }
+
     fn model(&mut self, manifest: &Manifest) {
         let model = &manifest.model;
-        let millions = model.parameters as f64 / 1e6;
-        self.add("model", format!("{} ({millions:.1} M parameters)", model.path));
-        if let Some(merge) = &manifest.merge {
-            for (name, value) in merges::rows(merge) {
-                self.add(&name, value);
-            }
-        }
+        let parameters = millions(model.parameters);
+        self.add("model", format!("{} ({parameters} parameters)", model.path));
+        self.extend(manifest.merge.iter().flat_map(merges::rows));
         if let Some(drop) = &manifest.layer_drop {
             self.layer_drop(drop);
         }
         if let Some(drop) = &manifest.width_drop {
-            self.width_drop(drop);
+            self.add("width dropped", drop.in_words());
+            self.sizes(drop.parameters, drop.bytes);
         }
         let is_dropped = manifest.layer_drop.is_some() || manifest.width_drop.is_some();
         let pruning = manifest.pruning.as_ref();
-        if let Some(pruning) = pruning.filter(|of| !(is_dropped && of.prunes_nothing())) {
-            self.add(
-                "pruning",
-                format!(
-                    "{} {:.4} {}, {} of {} matrices",
-                    pruning.method,
-                    pruning.sparsity_ratio,
-                    pruning.sparsity_type,
-                    pruning.matrices,
-                    pruning.matrices_in_model
-                ),
-            );
-        }
-        if let Some(recovery) = &manifest.recovery {
-            for (name, value) in recoveries::rows(recovery, &manifest.layers) {
-                self.add(&name, value);
+        self.extend(pruning.filter(|of| !(is_dropped && of.prunes_nothing())).map(|of| {
+            let (ratio, pattern) = (of.sparsity_ratio, &of.sparsity_type);
+            let (pruned, all) = (of.matrices, of.matrices_in_model);
+            ("pruning", format!("{} {ratio:.4} {pattern}, {pruned} of {all} matrices", of.method))
+        }));
+        let layers = &manifest.layers;
+        self.extend(manifest.recovery.iter().flat_map(|of| recoveries::rows(of, layers)));
+        if let Some(SparsityReport { ratio, zeros, weights, zeros_before }) = manifest.sparsity {
+            self.add("sparsity reached", format!("{ratio:.6} ({zeros} of {weights} weights)"));
+            if zeros_before > 0 && manifest.recovery.is_none() {
+                self.add("zeros before", format!("{zeros_before} weights were zero already"));
             }
         }
-        let Some(sparsity) = manifest.sparsity else {
-            return;
-        };
-        self.add(
-            "sparsity reached",
-            format!("{:.6} ({} of {} weights)", sparsity.ratio, sparsity.zeros, sparsity.weights),
-        );
-        if sparsity.zeros_before > 0 && manifest.recovery.is_none() {
-            self.add(
-                "zeros before",
-                format!("{} weights were zero already", sparsity.zeros_before),
-            );
-        }
-    }
-
-    /// Dropped width, and the sizes before and after.
-    fn width_drop(&mut self, drop: &WidthDropReport) {
-        self.add("width dropped", drop.in_words());
-        let [before, after] = drop.parameters.map(|weights| weights as f64 / 1e6);
-        self.add(
-            "  size",
-            format!(
-                "{before:.1} M parameters, {} before; {after:.1} M, {} after",
-                drop.bytes[0], drop.bytes[1]
-            ),
-        );
     }
 
     /// Dropped layers, their scores, and the sizes before and after.
@@ -128,35 +97,29 @@ impl TableRows {
             shown.map(|(layer, score)| format!("{layer}: {score:.4}")).collect();
         let rest = if scores.len() > SCORES_SHOWN { ", ..." } else { "" };
         self.add("  lowest scores", format!("{}{rest}", shown.join(", ")));
-        let [before, after] = drop.parameters.map(|weights| weights as f64 / 1e6);
-        self.add(
-            "  size",
-            format!(
-                "{before:.1} M parameters, {} before; {after:.1} M, {} after",
-                drop.bytes[0], drop.bytes[1]
-            ),
-        );
+        self.sizes(drop.parameters, drop.bytes);
+    }
+
+    /// The sizes before and after a drop.
+    fn sizes(&mut self, parameters: [u64; 2], bytes: [ByteSize; 2]) {
+        let [before, after] = parameters.map(millions);
+        let sizes =
+            format!("{before} parameters, {} before; {after}, {} after", bytes[0], bytes[1]);
+        self.add("  size", sizes);
     }
 
     /// Perplexities, and the texts of calibration and evaluation.
     fn perplexities(&mut self, manifest: &Manifest) {
         let evaluation = manifest.evaluation.as_ref();
         let dataset = evaluation.map_or("evaluation text", |text| &text.dataset);
-        let [first, second] = manifest.perplexity_names();
-        for (name, report) in
-            [(first, manifest.perplexity.dense), (second, manifest.perplexity.pruned)]
-        {
-            if let Some(report) = report {
-                self.add(name, perplexity(&report, dataset));
-            }
-        }
-        for (name, text) in
-            [("calibration text", &manifest.calibration), ("evaluation text", &manifest.evaluation)]
-        {
-            if let Some(text) = text {
-                self.add(name, protocol_of(text));
-            }
-        }
+        self.extend(manifest.perplexities().map(|(name, of)| (name, perplexity(&of, dataset))));
+        let texts = [
+            ("calibration text", &manifest.calibration),
+            ("evaluation text", &manifest.evaluation),
+        ];
+        self.extend(
+            texts.into_iter().filter_map(|(name, of)| Some((name, protocol(of.as_ref()?)))),
+        );
     }
 
     /// The time of the run and of each phase with at least a two-hundredth of it.
@@ -177,30 +140,22 @@ impl TableRows {
                 None => format!("peak {} by our account", device.reserved_by_plan),
             };
             self.add(&device.device, format!("{}, {measured}", device.name));
-            let of = |outcome: FallbackOutcome| {
-                let fell = |fall: &&FallbackReport| {
-                    fall.device == device.device && fall.outcome == outcome
-                };
-                manifest.fallbacks.iter().filter(fell).count()
-            };
-            let falls: Vec<String> =
-                [FallbackOutcome::Cpu, FallbackOutcome::Smaller, FallbackOutcome::Retried]
-                    .into_iter()
-                    .filter(|&outcome| of(outcome) > 0)
-                    .map(|outcome| format!("{} {}", of(outcome), outcome.name()))
-                    .collect();
-            if !falls.is_empty() {
-                self.add(
-                    "  out of memory",
-                    format!("{} of {} units", falls.join(", "), device.units),
-                );
+            let falls = manifest.fallbacks.iter().filter(|fall| fall.device == device.device);
+            let counts = [FallbackOutcome::Cpu, FallbackOutcome::Smaller, FallbackOutcome::Retried]
+                .map(|outcome| (outcome, falls.clone().filter(|of| of.outcome == outcome).count()));
+            let counts = counts.into_iter().filter(|(_, count)| *count > 0);
+            let counts: Vec<String> =
+                counts.map(|(outcome, count)| format!("{count} {}", outcome.name())).collect();
+            if !counts.is_empty() {
+                let units = format!("{} of {} units", counts.join(", "), device.units);
+                self.add("  out of memory", units);
             }
         }
     }
 }
 
 /// The text of calibration or evaluation, with hashes short enough to compare by eye; run.json has the whole hashes.
-fn protocol_of(text: &TextProtocol) -> String {
+fn protocol(text: &TextProtocol) -> String {
     format!(
         "{}, sha256 {:.12}; {} tokens, sha256 {:.12}; tokenizer {:.12}",
         text.dataset, text.text_sha256, text.tokens_used, text.tokens_sha256, text.tokenizer_sha256
@@ -208,11 +163,12 @@ fn protocol_of(text: &TextProtocol) -> String {
 }
 
 fn perplexity(report: &PerplexityReport, dataset: &str) -> String {
-    let spread = report.perplexity * report.standard_error;
-    format!(
-        "{:.4} ± {:.2} over windows ({dataset}, {} windows of {} tokens)",
-        report.perplexity, spread, report.windows, report.seqlen
-    )
+    let PerplexityReport { perplexity, windows, seqlen, standard_error, .. } = report;
+    let spread = match perplexity.is_finite() {
+        true => format!(" ± {:.2} over windows", perplexity * standard_error),
+        false => String::new(),
+    };
+    format!("{}{spread} ({dataset}, {windows} windows of {seqlen} tokens)", finite(*perplexity))
 }
 
 fn peak(bytes: Option<ByteSize>) -> String {

@@ -1,9 +1,8 @@
 //! The table of `prune plan --recover`.
 
-use std::fmt::Write as _;
-
 use serde::Serialize;
 
+use super::format::Table;
 use crate::bytes::ByteSize;
 use crate::run::Phase;
 
@@ -32,25 +31,18 @@ pub struct TrainingRow {
 
 /// The table in Markdown; ends in a newline.
 pub fn table(rows: &[TrainingRow]) -> String {
-    let mut text = String::from(
-        "| model | --how | --optim | --base-quant | trained parameters | memory | in | least memory | files |\n\
-         | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n",
-    );
-    for row in rows {
-        let phase = row.peak_phase.map_or_else(String::new, |phase| phase.to_string());
-        // Writing to a String cannot fail.
-        let _ = writeln!(
-            text,
-            "| {} | {} | {} | {} | {:.1} million | {} | {phase} | {} | {} |",
-            row.model,
-            row.how,
-            row.optimizer,
-            row.base_quant.unwrap_or("-"),
-            row.trained as f64 / 1e6,
-            row.peak,
-            row.least,
-            row.files,
-        );
-    }
-    text
+    let records = rows.iter().map(|row| {
+        [
+            ("model", row.model.clone()),
+            ("--how", row.how.to_string()),
+            ("--optim", row.optimizer.to_string()),
+            ("--base-quant", row.base_quant.unwrap_or("-").to_string()),
+            ("trained parameters", format!("{:.1} million", row.trained as f64 / 1e6)),
+            ("memory", row.peak.to_string()),
+            ("in", row.peak_phase.map_or_else(String::new, |phase| phase.to_string())),
+            ("least memory", row.least.to_string()),
+            ("files", row.files.to_string()),
+        ]
+    });
+    Table::of(records).markdown()
 }

@@ -109,15 +109,17 @@ pub struct Manifest {
 }
 
 impl Manifest {
-    /// The names of the two perplexities, in the order of [`Perplexities`].
-    pub fn perplexity_names(&self) -> [&'static str; 2] {
-        if self.recovery.is_some() {
+    /// The perplexities that were measured, before and after what the run did, with their names.
+    pub fn perplexities(&self) -> impl Iterator<Item = (&'static str, PerplexityReport)> {
+        let [before, after] = if self.recovery.is_some() {
             ["perplexity before", "perplexity after"]
         } else if self.command == "eval" {
             ["perplexity", "pruned perplexity"]
         } else {
             ["dense perplexity", "pruned perplexity"]
-        }
+        };
+        let measured = [(before, self.perplexity.dense), (after, self.perplexity.pruned)];
+        measured.into_iter().filter_map(|(name, report)| Some((name, report?)))
     }
 
     /// The perplexity of the model that the run made, or of the model that it measured; `None` where it was not measured.
@@ -320,6 +322,15 @@ pub struct MatrixReport {
     pub relative_output_error: Option<f64>,
 }
 
+impl MatrixReport {
+    /// Zeros over weights; `None` for a matrix without weights, which only a damaged record has.
+    pub fn sparsity(&self) -> Option<f64> {
+        let [rows, columns] = self.shape.map(|size| size as f64);
+        let weights = rows * columns;
+        (weights > 0.0).then(|| self.zeros as f64 / weights)
+    }
+}
+
 /// The measured perplexities, dense and pruned.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Perplexities {
@@ -370,7 +381,7 @@ pub struct MemorySample {
 }
 
 /// GPU memory at a moment, as the driver's pool counts it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GpuMemory {
     /// Bytes in allocations.
     pub allocated: ByteSize,

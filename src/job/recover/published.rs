@@ -13,7 +13,7 @@ use super::super::settled_run::SettledRun;
 use crate::bytes::LARGEST_RECORD;
 use crate::checkpoint::{CARD_FILE, OwnFiles};
 use crate::input::{self, Expected};
-use crate::report::cards;
+use crate::report::cards::{self, CardMeasures, CardModel};
 use crate::run::RecoveryReport;
 use crate::run::manifest::Perplexities;
 use crate::run::pruning_record::PRUNING_FILE;
@@ -61,11 +61,11 @@ impl SettledRun {
         let cards = SourceCards::of(folder, self.settings.output.no_model_card);
         if !self.settings.output.no_model_card {
             let id = self.model.hub_model.as_ref().map(|hub| hub.id.as_str());
-            let evaluation = self.texts.windows.as_ref().map(|text| &text.protocol);
+            let on = self.texts.windows.as_ref().map(|text| &text.protocol);
             let card = cards::recovered(
-                (&published.model, id),
-                (&published.recovery, published.perplexity),
-                evaluation,
+                CardModel { name: &published.model, id },
+                &published.recovery,
+                CardMeasures { perplexity: published.perplexity, on },
                 cards.source(self.settings.calibration.iter().map(|of| &of.dataset)),
                 self.command()?,
             );

@@ -1,41 +1,24 @@
-//! Lines over two axes, with markers, dashed levels and a legend: memory over time, perplexity against sparsity.
+//! Charts: lines over two axes, with markers, dashed levels and a legend; and horizontal bars with names and numbers.
 
-use anyhow::Result;
-use plotters::coord::ranged1d::{DefaultFormatting, KeyPointHint};
-use plotters::prelude::*;
+use super::scale::{Axis, label};
+use super::sheet::{GRID, HEADER, INK, Letters, MUTED, SERIES, Sheet, WIDTH, letters};
 
-use super::canvas::{
-    self, Anchor, Area, GRID, HEADER, INK, MUTED, SERIES, TEXT, WIDTH, broken, letters, write,
-};
-use super::scale::Axis;
-
-/// Height of the part between the legend and the axis' name.
-const PLOT: u32 = 270;
-const LEGEND_ROW: u32 = 22;
+/// Height of the part between the axes.
+const PLOT: i32 = 244;
+const LEGEND_ROW: i32 = 22;
 /// Room for the numbers of the vertical axis: eight characters.
-const Y_NUMBERS: u32 = 64;
-const X_NUMBERS: u32 = 26;
-const X_NAME: u32 = 26;
+const Y_NUMBERS: i32 = 64;
+/// Room for the numbers of the horizontal axis, and for its name.
+const X_TEXTS: i32 = 52;
 /// Legend entries of at most this many characters stand in two columns.
 const SHORT: usize = 24;
 
-#[derive(Debug, Clone, PartialEq)]
-pub(super) struct ChartLine {
-    /// Its name in the legend.
-    pub(super) label: String,
-    /// Its points, in the order of the line.
-    pub(super) points: Vec<(f64, f64)>,
-    pub(super) is_marked: bool,
-}
-
-/// A dashed horizontal line.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) struct ChartLevel {
-    /// Its name in the legend.
-    pub(super) label: String,
-    /// Its height.
-    pub(super) value: f64,
-}
+/// Height of a bar with the space around it.
+const ROW: i32 = 26;
+/// Room for names before the bars.
+const NAMES: i32 = 132;
+/// Room for numbers after the longest bar: `59 min 59 s · 100 %`.
+const NUMBERS: i32 = 152;
 
 pub(super) struct Chart<'a> {
     /// The first line above the chart.
@@ -48,120 +31,130 @@ pub(super) struct Chart<'a> {
     pub(super) description: &'a str,
     pub(super) x: Axis,
     pub(super) y: Axis,
-    pub(super) x_label: &'a dyn Fn(f64) -> String,
-    pub(super) y_label: &'a dyn Fn(f64) -> String,
-    pub(super) lines: Vec<ChartLine>,
-    pub(super) levels: Vec<ChartLevel>,
+    /// The series; levels are the last.
+    pub(super) series: Vec<ChartSeries>,
 }
 
-/// Linear between its ends, labelled at its ticks and nowhere else.
-impl Ranged for Axis {
-    type FormatOption = DefaultFormatting;
-    type ValueType = f64;
+pub(super) struct ChartSeries {
+    /// Its name in the legend.
+    pub(super) label: String,
+    pub(super) form: SeriesForm,
+    /// Its points, in the order of the line.
+    pub(super) points: Vec<(f64, f64)>,
+}
 
-    fn map(&self, value: &f64, (low, high): (i32, i32)) -> i32 {
-        let share = (value - self.from) / (self.to - self.from);
-        // A value far off the axis, as in a damaged record, must fit the integers of plotters.
-        low + (share.clamp(-1.0, 2.0) * f64::from(high - low)).round() as i32
-    }
-
-    fn key_points<Hint: KeyPointHint>(&self, _hint: Hint) -> Vec<f64> {
-        self.ticks.clone()
-    }
-
-    fn range(&self) -> std::ops::Range<f64> {
-        self.from..self.to
-    }
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum SeriesForm {
+    Line,
+    /// A line with a marker at every point.
+    Marked,
+    /// A dashed horizontal line over the whole width, at the height of its point.
+    Level,
 }
 
 impl Chart<'_> {
-    pub(super) fn draw(&self) -> Result<String> {
-        let entries = self.lines.len() + self.levels.len();
-        let columns = if self.labels().all(|label| label.chars().count() <= SHORT) { 2 } else { 1 };
-        let top = HEADER + LEGEND_ROW * entries.div_ceil(columns) as u32 + 8;
-        let height = top + PLOT + X_NAME;
-        canvas::draw(height, self.title, self.description, |area| {
-            canvas::header(area, self.title, self.y_name)?;
-            self.legend(area, columns)?;
-            let bottom = height as i32 - 13;
-            let middle = (Y_NUMBERS + (WIDTH - Y_NUMBERS) / 2) as i32;
-            write(area, self.x_name, &letters(TEXT, MUTED, Anchor::Middle), (middle, bottom))?;
-            self.plot(area, top)
-        })
-    }
-
-    fn labels(&self) -> impl Iterator<Item = &str> {
-        let lines = self.lines.iter().map(|line| line.label.as_str());
-        lines.chain(self.levels.iter().map(|level| level.label.as_str()))
-    }
-
-    fn legend(&self, area: &Area<'_>, columns: usize) -> Result<()> {
-        for (entry, label) in self.labels().enumerate() {
-            let x = 8 + (entry % columns) as i32 * (WIDTH as i32 / 2);
-            let y = (HEADER + LEGEND_ROW * (entry / columns) as u32 + LEGEND_ROW / 2) as i32;
-            if let Some(line) = self.lines.get(entry) {
-                let style = SERIES[entry % SERIES.len()].stroke_width(2);
-                area.draw(&PathElement::new([(x, y), (x + 24, y)], style)).map_err(broken)?;
-                if line.is_marked {
-                    canvas::mark(area, entry, (x + 12, y))?;
+    pub(super) fn draw(&self) -> String {
+        let is_short = |series: &ChartSeries| series.label.chars().count() <= SHORT;
+        let columns = if self.series.iter().all(is_short) { 2 } else { 1 };
+        let top = HEADER + LEGEND_ROW * self.series.len().div_ceil(columns) as i32 + 8;
+        let (left, right, bottom) = (Y_NUMBERS, WIDTH - 16, top + PLOT);
+        let across = |value: f64| self.x.place(value, [left, right]);
+        let up = |value: f64| self.y.place(value, [bottom, top]);
+        let mut sheet = Sheet::new(self.title, self.y_name);
+        for &tick in &self.x.ticks {
+            let x = across(tick);
+            sheet.line(GRID, "", &[[x, top], [x, bottom]]);
+            sheet.line(MUTED, "", &[[x, bottom], [x, bottom + 5]]);
+            sheet.text(&label(tick), [x, bottom + 14], letters("middle"));
+        }
+        for &tick in &self.y.ticks {
+            let y = up(tick);
+            sheet.line(GRID, "", &[[left, y], [right, y]]);
+            sheet.line(MUTED, "", &[[left - 5, y], [left, y]]);
+            sheet.text(&label(tick), [left - 8, y], letters("end"));
+        }
+        sheet.line(MUTED, "", &[[left, top], [left, bottom], [right, bottom]]);
+        let name = Letters { color: MUTED, ..letters("middle") };
+        sheet.text(self.x_name, [(left + WIDTH) / 2, bottom + X_TEXTS - 13], name);
+        for (index, series) in self.series.iter().enumerate() {
+            let (column, row) = ((index % columns) as i32, (index / columns) as i32);
+            let [x, y] = [8 + column * WIDTH / 2, HEADER + LEGEND_ROW * row + LEGEND_ROW / 2];
+            series.trace(&mut sheet, index, &[[x, y], [x + 24, y]], &[[x + 12, y]]);
+            sheet.text(&series.label, [x + 32, y], letters("start"));
+            let points = series.points.iter();
+            let points: Vec<_> = match series.form {
+                SeriesForm::Level => {
+                    points.flat_map(|point| [left, right].map(|x| [x, up(point.1)])).collect()
                 }
-            } else {
-                for dash in [0, 10, 20] {
-                    let dash = [(x + dash, y), (x + dash + 5, y)];
-                    area.draw(&PathElement::new(dash, INK.stroke_width(2))).map_err(broken)?;
-                }
-            }
-            write(area, label, &letters(TEXT, INK, Anchor::Start), (x + 32, y))?;
+                _ => points.map(|&(x, y)| [across(x), up(y)]).collect(),
+            };
+            series.trace(&mut sheet, index, &points, &points);
         }
-        Ok(())
+        sheet.finish(bottom + X_TEXTS, self.title, self.description)
+    }
+}
+
+impl ChartSeries {
+    pub(super) fn new(
+        label: impl Into<String>,
+        form: SeriesForm,
+        points: impl IntoIterator<Item = (f64, f64)>,
+    ) -> Self {
+        Self { label: label.into(), form, points: points.into_iter().collect() }
     }
 
-    fn plot(&self, area: &Area<'_>, top: u32) -> Result<()> {
-        let mut chart = ChartBuilder::on(area)
-            .margin_top(top)
-            .margin_right(16)
-            .margin_bottom(X_NAME)
-            .x_label_area_size(X_NUMBERS)
-            .y_label_area_size(Y_NUMBERS)
-            .build_cartesian_2d(self.x.clone(), self.y.clone())
-            .map_err(broken)?;
-        chart
-            .configure_mesh()
-            .light_line_style(TRANSPARENT)
-            .bold_line_style(GRID)
-            .axis_style(MUTED)
-            .label_style(letters(TEXT, INK, Anchor::Middle))
-            .x_label_formatter(&|value| (self.x_label)(*value))
-            .y_label_formatter(&|value| (self.y_label)(*value))
-            .draw()
-            .map_err(broken)?;
-        for level in &self.levels {
-            let ends = [(self.x.from, level.value), (self.x.to, level.value)];
-            chart
-                .draw_series(DashedLineSeries::new(ends, 5, 5, INK.stroke_width(2)))
-                .map_err(broken)?;
+    /// Draws the line through `points` and the markers at `marks`, as the form has them.
+    fn trace(&self, sheet: &mut Sheet, index: usize, points: &[[i32; 2]], marks: &[[i32; 2]]) {
+        let (color, more) = match self.form {
+            SeriesForm::Level => (INK, r#"stroke-width="2" stroke-dasharray="5" "#),
+            _ => (SERIES[index % SERIES.len()], r#"stroke-width="2" "#),
+        };
+        if points.len() > 1 {
+            sheet.line(color, more, points);
         }
-        for (index, line) in self.lines.iter().enumerate() {
-            let style = SERIES[index % SERIES.len()].stroke_width(2);
-            if line.points.len() > 1 {
-                chart
-                    .draw_series(LineSeries::new(line.points.iter().copied(), style))
-                    .map_err(broken)?;
-            }
-            for point in line.points.iter().filter(|_| line.is_marked) {
-                canvas::mark(area, index, chart.backend_coord(point))?;
-            }
+        for &at in marks.iter().filter(|_| self.form == SeriesForm::Marked) {
+            sheet.mark(index, at);
         }
-        Ok(())
     }
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Bar {
+    /// The name in front of the bar.
+    pub(super) name: String,
+    /// Its length, at least 0.
+    pub(super) value: f64,
+    /// The number written after the bar.
+    pub(super) label: String,
+}
+
+/// Draws the bars from top to bottom in the colour of a series; the longest fills the width. `None` without bars.
+pub(super) fn bars(title: &str, unit: &str, series: usize, bars: &[Bar]) -> Option<String> {
+    let longest = bars.iter().map(|bar| bar.value).fold(f64::MIN_POSITIVE, f64::max);
+    let room = f64::from(WIDTH - NAMES - NUMBERS);
+    let mut sheet = Sheet::new(title, unit);
+    let mut described = Vec::new();
+    let mut top = HEADER;
+    for bar in bars {
+        // The smallest value still gets a line of 1 pixel.
+        let length = ((bar.value / longest * room).round() as i32).max(1);
+        sheet.text(&bar.name, [NAMES - 8, top + ROW / 2], letters("end"));
+        sheet.fill(SERIES[series], [NAMES, top + 4], [length, ROW - 8]);
+        sheet.text(&bar.label, [NAMES + length + 6, top + ROW / 2], letters("start"));
+        described.push(format!("{}: {}", bar.name, bar.label));
+        top += ROW;
+    }
+    (!bars.is_empty()).then(|| sheet.finish(top + 8, title, &described.join("; ")))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::plots::scale::label;
 
     fn chart(labels: [&str; 2]) -> String {
+        let points = [(0.0, 0.0), (1.0, 2.0)];
+        let [one, two] = labels.map(|label| ChartSeries::new(label, SeriesForm::Marked, points));
+        let dense = ChartSeries::new("dense", SeriesForm::Level, [(0.0, 1.0)]);
         Chart {
             title: "t",
             y_name: "u",
@@ -169,47 +162,40 @@ mod tests {
             description: "d",
             x: Axis::up_to(0.0, 1.0, 5),
             y: Axis::up_to(0.0, 2.0, 5),
-            x_label: &label,
-            y_label: &label,
-            lines: labels
-                .map(|label| ChartLine {
-                    label: label.into(),
-                    points: vec![(0.0, 0.0), (1.0, 2.0)],
-                    is_marked: true,
-                })
-                .to_vec(),
-            levels: vec![ChartLevel { label: "dense".into(), value: 1.0 }],
+            series: vec![one, two, dense],
         }
         .draw()
-        .unwrap()
     }
 
     #[test]
     fn points_stand_where_their_numbers_say() {
         let svg = chart(["one", "two"]);
-        // Two rows of legend: the plot begins at 52 + 44 + 8 and ends 26 above the axis' name, 270 − 26 lower.
+        // Two rows of legend: the plot begins at 52 + 44 + 8 and is 244 high.
         let at = |x: &str, y: &str| svg.contains(&format!("<circle cx=\"{x}\" cy=\"{y}\""));
-        assert!(at("64", "347") || at("64", "348"), "{svg}");
-        assert!(at("463", "104") || at("464", "104"), "{svg}");
-    }
-
-    #[test]
-    fn values_off_an_axis_are_drawn_near_it() {
-        let axis = Axis::up_to(0.0, 1.0, 5);
-        let at = |value: f64| axis.map(&value, (64, 464));
-        assert_eq!([at(0.0), at(0.5), at(1.0)], [64, 264, 464]);
-        assert_eq!([at(-1e308), at(1e308)], [64 - 400, 464 + 400]);
-        assert_eq!([at(f64::NEG_INFINITY), at(f64::INFINITY)], [-336, 864]);
-        assert_eq!(at(f64::NAN), 64);
+        assert!(at("64", "348") && at("464", "104"), "{svg}");
+        assert!(svg.contains("points=\"64,226 464,226\""), "{svg}");
     }
 
     #[test]
     fn long_names_get_a_legend_of_one_column() {
-        let height = |svg: String| -> u32 {
+        let height = |svg: String| -> i32 {
             let text = svg.split("height=\"").nth(1).unwrap();
             text.split('"').next().unwrap().parse().unwrap()
         };
         let long = "wanda, variant, 12 of 35 matrices";
         assert_eq!(height(chart(["one", long])), height(chart(["one", "two"])) + LEGEND_ROW);
+    }
+
+    #[test]
+    fn bars_are_as_long_as_their_values_say() {
+        let bar = |name: &str, value| Bar { name: name.into(), value, label: format!("{value} s") };
+        let svg = bars("t", "s", 0, &[bar("a", 4.0), bar("b", 1.0), bar("c", 0.0)]).unwrap();
+        let widths: Vec<&str> = svg
+            .lines()
+            .filter(|line| line.starts_with("<rect") && line.contains(SERIES[0]))
+            .filter_map(|line| line.split("width=\"").nth(1)?.split('"').next())
+            .collect();
+        // 480 − 132 − 152 pixels for the longest.
+        assert_eq!(widths, ["196", "49", "1"], "{svg}");
     }
 }

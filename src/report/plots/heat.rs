@@ -1,13 +1,8 @@
 //! Heat maps: a row per layer, a column per matrix.
 
-use anyhow::Result;
-use plotters::style::RGBColor;
-
 use super::Figure;
-use super::canvas::{
-    self, Anchor, Area, GRID, HEADER, INK, MUTED, SMALL, TEXT, WIDTH, letters, write,
-};
-use super::scale::{Axis, label};
+use super::scale::{Axis, label, range};
+use super::sheet::{GRID, HEADER, Letters, MUTED, PAPER, Sheet, WIDTH, letters};
 use crate::report::format::short_name;
 use crate::run::Manifest;
 use crate::run::manifest::MatrixReport;
@@ -18,64 +13,50 @@ const NUMBERS: i32 = 52;
 const SCALE: i32 = 34;
 /// The columns' names.
 const NAMES: i32 = 26;
-/// Steps the scale is drawn in.
+/// Steps the scale is drawn in, and the width of a step.
 const STEPS: i32 = 64;
+const STEP: i32 = 5;
+
+/// Red, green and blue.
+type Rgb = [u8; 3];
 
 /// White to dark blue (ColorBrewer's Blues); the order holds in grey too.
-const BLUES: [RGBColor; 5] = [
-    RGBColor(0xf7, 0xfb, 0xff),
-    RGBColor(0xc6, 0xdb, 0xef),
-    RGBColor(0x6b, 0xae, 0xd6),
-    RGBColor(0x21, 0x71, 0xb5),
-    RGBColor(0x08, 0x30, 0x6b),
-];
+const BLUES: [Rgb; 5] =
+    [[247, 251, 255], [198, 219, 239], [107, 174, 214], [33, 113, 181], [8, 48, 107]];
 
 /// White to dark orange (ColorBrewer's Oranges).
-const ORANGES: [RGBColor; 5] = [
-    RGBColor(0xff, 0xf5, 0xeb),
-    RGBColor(0xfd, 0xd0, 0xa2),
-    RGBColor(0xfd, 0x8d, 0x3c),
-    RGBColor(0xd9, 0x48, 0x01),
-    RGBColor(0x7f, 0x27, 0x04),
-];
+const ORANGES: [Rgb; 5] =
+    [[255, 245, 235], [253, 208, 162], [253, 141, 60], [217, 72, 1], [127, 39, 4]];
 
 /// Letters inside cells. Dark pages keep the colours of cells, and so of their letters.
-const ON_LIGHT: RGBColor = RGBColor(0, 0, 0);
-const ON_DARK: RGBColor = RGBColor(0xfe, 0xfe, 0xfe);
+const ON_LIGHT: Rgb = [0, 0, 0];
+const ON_DARK: Rgb = [254, 254, 254];
 
 /// Draws the sparsity of every matrix; `None` for a run without layers.
-pub fn sparsity(manifest: &Manifest) -> Result<Option<Figure>> {
-    let Some(grid) = Grid::new(manifest, |matrix| {
-        let [rows, columns] = matrix.shape.map(|size| size as f64);
-        let weights = rows * columns;
-        (weights > 0.0).then(|| matrix.zeros as f64 / weights)
-    }) else {
-        return Ok(None);
-    };
-    Ok(Some(Figure {
+pub fn sparsity(manifest: &Manifest) -> Option<Figure> {
+    let grid = Grid::new(manifest, MatrixReport::sparsity)?;
+    Some(Figure {
         name: "sparsity".into(),
         caption: "Sparsity of every matrix: zeros over weights after pruning. Rows are decoder layers from the first to the \
                   last, columns their matrices; darker is sparser, and the colours mean the same in every report."
             .into(),
-        svg: grid.draw("Sparsity", "zeros / weights of each matrix", 1.0, &BLUES)?,
-    }))
+        svg: grid.draw("Sparsity", "zeros / weights of each matrix", 1.0, &BLUES),
+    })
 }
 
 /// Draws the relative output error of every matrix; `None` where none was measured.
-pub fn output_error(manifest: &Manifest) -> Result<Option<Figure>> {
-    let Some(grid) = Grid::new(manifest, |matrix| matrix.relative_output_error) else {
-        return Ok(None);
-    };
-    let largest = grid.cells().flatten().fold(0.0, f64::max);
-    let to = Axis::up_to(0.0, largest.max(1e-6), 5).to;
-    Ok(Some(Figure {
+pub fn output_error(manifest: &Manifest) -> Option<Figure> {
+    let grid = Grid::new(manifest, |matrix| matrix.relative_output_error)?;
+    let largest = grid.cells().flatten().fold(1e-6, f64::max);
+    let to = Axis::up_to(0.0, largest, 5).to;
+    Some(Figure {
         name: "output-error".into(),
         caption: "How far each pruned matrix's output is from the dense one's, on a few hundred calibration tokens: \
                   ‖Wx − W′x‖ / ‖Wx‖, 0 for no change. Darker is worse; the colours end at this run's largest error, rounded up. \
                   An empty cell was not measured: the matrix was left alone."
             .into(),
-        svg: grid.draw("Relative output error", "‖Wx − W′x‖ / ‖Wx‖ of each matrix", to, &ORANGES)?,
-    }))
+        svg: grid.draw("Relative output error", "‖Wx − W′x‖ / ‖Wx‖ of each matrix", to, &ORANGES),
+    })
 }
 
 /// Values by layer and matrix.
@@ -108,54 +89,60 @@ impl Grid {
         is_measured.then_some(grid)
     }
 
-    fn cells(&self) -> impl Iterator<Item = Option<f64>> {
+    fn cells(&self) -> impl Iterator<Item = Option<f64>> + Clone {
         self.rows.iter().flat_map(|(_, cells)| cells).copied()
     }
 
-    fn draw(&self, title: &str, unit: &str, to: f64, ramp: &[RGBColor; 5]) -> Result<String> {
-        let row_height: i32 = match self.rows.len() {
+    fn draw(&self, title: &str, unit: &str, to: f64, ramp: &[Rgb; 5]) -> String {
+        let height: i32 = match self.rows.len() {
             0..=24 => 26,
             25..=48 => 18,
             _ => 9,
         };
         // Numbers on the left stand at least 18 pixels apart.
-        let numbered = (18 / row_height).max(1) as usize;
-        let top = HEADER as i32 + SCALE + NAMES;
-        let width = (WIDTH as i32 - NUMBERS - 8) / self.columns.len() as i32;
-        let height = top + row_height * self.rows.len() as i32 + 8;
-        let description = self.describe();
-        canvas::draw(height as u32, title, &description, |area| {
-            canvas::header(area, title, unit)?;
-            scale(area, to, ramp)?;
-            let names = letters(TEXT, INK, Anchor::Middle);
-            let numbers = letters(TEXT, INK, Anchor::End);
-            let layer = letters(TEXT, MUTED, Anchor::End);
-            write(area, "layer", &layer, (NUMBERS - 8, top - NAMES / 2))?;
-            for (column, name) in self.columns.iter().enumerate() {
-                let x = NUMBERS + width * column as i32 + width / 2;
-                write(area, name, &names, (x, top - NAMES / 2))?;
+        let numbered = (18 / height).max(1) as usize;
+        let width = (WIDTH - NUMBERS - 8) / self.columns.len() as i32;
+        let mut sheet = Sheet::new(title, unit);
+        draw_scale(&mut sheet, to, ramp);
+        let mut top = HEADER + SCALE + NAMES;
+        let layer = Letters { color: MUTED, ..letters("end") };
+        sheet.text("layer", [NUMBERS - 8, top - NAMES / 2], layer);
+        for (column, name) in (0..).zip(&self.columns) {
+            let x = NUMBERS + width * column + width / 2;
+            sheet.text(name, [x, top - NAMES / 2], letters("middle"));
+        }
+        for (row, (layer, cells)) in self.rows.iter().enumerate() {
+            let middle = top + height / 2;
+            if row % numbered == 0 {
+                sheet.text(&layer.to_string(), [NUMBERS - 8, middle], letters("end"));
             }
-            for (row, (layer, cells)) in self.rows.iter().enumerate() {
-                let y = top + row_height * row as i32;
-                if row % numbered == 0 {
-                    let at = (NUMBERS - 8, y + row_height / 2);
-                    write(area, &layer.to_string(), &numbers, at)?;
-                }
-                for (column, value) in cells.iter().enumerate() {
-                    let x = NUMBERS + width * column as i32;
-                    cell(area, *value, to, ramp, (x, y), (width, row_height))?;
+            for (column, value) in (0..).zip(cells) {
+                let x = NUMBERS + width * column;
+                let (at, size) = ([x + 1, top + 1], [width - 2, height - 2]);
+                let (text, ink) = match value {
+                    Some(value) => {
+                        let color = shade(ramp, value / to);
+                        sheet.fill(&hex(color), at, size);
+                        (number(*value), hex(letters_on(color)))
+                    }
+                    None => {
+                        sheet.fill(GRID, at, size);
+                        sheet.fill(PAPER, at.map(|from| from + 1), size.map(|length| length - 2));
+                        ("–".to_string(), MUTED.to_string())
+                    }
+                };
+                if height >= 18 {
+                    let style = Letters { size: 12, color: &ink, anchor: "middle" };
+                    sheet.text(&text, [x + width / 2, middle], style);
                 }
             }
-            Ok(())
-        })
+            top += height;
+        }
+        sheet.finish(top + 8, title, &self.describe())
     }
 
     fn describe(&self) -> String {
-        let (mut least, mut most) = (f64::INFINITY, f64::NEG_INFINITY);
-        for value in self.cells().flatten() {
-            least = least.min(value);
-            most = most.max(value);
-        }
+        let (least, most) = range(self.cells().flatten()).unwrap_or_default();
         format!(
             "A heat map of {} layers and the matrices {}. Values lie between {least:.3} and {most:.3}.",
             self.rows.len(),
@@ -165,49 +152,17 @@ impl Grid {
 }
 
 /// Draws the bar that relates colours to numbers.
-fn scale(area: &Area<'_>, to: f64, ramp: &[RGBColor; 5]) -> Result<()> {
-    let (top, left) = (HEADER as i32 + 2, NUMBERS);
-    let length = 5 * STEPS;
-    let bottom = top + 14;
+fn draw_scale(sheet: &mut Sheet, to: f64, ramp: &[Rgb; 5]) {
+    let (top, height, end) = (HEADER + 2, 14, NUMBERS + STEPS * STEP);
+    sheet.fill(GRID, [NUMBERS - 1, top - 1], [STEPS * STEP + 2, height + 2]);
     for step in 0..STEPS {
         let color = shade(ramp, (f64::from(step) + 0.5) / f64::from(STEPS));
+        let x = NUMBERS + STEP * step;
         // Each step reaches to the end, so that no gaps show between steps.
-        let corner = (left + 5 * step, top);
-        canvas::fill(area, color, corner, (left + length, bottom))?;
+        sheet.fill(&hex(color), [x, top], [end - x, height]);
     }
-    canvas::frame(area, GRID, (left, top), (left + length, bottom))?;
-    let middle = (top + bottom) / 2;
-    let (before, behind) = ((left - 8, middle), (left + length + 8, middle));
-    write(area, "0", &letters(TEXT, INK, Anchor::End), before)?;
-    let end = letters(TEXT, INK, Anchor::Start);
-    write(area, &label(to), &end, behind)
-}
-
-fn cell(
-    area: &Area<'_>,
-    value: Option<f64>,
-    to: f64,
-    ramp: &[RGBColor; 5],
-    (x, y): (i32, i32),
-    (width, height): (i32, i32),
-) -> Result<()> {
-    let (from, until) = ((x + 1, y + 1), (x + width - 1, y + height - 1));
-    let middle = (x + width / 2, y + height / 2);
-    let is_lettered = height >= 18;
-    let Some(value) = value else {
-        canvas::frame(area, GRID, from, until)?;
-        if is_lettered {
-            write(area, "–", &letters(SMALL, MUTED, Anchor::Middle), middle)?;
-        }
-        return Ok(());
-    };
-    let color = shade(ramp, value / to);
-    canvas::fill(area, color, from, until)?;
-    if is_lettered {
-        let style = letters(SMALL, letters_on(color), Anchor::Middle);
-        write(area, &number(value), &style, middle)?;
-    }
-    Ok(())
+    sheet.text("0", [NUMBERS - 8, top + height / 2], letters("end"));
+    sheet.text(&label(to), [end + 8, top + height / 2], letters("start"));
 }
 
 /// Writes a value in the few characters that fit a cell.
@@ -218,34 +173,32 @@ fn number(value: f64) -> String {
     format!("{value:.2}")
 }
 
+/// A colour in the notation of SVG.
+fn hex([red, green, blue]: Rgb) -> String {
+    format!("#{red:02x}{green:02x}{blue:02x}")
+}
+
 /// The colour of a ramp at `share`, clamped to [0, 1].
-fn shade(ramp: &[RGBColor; 5], share: f64) -> RGBColor {
+fn shade(ramp: &[Rgb; 5], share: f64) -> Rgb {
     let place = share.clamp(0.0, 1.0) * (ramp.len() - 1) as f64;
     let index = (place as usize).min(ramp.len() - 2);
     let part = place - index as f64;
     let mix = |from: u8, to: u8| (f64::from(from) * (1.0 - part) + f64::from(to) * part) as u8;
-    let (from, to) = (ramp[index], ramp[index + 1]);
-    RGBColor(mix(from.0, to.0), mix(from.1, to.1), mix(from.2, to.2))
+    std::array::from_fn(|channel| mix(ramp[index][channel], ramp[index + 1][channel]))
 }
 
-/// Black or white, whichever is easier to read on a colour.
-fn letters_on(color: RGBColor) -> RGBColor {
-    if contrast(color, ON_LIGHT) >= contrast(color, ON_DARK) { ON_LIGHT } else { ON_DARK }
-}
-
-/// The contrast ratio of two colours, from 1 to 21 (WCAG 2).
-fn contrast(one: RGBColor, other: RGBColor) -> f64 {
-    let (one, other) = (luminance(one), luminance(other));
-    (one.max(other) + 0.05) / (one.min(other) + 0.05)
+/// Black or white, whichever has more contrast to a colour (WCAG 2): beyond √(0.05 · 1.05) − 0.05, black.
+fn letters_on(color: Rgb) -> Rgb {
+    if luminance(color) > 0.179 { ON_LIGHT } else { ON_DARK }
 }
 
 /// Relative luminance in [0, 1] (WCAG 2).
-fn luminance(RGBColor(red, green, blue): RGBColor) -> f64 {
-    let linear = |channel: u8| {
+fn luminance(color: Rgb) -> f64 {
+    let [red, green, blue] = color.map(|channel| {
         let value = f64::from(channel) / 255.0;
         if value <= 0.040_45 { value / 12.92 } else { ((value + 0.055) / 1.055).powf(2.4) }
-    };
-    0.2126 * linear(red) + 0.7152 * linear(green) + 0.0722 * linear(blue)
+    });
+    0.2126 * red + 0.7152 * green + 0.0722 * blue
 }
 
 #[cfg(test)]
@@ -262,17 +215,17 @@ mod tests {
         assert_eq!(grid.rows[1].0, 1);
         assert_eq!(grid.rows[1].1[6], Some(0.25));
         assert_eq!(grid.rows[0].1[6], None);
-        let svg = output_error(&manifest).unwrap().unwrap().svg;
-        assert!(svg.contains(">\n0.25\n<"), "{svg}");
+        let svg = output_error(&manifest).unwrap().svg;
+        assert!(svg.contains(">0.25<"), "{svg}");
     }
 
     #[test]
     fn a_run_without_errors_or_layers_has_no_picture() {
         let mut manifest = made_up::manifest("magnitude", 0.5);
-        assert_eq!(output_error(&manifest).unwrap(), None);
-        assert!(sparsity(&manifest).unwrap().is_some());
+        assert_eq!(output_error(&manifest), None);
+        assert!(sparsity(&manifest).is_some());
         manifest.layers.clear();
-        assert_eq!(sparsity(&manifest).unwrap(), None);
+        assert_eq!(sparsity(&manifest), None);
     }
 
     #[test]
@@ -286,15 +239,21 @@ mod tests {
                 layer
             })
             .collect();
-        let svg = sparsity(&manifest).unwrap().unwrap().svg;
-        assert!(svg.contains(">\n78\n<") && !svg.contains(">\n79\n<"));
-        assert!(!svg.contains(">\n0.50\n<"), "cells of nine pixels hold no letters");
+        let svg = sparsity(&manifest).unwrap().svg;
+        assert!(svg.contains(">78<") && !svg.contains(">79<"));
+        assert!(!svg.contains(">0.50<"), "cells of nine pixels hold no letters");
+    }
+
+    /// The contrast ratio of two colours, from 1 to 21 (WCAG 2).
+    fn contrast(one: Rgb, other: Rgb) -> f64 {
+        let (one, other) = (luminance(one), luminance(other));
+        (one.max(other) + 0.05) / (one.min(other) + 0.05)
     }
 
     #[test]
     fn shades_run_from_light_to_dark_and_letters_can_be_read_on_all() {
         for ramp in [BLUES, ORANGES] {
-            let shades: Vec<RGBColor> =
+            let shades: Vec<Rgb> =
                 (0..=20).map(|step| shade(&ramp, f64::from(step) / 20.0)).collect();
             assert!(shades.windows(2).all(|pair| luminance(pair[0]) > luminance(pair[1])));
             for color in shades {

@@ -1,23 +1,17 @@
 //! Memory over time; the peak per phase where no samples were taken.
 
-use anyhow::Result;
-
 use super::Figure;
-use super::bars::{self, Bar};
-use super::chart::{Chart, ChartLine};
-use super::scale::{Axis, label};
+use super::chart::{Bar, Chart, ChartSeries, SeriesForm, bars};
+use super::scale::Axis;
 use crate::bytes::ByteSize;
 use crate::run::Manifest;
 
 /// Draws lines from samples, or bars from the peaks of phases; `None` for a run without either.
-pub fn figure(manifest: &Manifest) -> Result<Option<Figure>> {
-    if manifest.memory.len() > 1 {
-        return over_time(manifest).map(Some);
-    }
-    per_phase(manifest)
+pub fn figure(manifest: &Manifest) -> Option<Figure> {
+    if manifest.memory.len() > 1 { Some(over_time(manifest)) } else { per_phase(manifest) }
 }
 
-fn over_time(manifest: &Manifest) -> Result<Figure> {
+fn over_time(manifest: &Manifest) -> Figure {
     let samples = &manifest.memory;
     let last = samples.iter().map(|sample| sample.seconds).fold(0.0, f64::max);
     let most = samples
@@ -30,26 +24,20 @@ fn over_time(manifest: &Manifest) -> Result<Figure> {
         .unwrap_or(ByteSize::ZERO);
     let (time, time_unit) = time_unit(last);
     let (bytes, bytes_unit) = byte_unit(most);
-    let x = |seconds: f64| seconds / time;
-    let y = |size: ByteSize| size.0 as f64 / bytes;
-    let now = samples.iter().map(|sample| (x(sample.seconds), y(sample.anonymous))).collect();
+    let at = |seconds: f64, size: ByteSize| (seconds / time, size.0 as f64 / bytes);
+    let now = samples.iter().map(|sample| at(sample.seconds, sample.anonymous));
     // The peak of a sample was reached at some moment after the sample before: a step over that time.
-    let peak = samples
-        .windows(2)
-        .flat_map(|pair| {
-            let height = y(pair[1].peak_anonymous);
-            [(x(pair[0].seconds), height), (x(pair[1].seconds), height)]
-        })
-        .collect();
-    let line = |label: &str, points| ChartLine { label: label.into(), points, is_marked: false };
-    let mut lines = vec![line("at the sample", now), line("most since the last", peak)];
-    let on_gpus: Vec<(f64, f64)> = samples
-        .iter()
-        .filter_map(|sample| Some((x(sample.seconds), y(sample.gpu?.allocated))))
-        .collect();
-    if !on_gpus.is_empty() {
-        lines.push(line("allocated on GPUs", on_gpus));
-    }
+    let peak = samples.windows(2).flat_map(|pair| {
+        [&pair[0], &pair[1]].map(|sample| at(sample.seconds, pair[1].peak_anonymous))
+    });
+    let gpus = samples.iter().filter_map(|sample| Some(at(sample.seconds, sample.gpu?.allocated)));
+    let mut series = vec![
+        ChartSeries::new("at the sample", SeriesForm::Line, now),
+        ChartSeries::new("most since the last", SeriesForm::Line, peak),
+        ChartSeries::new("allocated on GPUs", SeriesForm::Line, gpus),
+    ];
+    series.retain(|series| !series.points.is_empty());
+    let (right, top) = at(last, most);
     let svg = Chart {
         title: "Memory over time",
         y_name: &format!("resident anonymous memory, {bytes_unit}"),
@@ -58,49 +46,36 @@ fn over_time(manifest: &Manifest) -> Result<Figure> {
             "{} samples over {last:.0} seconds; the largest is {most}.",
             samples.len()
         ),
-        x: Axis::up_to(0.0, x(last), 6),
-        y: Axis::up_to(0.0, y(most), 5),
-        x_label: &label,
-        y_label: &label,
-        lines,
-        levels: Vec::new(),
+        x: Axis::up_to(0.0, right, 6),
+        y: Axis::up_to(0.0, top, 5),
+        series,
     }
-    .draw()?;
-    Ok(Figure {
+    .draw();
+    Figure {
         name: "memory".into(),
         caption: format!(
             "The process's resident anonymous memory at the checkpoints of the run and after each layer, and the most there was \
              between two of them. The largest: {most}."
         ),
         svg,
-    })
+    }
 }
 
-fn per_phase(manifest: &Manifest) -> Result<Option<Figure>> {
-    let bars: Vec<Bar> = manifest
-        .phases
-        .iter()
-        .filter_map(|phase| {
-            let peak = phase.peak_anonymous?;
-            Some(Bar {
-                name: phase.phase.to_string(),
-                value: peak.0 as f64,
-                label: peak.to_string(),
-            })
-        })
+fn per_phase(manifest: &Manifest) -> Option<Figure> {
+    let bar =
+        |name: String, peak: ByteSize| Bar { name, value: peak.0 as f64, label: peak.to_string() };
+    let phases = manifest.phases.iter();
+    let peaks: Vec<Bar> = phases
+        .filter_map(|phase| Some(bar(phase.phase.to_string(), phase.peak_anonymous?)))
         .collect();
-    if bars.is_empty() {
-        return Ok(None);
-    }
-    let svg =
-        bars::draw("Peak memory per phase", "resident anonymous memory of the process", 2, &bars)?;
-    Ok(Some(Figure {
+    let unit = "resident anonymous memory of the process";
+    Some(Figure {
         name: "memory".into(),
         caption: "The most resident anonymous memory the process had while each phase ran, the largest over the layers. This \
                   run took no samples over time."
             .into(),
-        svg,
-    }))
+        svg: bars("Peak memory per phase", unit, 2, &peaks)?,
+    })
 }
 
 /// Seconds per unit, and its name.
@@ -137,12 +112,12 @@ mod tests {
     fn samples_are_drawn_over_time_with_their_units() {
         let mut manifest = made_up::manifest("wanda", 0.5);
         manifest.memory = vec![sample(0.0, 20), sample(100.0, 90), sample(400.0, 60)];
-        let figure = figure(&manifest).unwrap().unwrap();
+        let figure = figure(&manifest).unwrap();
         assert!(figure.svg.contains("time since the run began, minutes"));
         assert!(figure.svg.contains("memory, MiB"));
         assert!(figure.caption.contains("100.00 MiB"), "{}", figure.caption);
         // A line per measure; the axes add theirs.
-        for color in ["#0072B2", "#D55E00"] {
+        for color in ["#0072b2", "#d55e00"] {
             let line = format!("stroke=\"{color}\" stroke-width=\"2\" points=");
             assert!(figure.svg.contains(&line), "{}", figure.svg);
         }
@@ -153,7 +128,7 @@ mod tests {
         let mut manifest = made_up::manifest("wanda", 0.5);
         for latest in [400.0, 1e308] {
             manifest.memory = vec![sample(0.0, 20), sample(latest, 90), sample(10.0, 60)];
-            let figure = figure(&manifest).unwrap().unwrap();
+            let figure = figure(&manifest).unwrap();
             let duration = format!("over {latest:.0} seconds");
             assert!(figure.svg.contains(&duration), "{}", figure.svg);
         }
@@ -163,7 +138,7 @@ mod tests {
     fn memory_of_gpus_has_a_line_of_its_own() {
         let mut manifest = made_up::manifest("wanda", 0.5);
         manifest.memory = vec![sample(0.0, 20), sample(100.0, 90)];
-        assert!(!figure(&manifest).unwrap().unwrap().svg.contains("on GPUs"));
+        assert!(!figure(&manifest).unwrap().svg.contains("on GPUs"));
         for sample in &mut manifest.memory {
             let [size, more] = [ByteSize(300 << 20), ByteSize(400 << 20)];
             sample.gpu = Some(GpuMemory {
@@ -174,7 +149,7 @@ mod tests {
                 total: more,
             });
         }
-        let figure = figure(&manifest).unwrap().unwrap();
+        let figure = figure(&manifest).unwrap();
         assert!(figure.svg.contains("allocated on GPUs"), "{}", figure.svg);
         assert!(figure.caption.contains("400.00 MiB"), "{}", figure.caption);
     }
@@ -183,10 +158,10 @@ mod tests {
     fn without_samples_the_phases_peaks_are_drawn_and_without_those_nothing() {
         let mut manifest = made_up::manifest("wanda", 0.5);
         assert!(manifest.memory.is_empty());
-        let drawn = figure(&manifest).unwrap().unwrap();
+        let drawn = figure(&manifest).unwrap();
         assert!(drawn.svg.contains("Peak memory per phase"));
         manifest.phases.iter_mut().for_each(|phase| phase.peak_anonymous = None);
-        assert_eq!(figure(&manifest).unwrap(), None);
+        assert_eq!(figure(&manifest), None);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Pictures of runs as SVG text, drawn with plotters: a file per picture.
+//! Pictures of runs as SVG text: a file per picture.
 //!
 //! | file | picture |
 //! | --- | --- |
@@ -7,19 +7,18 @@
 //! | `memory` | memory over time, or the peak per phase where no samples were taken |
 //! | `training` | losses and learning rate of a training |
 //! | `perplexity` | perplexity against sparsity, a line per method |
-//! | `canvas`, `scale`, `bars`, `chart` | shared parts: colours and texts, ticks, horizontal bars, lines over axes |
+//! | `sheet`, `scale`, `chart` | shared parts: colours, shapes and texts; ticks; points, lines and bars |
 //!
-//! plotters' SVG backend only guesses the width of a text. So no text is placed by its width: titles and units have rows of their own
-//! above the picture, and numbers stand next to the ends of lines and bars.
+//! No text is placed by its width, which depends on the reader's fonts. Titles and units have rows of their own above the picture,
+//! and numbers stand next to the ends of lines and bars.
 
-mod bars;
-mod canvas;
 mod chart;
 pub mod heat;
 pub mod memory;
 pub mod perplexity;
 pub mod phases;
 mod scale;
+mod sheet;
 pub mod training;
 
 /// A picture and its caption.

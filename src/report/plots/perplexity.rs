@@ -1,44 +1,33 @@
 //! Perplexity against sparsity: a line per method, the dense perplexity as a dashed level.
 
-use anyhow::Result;
-
 use super::Figure;
-use super::chart::{Chart, ChartLevel, ChartLine};
-use super::scale::{Axis, label};
-use crate::report::comparison::ComparableRuns;
+use super::chart::{Chart, ChartSeries, SeriesForm};
+use super::scale::{Axis, range};
+use crate::report::comparison::{ComparableRuns, is_drawable};
 use crate::run::grid::GridRecord;
 
 /// The ratio of the largest to the smallest perplexity from which the axis is logarithmic.
 const WIDE: f64 = 4.0;
 
-/// The lines of a chart, by label: sparsity and perplexity of each point.
-type PlottedSeries = Vec<(String, Vec<(f64, f64)>)>;
-
 /// Draws a group of comparable runs; `None` without a pruned perplexity.
-pub fn figure(group: &ComparableRuns<'_>) -> Result<Option<Figure>> {
-    let series: PlottedSeries = group
-        .series
-        .iter()
-        .map(|series| {
-            let points = series.points.iter();
-            let points = points.map(|point| (point.sparsity, point.perplexity));
-            (series.label.clone(), points.collect())
-        })
-        .collect();
+pub fn figure(group: &ComparableRuns) -> Option<Figure> {
+    let series = group.series.iter();
+    let series = series.map(|series| {
+        ChartSeries::new(&series.label, SeriesForm::Marked, series.points.iter().copied())
+    });
     let caption = format!(
         "Perplexity of the pruned models over the share of their weights that is zero, one line per method; the dashed line \
          is the dense model. All measured on {}.",
-        group.protocol.description
+        group.description
     );
-    draw(&series, &group.dense, caption)
+    draw(series.collect(), &group.dense, caption)
 }
 
 /// Draws the means of a sweep: a line per method, a point for each of its patterns. `None` without a finite perplexity.
-pub fn of_grid(record: &GridRecord) -> Result<Option<Figure>> {
-    let mut series = PlottedSeries::new();
+pub fn of_grid(record: &GridRecord) -> Option<Figure> {
+    let mut all: Vec<ChartSeries> = Vec::new();
     for entry in &record.table {
-        let is_drawn = |perplexity: &f64| perplexity.is_finite() && *perplexity > 0.0;
-        let perplexity = entry.mean_perplexity.filter(is_drawn);
+        let perplexity = entry.mean_perplexity.filter(is_drawable);
         let Some(point) = entry.sparsity.zip(perplexity) else {
             continue;
         };
@@ -46,84 +35,53 @@ pub fn of_grid(record: &GridRecord) -> Result<Option<Figure>> {
             true => format!("{} {}", entry.method, entry.column),
             false => entry.method.clone(),
         };
-        match series.iter_mut().find(|(other, _)| *other == label) {
-            Some((_, points)) => points.push(point),
-            None => series.push((label, vec![point])),
+        match all.iter_mut().find(|series| series.label == label) {
+            Some(series) => series.points.push(point),
+            None => all.push(ChartSeries::new(label, SeriesForm::Marked, [point])),
         }
     }
-    let dense = record.dense_perplexity;
-    let dense: Vec<f64> =
-        dense.into_iter().filter(|dense| dense.is_finite() && *dense > 0.0).collect();
+    let dense: Vec<f64> = record.dense_perplexity.into_iter().filter(is_drawable).collect();
     let caption = "Mean perplexity of the pruned models over seeds, over the share of their weights that is zero, one line per method \
          and one point per pattern; the dashed line is the dense model.";
-    draw(&series, &dense, caption.to_string())
+    draw(all, &dense, caption.to_string())
 }
 
-/// Draws lines; `None` without a point.
-fn draw(series: &PlottedSeries, dense: &[f64], caption: String) -> Result<Option<Figure>> {
-    let points = || series.iter().flat_map(|(_, points)| points.iter().copied());
-    if points().next().is_none() {
-        return Ok(None);
-    }
-    let perplexities = || {
-        let pruned = points().map(|(_, perplexity)| perplexity);
-        pruned.chain(dense.iter().copied())
-    };
-    let lowest = perplexities().fold(f64::INFINITY, f64::min);
-    let highest = perplexities().fold(f64::NEG_INFINITY, f64::max);
-    let is_logarithmic = highest / lowest > WIDE;
-    let (y, name) = if is_logarithmic {
+/// Draws series and dense perplexities; `None` without a point.
+fn draw(mut series: Vec<ChartSeries>, dense: &[f64], caption: String) -> Option<Figure> {
+    let description = describe(&series, dense);
+    let points: Vec<_> = series.iter().flat_map(|series| series.points.iter().copied()).collect();
+    let (least, sparsest) = range(points.iter().map(|point| point.0))?;
+    let perplexities = points.iter().map(|point| point.1).chain(dense.iter().copied());
+    let (lowest, highest) = range(perplexities)?;
+    let (y, y_name) = if highest / lowest > WIDE {
         (Axis::logarithmic(lowest, highest), "perplexity, logarithmic (lower is better)")
     } else {
         (Axis::around(lowest, highest, 5), "perplexity (lower is better)")
     };
-    let height = |perplexity: f64| {
-        if is_logarithmic { perplexity.log10() } else { perplexity }
-    };
-    let y_label = |value: f64| label(if is_logarithmic { 10f64.powf(value) } else { value });
-    let sparsities = || points().map(|(sparsity, _)| sparsity);
-    let sparsest = sparsities().fold(f64::NEG_INFINITY, f64::max);
-    let least = sparsities().fold(f64::INFINITY, f64::min);
-    let lines = series.iter().map(|(label, points)| ChartLine {
-        label: label.clone(),
-        points: points
-            .iter()
-            .map(|&(sparsity, perplexity)| (sparsity, height(perplexity)))
-            .collect(),
-        is_marked: true,
-    });
-    let levels = dense
-        .iter()
-        .map(|&dense| ChartLevel { label: format!("dense: {dense:.4}"), value: height(dense) });
+    series.extend(dense.iter().map(|&dense| {
+        ChartSeries::new(format!("dense: {dense:.4}"), SeriesForm::Level, [(least, dense)])
+    }));
     let svg = Chart {
         title: "Perplexity against sparsity",
-        y_name: name,
+        y_name,
         x_name: "sparsity reached (zeros / weights)",
-        description: &describe(series, dense),
+        description: &description,
         x: Axis::around(least, sparsest, 6),
         y,
-        x_label: &label,
-        y_label: &y_label,
-        lines: lines.collect(),
-        levels: levels.collect(),
+        series,
     }
-    .draw()?;
-    Ok(Some(Figure { name: "perplexity".into(), caption, svg }))
+    .draw();
+    Some(Figure { name: "perplexity".into(), caption, svg })
 }
 
-fn describe(series: &PlottedSeries, dense: &[f64]) -> String {
-    let mut sentences: Vec<String> = series
-        .iter()
-        .map(|(label, points)| {
-            let points: Vec<String> = points
-                .iter()
-                .map(|(sparsity, perplexity)| format!("{perplexity:.2} at {sparsity:.3}"))
-                .collect();
-            format!("{label}: {}", points.join(", "))
-        })
-        .collect();
-    sentences.extend(dense.iter().map(|dense| format!("dense: {dense:.2}")));
-    sentences.join("; ")
+fn describe(series: &[ChartSeries], dense: &[f64]) -> String {
+    let of_series = series.iter().map(|series| {
+        let points = series.points.iter();
+        let points = points.map(|(sparsity, of)| format!("{of:.2} at {sparsity:.3}"));
+        format!("{}: {}", series.label, points.collect::<Vec<_>>().join(", "))
+    });
+    let dense = dense.iter().map(|dense| format!("dense: {dense:.2}"));
+    of_series.chain(dense).collect::<Vec<_>>().join("; ")
 }
 
 #[cfg(test)]
@@ -144,7 +102,7 @@ mod tests {
             .collect();
         let comparison = RunComparison::of(&runs);
         assert_eq!(comparison.groups.len(), 1);
-        figure(&comparison.groups[0]).unwrap().unwrap()
+        figure(&comparison.groups[0]).unwrap()
     }
 
     #[test]
@@ -152,7 +110,7 @@ mod tests {
         let close = figure_of(&[11.0, 12.0, 14.0]).svg;
         assert!(close.contains("perplexity (lower is better)"), "{close}");
         let wide = figure_of(&[11.0, 40.0, 2000.0]).svg;
-        assert!(wide.contains("logarithmic") && wide.contains(">\n1000\n<"));
+        assert!(wide.contains("logarithmic") && wide.contains(">1000<"));
         assert!(wide.contains("dense: 10.0000"));
     }
 

@@ -7,6 +7,7 @@ pub(super) struct Axis {
     pub(super) to: f64,
     /// Ticks inside it, ascending.
     pub(super) ticks: Vec<f64>,
+    is_logarithmic: bool,
 }
 
 impl Axis {
@@ -15,39 +16,50 @@ impl Axis {
         let to = if to > from { to } else { from + 1.0 };
         let step = step(to - from, count);
         let end = (to / step - 1e-9).ceil() * step;
-        Self { from, to: end, ticks: multiples(from, end, step) }
+        Self { from, to: end, ticks: multiples(from, end, step), is_logarithmic: false }
     }
 
     /// An axis over a little more than `from..to`, with about `count` steps.
     pub(super) fn around(from: f64, to: f64, count: usize) -> Self {
         let margin = if to > from { (to - from) * 0.06 } else { from.abs().max(1e-3) * 0.05 };
         let (from, to) = (from - margin, to + margin);
-        Self { from, to, ticks: multiples(from, to, step(to - from, count)) }
+        let ticks = multiples(from, to, step(to - from, count));
+        Self { from, to, ticks, is_logarithmic: false }
     }
 
-    /// An axis over the decimal logarithms of a little more than `from..to`, both positive. Ticks are logarithms too.
+    /// An axis over a little more than `from..to`, both positive, on which equal ratios have equal lengths.
     pub(super) fn logarithmic(from: f64, to: f64) -> Self {
         let margin = ((to.log10() - from.log10()) * 0.06).max(0.01);
         let (low, high) = (from.log10() - margin, to.log10() + margin);
+        let (from, to) = (10f64.powf(low), 10f64.powf(high));
         let candidates: [&[f64]; 4] =
             [&[1.0], &[1.0, 3.0], &[1.0, 2.0, 5.0], &[1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0]];
         let ticks_of = |mantissas: &[f64]| -> Vec<f64> {
-            (low.floor() as i32..=high.ceil() as i32)
-                .flat_map(|decade| {
-                    mantissas.iter().map(move |mantissa| mantissa.log10() + f64::from(decade))
-                })
-                .filter(|tick| (low..=high).contains(tick))
-                .collect()
+            let decades = low.floor() as i32..=high.ceil() as i32;
+            let ticks = decades.flat_map(|decade| {
+                mantissas.iter().map(move |mantissa| mantissa * 10f64.powi(decade))
+            });
+            ticks.filter(|tick| (from..=to).contains(tick)).collect()
         };
-        let ticks =
-            candidates.into_iter().map(ticks_of).find(|ticks| ticks.len() >= 4).unwrap_or_else(
-                || {
-                    let (from, to) = (10f64.powf(low), 10f64.powf(high));
-                    multiples(from, to, step(to - from, 6)).into_iter().map(f64::log10).collect()
-                },
-            );
-        Self { from: low, to: high, ticks }
+        let mut ticks = candidates.into_iter().map(ticks_of);
+        let ticks = ticks.find(|ticks| ticks.len() >= 4);
+        let ticks = ticks.unwrap_or_else(|| multiples(from, to, step(to - from, 6)));
+        Self { from, to, ticks, is_logarithmic: true }
     }
+
+    /// The place of a value between the pixels of the axis' ends.
+    pub(super) fn place(&self, value: f64, [low, high]: [i32; 2]) -> i32 {
+        let length = |value: f64| if self.is_logarithmic { value.log10() } else { value };
+        let [value, from, to] = [value, self.from, self.to].map(length);
+        let share = (value - from) / (to - from);
+        // A value far off the axis, as in a damaged record, must fit the integers.
+        low + (share.clamp(-1.0, 2.0) * f64::from(high - low)).round() as i32
+    }
+}
+
+/// The least and the largest number; `None` without numbers.
+pub(super) fn range(numbers: impl Iterator<Item = f64> + Clone) -> Option<(f64, f64)> {
+    Some((numbers.clone().reduce(f64::min)?, numbers.reduce(f64::max)?))
 }
 
 /// The smallest step of 1, 2 or 5 times a power of ten of which `span` has at most `count`.
@@ -110,14 +122,9 @@ mod tests {
         let labels = |from, to| -> Vec<String> {
             let axis = Axis::logarithmic(from, to);
             assert!(axis.ticks.iter().all(|tick| (axis.from..=axis.to).contains(tick)));
-            axis.ticks.iter().map(|tick| label(10f64.powf(*tick))).collect()
+            self::labels(&axis)
         };
-        assert_eq!(
-            labels(5.0, 20_000.0),
-            ["10", "100", "1000", "10000"],
-            "{:?}",
-            Axis::logarithmic(5.0, 20_000.0)
-        );
+        assert_eq!(labels(5.0, 20_000.0), ["10", "100", "1000", "10000"]);
         assert_eq!(labels(5.1, 230.0), ["5", "10", "20", "50", "100", "200"]);
         assert_eq!(labels(5.2, 6.1), ["5.2", "5.4", "5.6", "5.8", "6", "6.2"]);
     }
@@ -135,7 +142,19 @@ mod tests {
             Axis::logarithmic(least, 5.0 * least),
         ] {
             assert!(axis.ticks.len() < 1000, "{axis:?}");
+            let _ = axis.ticks.iter().map(|&tick| axis.place(tick, [0, 400])).max();
         }
+    }
+
+    #[test]
+    fn values_off_an_axis_are_drawn_near_it() {
+        let axis = Axis::up_to(0.0, 1.0, 5);
+        let at = |value: f64| axis.place(value, [64, 464]);
+        assert_eq!([at(0.0), at(0.5), at(1.0)], [64, 264, 464]);
+        assert_eq!([at(-1e308), at(1e308)], [64 - 400, 464 + 400]);
+        assert_eq!([at(f64::NEG_INFINITY), at(f64::INFINITY)], [-336, 864]);
+        assert_eq!(at(f64::NAN), 64);
+        assert_eq!(Axis::logarithmic(1.0, 100.0).place(10.0, [0, 100]), 50);
     }
 
     #[test]
