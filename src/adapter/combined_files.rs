@@ -20,7 +20,7 @@ use super::keys::{PREFIX, module_of};
 use super::opened::WEIGHTS_FILE;
 use super::parts::transposed;
 use super::stored::Stored;
-use crate::bytes::hex;
+use crate::bytes::{hex, json_file};
 use crate::checkpoint::{
     PARTIAL_SUFFIX, TensorEntry, cannot_write, encode_header, sync_folder, write_atomic,
 };
@@ -63,8 +63,7 @@ impl Combination {
         }
         let weights_file = output.finish(&weights)?;
         sync_folder(folder)?;
-        let mut text = serde_json::to_vec_pretty(&self.config())?;
-        text.push(b'\n');
+        let text = json_file(&self.config())?;
         write_atomic(&config, &text)?;
         let config_file = VerifiedFile {
             file: CONFIG_FILE.to_string(),

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::io::{self, Write as _};
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use serde_json::json;
@@ -15,6 +15,7 @@ use serde_json::json;
 use super::config::CONFIG_FILE;
 use super::keys::PREFIX;
 use super::opened::WEIGHTS_FILE;
+use crate::bytes::json_file;
 use crate::checkpoint::{cannot_write, encode_header, write_atomic, write_atomic_with};
 use crate::disk;
 
@@ -68,9 +69,7 @@ impl TrainedAdapter {
             out.flush()
         })?;
         write_atomic(&folder.join(CARD), self.card().as_bytes())?;
-        let mut text = serde_json::to_vec_pretty(&self.config()).context("writing the config")?;
-        text.push(b'\n');
-        write_atomic(&config, &text)
+        write_atomic(&config, &json_file(&self.config())?)
     }
 
     /// Checks that the factors of a layer have the sizes that the header gives.

@@ -14,7 +14,7 @@ use serde_json::json;
 use super::header::{MAX_HEADER_BYTES, METADATA_KEY, TensorEntry, data_len, encode_header};
 use super::names::{INDEX_FILE, SINGLE_FILE};
 use super::source::Checkpoint;
-use crate::bytes::ByteSize;
+use crate::bytes::{ByteSize, json_file};
 use crate::failure::Failure;
 
 /// A tensor of a new output.
@@ -193,9 +193,7 @@ impl Layout {
             entries.clone().map(|entry| (entry.name.as_str(), file_of(entry))).collect();
         let total_size: u64 = entries.map(|entry| entry.bytes).sum();
         let index = json!({"metadata": {"total_size": total_size}, "weight_map": weight_map});
-        let mut text = serde_json::to_vec_pretty(&index)
-            .expect("strings and integers always have a JSON form");
-        text.push(b'\n');
+        let text = json_file(&index).expect("strings and integers always have a JSON form");
         self.has_index.then_some(text)
     }
 

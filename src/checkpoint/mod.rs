@@ -78,8 +78,7 @@ pub use publish::{Published, replace_published};
 pub use scan::{ChangedElement, Compared, GROUP_SIZES, Scan, scan_tensor};
 pub use sealed::{check_sealed_json, open_sealed, write_sealed_json, write_sealed_with};
 pub use sidecars::{
-    CARD_FILE, OwnFiles, SUMS_FILE, card_of_source, cards_in, check_sidecars, is_model_file,
-    sidecars_in,
+    CARD_FILE, SUMS_FILE, card_of_source, cards_in, check_sidecars, is_model_file, sidecars_in,
 };
 pub use source::{Checkpoint, Shard, WeightSource};
 pub use target::{output_bytes, refuse_source_folder};

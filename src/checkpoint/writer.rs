@@ -20,7 +20,6 @@ use super::layout::Layout;
 use super::names::CHUNK_BYTES;
 use super::output_files::{OutputFiles, ReopenedFiles, TensorRecord};
 use super::publish::Published;
-use super::sidecars::OwnFiles;
 use super::source::{Checkpoint, WeightSource};
 use super::target::refuse_source_folder;
 use super::verify_tensor::ExpectedMatrix;
@@ -39,7 +38,7 @@ pub struct CheckpointWriter {
     /// Indices of tensors to be copied unchanged, in reverse file order (the last is copied first).
     untouched: Vec<usize>,
     copying: Option<Copying>,
-    own: OwnFiles,
+    own: Published,
 }
 
 /// A tensor that is being copied.
@@ -86,7 +85,7 @@ impl CheckpointWriter {
             files,
             untouched: Vec::new(),
             copying: None,
-            own: OwnFiles::default(),
+            own: Published::default(),
         }
     }
 
@@ -129,7 +128,7 @@ impl CheckpointWriter {
     }
 
     /// Declares the files that are published with the weights and are no plain copies of the source's.
-    pub fn will_publish(&mut self, own: OwnFiles) {
+    pub fn will_publish(&mut self, own: Published) {
         self.own = own;
     }
 
@@ -251,7 +250,7 @@ impl CheckpointWriter {
         self.copy_untouched(events)?;
         self.sync()?;
         let verification = self.verify(expected, level, events)?;
-        let mut published = Published::with_sidecars(self.source.folder(), self.own)?;
+        let mut published = self.own.with_sidecars(self.source.folder())?;
         if self.source.is_view() {
             published.replace_index(self.files.layout());
         }

@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 
 use super::opened::OpenedModel;
 use super::outputs::Outputs;
-use super::pass::settle_pass;
+use super::pass::{before_run, settle_pass};
 use super::resolved::Pruning;
 use super::settled_run::SettledRun;
 use super::streams::Streams;
@@ -20,7 +20,7 @@ use crate::pruning::statistics::column_squares::ColumnSquaresKind;
 use crate::run::Events;
 use crate::run::allocation::{AllocationReport, TriedRatios};
 use crate::runtime::HiddenStates;
-use crate::settings::{EvalSides, OutputSettings, Settings, SparsitySettings};
+use crate::settings::{Settings, SparsitySettings};
 
 /// Ratios per line of a message.
 const RATIOS_PER_LINE: usize = 8;
@@ -58,11 +58,7 @@ fn ratios(
     ratio: f64,
     events: &dyn Events,
 ) -> Result<(OpenedModel, AllocationReport)> {
-    let mut measuring = Settings { output: OutputSettings::default(), ..settings.clone() };
-    measuring.evaluation.max_perplexity = None;
-    measuring.evaluation.eval = EvalSides::None;
-    let save = settings.output.save.clone();
-    measuring.device.offload_folder = measuring.device.offload_folder.or(save);
+    let measuring = before_run(settings, false);
     let calibration = measuring.calibration.as_ref();
     let calibration = calibration.context("layers are measured with samples")?;
     let kept = kept_bytes(sparsity.allocate, &model, calibration.nsamples as usize);
@@ -71,8 +67,7 @@ fn ratios(
     let allocation = sparsity.allocate;
     events.note(format!("measuring the dense layers for --allocate {}", allocation.name()));
     let mut streams = Streams::embed(&job, &Outputs::default(), events)?;
-    let samples = streams.calibration.take();
-    let samples = samples.context("layers are measured with samples")?;
+    let samples = streams.samples()?;
     let band = allocation.band(sparsity.ratio_band);
     let outliers = sparsity.owl_outliers.unwrap_or(OUTLIERS);
     let points = grid(ratio, band);

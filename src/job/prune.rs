@@ -60,12 +60,10 @@ impl Pruning {
         Ok(Swept {
             expected: expected::expected_of(&layers, self.targets.pattern),
             results: RunResults {
-                peak: None,
                 swept,
                 perplexity,
                 layers: Some(layers),
-                output: None,
-                recovery: None,
+                ..RunResults::default()
             },
         })
     }

@@ -212,7 +212,7 @@ fn smaller(
     let known = unfinished.filter(|_| !settings.output.force);
     let of_layers = known.and_then(|state| state.layer_drop.clone());
     let of_width = known.and_then(|state| state.width_drop.clone());
-    let model = layer_drop::smaller(settings, model, of_layers, folder, events)?;
+    let model = layer_drop::smaller(settings, model, of_layers, events)?;
     width_drop::narrower(settings, model, of_width, folder, events)
 }
 

@@ -68,6 +68,14 @@ impl<'a> Streams<'a> {
         job.sweep(&self.devices, (finished, editor), &mut passengers, passes, events)
     }
 
+    /// The samples of a pass that always has them.
+    ///
+    /// # Errors
+    /// Fails where the pass has no samples.
+    pub(super) fn samples(&mut self) -> Result<HiddenStates> {
+        self.calibration.take().context("the pass has samples")
+    }
+
     /// The devices of the sweep.
     pub(super) fn devices(&self) -> &Devices {
         &self.devices

@@ -292,12 +292,8 @@ impl<'a> QuantizePass<'a> {
         entry: &TensorEntry,
         put: &mut dyn FnMut(&[u8]) -> Result<()>,
     ) -> Result<Scales> {
-        let dtype = match entry.dtype {
-            safetensors::Dtype::F32 => StoredDtype::F32,
-            safetensors::Dtype::F16 => StoredDtype::F16,
-            safetensors::Dtype::BF16 => StoredDtype::Bf16,
-            other => anyhow::bail!("tensor `{}` is stored as {other}", entry.name),
-        };
+        let dtype = StoredDtype::of_file(entry.dtype)
+            .with_context(|| format!("tensor `{}` is stored as {}", entry.name, entry.dtype))?;
         let weights = entry.elements();
         let mut scales =
             Scales { absmax: vec![0.0; nf4::blocks(weights)], zeros_before: 0, zeros_after: 0 };

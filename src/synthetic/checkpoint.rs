@@ -12,7 +12,6 @@ use std::path::{Path, PathBuf};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
-use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use serde_json::{Value, json};
 
@@ -34,14 +33,6 @@ const TRANSFORMERS_VERSION: &str = "4.46.3";
 
 /// A thread's share of a chunk, in bytes: a multiple of every element's size.
 const SHARE_BYTES: usize = 128 << 10;
-
-fn stored(dtype: StoredDtype) -> Dtype {
-    match dtype {
-        StoredDtype::F32 => Dtype::F32,
-        StoredDtype::F16 => Dtype::F16,
-        StoredDtype::Bf16 => Dtype::BF16,
-    }
-}
 
 /// The shape of a random model; fields are named as in config.json. The default is a Llama of a few hundred kilobytes.
 #[derive(Debug, Clone, PartialEq)]
@@ -197,7 +188,7 @@ impl RandomCheckpoint {
             .map(|tensor| {
                 let end = start + tensor.bytes as usize;
                 let info = TensorInfo {
-                    dtype: stored(self.dtype),
+                    dtype: self.dtype.in_file(),
                     shape: tensor.shape.clone(),
                     data_offsets: (start, end),
                 };

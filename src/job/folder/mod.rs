@@ -21,13 +21,14 @@ use anyhow::{Context, Result};
 
 use self::lock::FolderLock;
 use self::state_file::StateFile;
-use crate::bytes::{ByteSize, LARGEST_RECORD, read_whole};
+use crate::bytes::{ByteSize, LARGEST_RECORD, json_file, read_whole};
 use crate::checkpoint::{
     CONFIG_FILE, MASKS_FILE, PARTIAL_SUFFIX, SUMS_FILE, is_model_file, refuse_source_folder,
     write_atomic,
 };
 use crate::disk;
 use crate::failure::Failure;
+use crate::job::disk_room;
 use crate::pruning::METHODS;
 use crate::report;
 use crate::run::manifest::GateReport;
@@ -110,6 +111,14 @@ impl RunFolder {
             is_forced: output.force,
             locks: Vec::new(),
         })
+    }
+
+    /// The model's folder, for commands that always write a model.
+    ///
+    /// # Errors
+    /// Fails where no model is written.
+    pub(in crate::job) fn model_folder(&self) -> Result<&Path> {
+        self.model.as_deref().context("the output has a folder")
     }
 
     /// The folder of an unfinished run's state; `None` without a model, since finished layers are then not kept.
@@ -375,6 +384,16 @@ impl RunFolder {
         names.iter().filter(goes).map(bytes).sum()
     }
 
+    /// Checks that the disk has room for a model of so many bytes.
+    ///
+    /// # Errors
+    /// Fails with the needed and the free bytes.
+    pub(in crate::job) fn check_disk(&self, needed: ByteSize) -> Result<()> {
+        let more = ByteSize(needed.0.saturating_sub(self.replaced_bytes().0));
+        let model = self.model.iter().map(|model| (&**model, more, "the model"));
+        disk_room::check(&model.collect::<Vec<_>>())
+    }
+
     /// Removes what a process that was killed left of small files it was about to write.
     pub(in crate::job) fn tidy(&self) -> Result<()> {
         for folder in [&self.run, &self.model].into_iter().flatten() {
@@ -416,10 +435,7 @@ impl RunFolder {
         if let (Some(pruning), Some(text)) = (&manifest.pruning, report::log::text(manifest)) {
             write_atomic(&run.join(report::log::file_name(&pruning.method)), text.as_bytes())?;
         }
-        let mut json =
-            serde_json::to_vec_pretty(manifest).context("writing the manifest as JSON")?;
-        json.push(b'\n');
-        write_atomic(&run.join(MANIFEST), &json)
+        write_atomic(&run.join(MANIFEST), &json_file(manifest)?)
     }
 
     /// The refusal of `--resume` without an unfinished run.

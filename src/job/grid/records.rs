@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 
 use super::cells::PlannedCell;
-use crate::bytes::{LARGEST_RECORD, read_whole};
+use crate::bytes::{LARGEST_RECORD, json_file, read_whole};
 use crate::checkpoint::write_atomic;
 use crate::failure::Failure;
 use crate::job::folder::{MANIFEST, lock};
@@ -219,7 +219,5 @@ pub(super) fn record_of(
 pub(super) fn write(folder: &Path, record: &CellRecord) -> Result<()> {
     std::fs::create_dir_all(folder)
         .with_context(|| format!("creating the folder `{}`", folder.display()))?;
-    let mut json = serde_json::to_vec_pretty(record).context("writing a cell as JSON")?;
-    json.push(b'\n');
-    write_atomic(&folder.join(CELL_FILE), &json)
+    write_atomic(&folder.join(CELL_FILE), &json_file(record)?)
 }

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 
 use anyhow::Result;
 
-use super::models::InputModels;
+use super::resolved::ResolvedMerge;
 use crate::job::folder::RunFolder;
 use crate::job::same_run;
-use crate::merging::recipe::Recipe;
+use crate::merging::recipe::without_folders;
 use crate::settings::{MergeEval, MergeSettings};
 
 /// The measurements of perplexity; the state of a run keeps their results.
@@ -24,12 +24,11 @@ fn evaluation_of(settings: &MergeSettings) -> String {
 /// Everything that decides the outcome, by name.
 pub(super) fn decide(
     settings: &MergeSettings,
-    recipe: &Recipe,
-    inputs: &InputModels,
+    merge: &ResolvedMerge,
     folder: &RunFolder,
 ) -> Result<BTreeMap<String, String>> {
     let fingerprints: Result<Vec<String>> =
-        inputs.models.iter().map(|model| model.fingerprint()).collect();
+        merge.inputs.models.iter().map(|model| model.fingerprint()).collect();
     let as_json = |value: serde_json::Value| match value {
         serde_json::Value::String(text) => text,
         other => other.to_string(),
@@ -37,7 +36,7 @@ pub(super) fn decide(
     let named = [
         ("command", "merge".to_string()),
         ("program", format!("prune {}", env!("CARGO_PKG_VERSION"))),
-        ("recipe", recipe.to_yaml(crate::merging::recipe::without_folders)),
+        ("recipe", merge.recipe.to_yaml(without_folders)),
         ("models", fingerprints?.join(" ")),
         ("semantics", as_json(serde_json::to_value(settings.semantics)?)),
         ("trim_scope", as_json(serde_json::to_value(settings.trim_scope)?)),

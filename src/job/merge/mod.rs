@@ -42,7 +42,6 @@ use anyhow::Result;
 
 use super::recorder::Recorder;
 use crate::merging::pass::{MergePass, MergeSources};
-use crate::run::command_line::quoted;
 use crate::run::{Event, Events, Manifest, Moment, Phase, Unfinished};
 use crate::settings::MergeSettings;
 pub use combined::peft_methods;
@@ -64,7 +63,11 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
         SettledMerge::Finished(manifest) => return Ok(*manifest),
     };
     job.announce(&recorder);
-    if_interrupted(&job, &recorder);
+    let unfinished = job
+        .folder
+        .state()
+        .map(|folder| Unfinished::resumable("tensors", folder, "merge", &job.settings.arguments));
+    recorder.emit(Event::IfInterrupted(unfinished));
     let mut outputs = MergeOutputs::open(&job, &recorder)?;
     let mut weighed = job.weigh(&recorder)?;
     job.evaluate_inputs(&mut outputs.state, &mut weighed.devices, &recorder)?;
@@ -73,10 +76,10 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
     let combined = job.combine(&recorder)?;
     let inputs: &dyn MergeSources = match &combined {
         Some(combined) => combined,
-        None => &job.inputs,
+        None => &job.merge.inputs,
     };
     let pass = MergePass {
-        method: job.method,
+        method: job.merge.method,
         settings: job.method_settings,
         tensors: &weighed.tensors,
         inputs,
@@ -94,23 +97,9 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
     report.combined_adapter = combined.map(|combined| combined.report);
     let (mut state, output) = outputs.finish(&job, &report, &recorder)?;
     job.evaluate_merged(&mut state, &mut weighed.devices, &recorder)?;
-    report.perplexities = state.perplexities_of_models().to_vec();
+    report.perplexities.clone_from(&state.run().perplexities_of_models);
     job.publish_perplexities(&report)?;
     let manifest = job.record(report, weighed.devices, (state, output), &recorder)?;
     events.emit(Event::IfInterrupted(None));
     Ok(manifest)
-}
-
-/// What an interruption leaves from now on.
-fn if_interrupted(job: &MergeJob, events: &dyn Events) {
-    let unfinished = job.folder.state().map(|folder| Unfinished {
-        text: format!(
-            "finished tensors are kept in `{}`; this command continues the merge:\n  {}",
-            folder.display(),
-            quoted(&job.settings.arguments)
-        ),
-        is_resumable: true,
-        has_begun: true,
-    });
-    events.emit(Event::IfInterrupted(unfinished));
 }

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result};
 
 use super::combined::{self, CombinedJob};
-use super::models::InputModels;
+use super::models::{InputModelFiles, InputModels};
 use super::published::Donor;
 use super::vocabulary::OutputVocabulary;
 use crate::failure::Failure;
@@ -72,6 +72,24 @@ impl ResolvedMerge {
             vocabulary,
             donor,
         })
+    }
+
+    /// The index of the base model.
+    pub(super) fn base(&self) -> Option<usize> {
+        let mut models = self.inputs.models.iter();
+        models.position(|model| Some(&model.spec) == self.recipe.base_model.as_ref())
+    }
+
+    /// The model whose configuration and tokenizer the output gets.
+    pub(super) fn donor(&self) -> &InputModelFiles {
+        &self.inputs.models[self.donor.model]
+    }
+
+    /// Stored bytes of all sources of a tensor.
+    pub(super) fn read_bytes(&self, tensor: &MergeTensor) -> u64 {
+        let sources = tensor.recipe.sources.iter();
+        let entries = sources.filter_map(|of| self.inputs.models[of.model].entry(&of.tensor));
+        entries.map(|entry| entry.bytes).sum()
     }
 }
 

@@ -12,9 +12,7 @@ use sha2::{Digest, Sha256};
 
 use super::models::InputModels;
 use crate::bytes::hex;
-use crate::checkpoint::CONFIG_FILE;
 use crate::failure::Failure;
-use crate::input::{read_settings, with_remedy};
 use crate::job::located;
 use crate::merging::methods::Semantics;
 use crate::merging::pass::MergeTensor;
@@ -23,7 +21,7 @@ use crate::merging::vocabulary::{
     EditedFiles, ModelTokens, RowMap, TOKENIZER_FILE, TokenModels, TokenizerEdit, Vocabulary,
     chat_template, limit_token_ids,
 };
-use crate::model::{EMBEDDING, HEAD};
+use crate::model::{EMBEDDING, HEAD, ModelConfig};
 use crate::run::Events;
 use crate::run::merging::VocabularyReport;
 use crate::settings::MergeSettings;
@@ -36,6 +34,7 @@ const RECORDED: usize = 1000;
 const MOST_TOKENS: usize = 1 << 24;
 
 /// The vocabulary of a merge.
+#[derive(Default)]
 pub(super) struct OutputVocabulary {
     /// The folder of the tokenizer, if it is not the donor's.
     tokenizer: Option<PathBuf>,
@@ -143,20 +142,14 @@ impl OutputVocabulary {
                 dropped_tokens: first(removed, RECORDED),
                 ..VocabularyReport::default()
             }),
-            ..Self::kept()
+            ..Self::default()
         })
     }
 
+    /// The donor's vocabulary as it is.
     fn kept() -> Self {
-        Self {
-            tokenizer: None,
-            name: String::new(),
-            edit: TokenizerEdit { rows: usize::MAX, ..TokenizerEdit::default() },
-            maps: BTreeMap::new(),
-            report: None,
-            digest: None,
-            read_bytes: 0,
-        }
+        let edit = TokenizerEdit { rows: usize::MAX, ..TokenizerEdit::default() };
+        Self { edit, ..Self::default() }
     }
 
     /// The vocabulary that a recipe describes.
@@ -184,7 +177,7 @@ impl OutputVocabulary {
         {
             let cache = settings.cache_dir.as_deref();
             let folder = located::tokenizer(&spec.model, spec.revision.as_deref(), cache, events)?;
-            let rows = configured_rows(&config_of(&folder)?);
+            let rows = configured_rows(&ModelConfig::read_json(&folder)?);
             tokens.push(ModelTokens::read(spec.to_string(), &folder, rows)?);
             specs.push(spec.clone());
         }
@@ -294,7 +287,7 @@ impl OutputVocabulary {
             return Ok(());
         };
         if let Some(folder) = self.tokenizer.as_deref().filter(|folder| *folder != donor) {
-            let own = config_of(folder)?;
+            let own = ModelConfig::read_json(folder)?;
             for name in ["bos_token_id", "eos_token_id", "pad_token_id"] {
                 match own.get(name) {
                     Some(id) => config.insert(name.to_string(), id.clone()),
@@ -454,18 +447,6 @@ fn warn_of_other_tokens(
         }
     }
     read
-}
-
-/// Reads the configuration of a model.
-fn config_of(folder: &Path) -> Result<Value> {
-    let path = folder.join(CONFIG_FILE);
-    let cannot = |why: String| {
-        Failure::new(format!("cannot read `{}`: {why}", path.display()))
-            .hint("the folder of a tokenizer needs the config.json of its model")
-    };
-    let text =
-        read_settings(&path).map_err(|error| with_remedy(cannot(error.to_string()), &error))?;
-    Ok(serde_json::from_str(&text).map_err(|error| cannot(error.to_string()))?)
 }
 
 /// Rows of a model whose embedding is not merged, by its configuration.

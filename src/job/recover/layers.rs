@@ -84,12 +84,11 @@ impl Recovery {
         Ok(Swept {
             expected: expected::expected_of(&layers, Pattern::Unstructured),
             results: RunResults {
-                peak: None,
                 swept,
                 perplexity,
                 layers: Some(layers),
-                output: None,
                 recovery: Some(report),
+                ..RunResults::default()
             },
         })
     }

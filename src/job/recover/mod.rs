@@ -60,7 +60,7 @@ pub(super) fn train(
     let trained = recovery.is_whole().then(|| steps::train(job, recovery, events)).transpose()?;
     let divergence = trained.as_ref().and_then(Trained::divergence);
     if let Some((divergence, state)) = divergence.zip(outputs.state.as_mut()) {
-        state.diverged(divergence.clone())?;
+        state.change(|run| run.divergence = Some(divergence.clone()))?;
     }
     let mut streams = Streams::embed(job, outputs, events)?;
     let swept = recovery.sweep_layers(job, (outputs, &mut streams), trained.as_ref(), events)?;

@@ -10,8 +10,8 @@ use serde::Serialize;
 use super::super::published::SourceCards;
 use super::super::record::RunResults;
 use super::super::settled_run::SettledRun;
-use crate::bytes::LARGEST_RECORD;
-use crate::checkpoint::{CARD_FILE, OwnFiles};
+use crate::bytes::{LARGEST_RECORD, json_file};
+use crate::checkpoint::{CARD_FILE, Published};
 use crate::input::{self, Expected};
 use crate::report::cards;
 use crate::run::RecoveryReport;
@@ -34,9 +34,9 @@ struct PublishedRecovery<'a> {
 
 impl SettledRun {
     /// Returns the files that are published with the recovered model.
-    pub(in crate::job) fn published_recovery(&self, results: &RunResults) -> Result<OwnFiles> {
+    pub(in crate::job) fn published_recovery(&self, results: &RunResults) -> Result<Published> {
         if self.folder.model.is_none() {
-            return Ok(OwnFiles::default());
+            return Ok(Published::default());
         }
         let folder = &self.model.folder;
         let mut report = results.recovery.clone().context("a training has a report")?;
@@ -49,9 +49,7 @@ impl SettledRun {
             recovery: report,
             perplexity: &results.perplexity,
         };
-        let mut json = serde_json::to_vec_pretty(&published).context("writing recovery.json")?;
-        json.push(b'\n');
-        let mut written = vec![(RECOVERY_FILE, json)];
+        let mut written = vec![(RECOVERY_FILE, json_file(&published)?)];
         let pruning = folder.join(PRUNING_FILE);
         if pruning.is_file() {
             let bytes = input::read(&pruning, LARGEST_RECORD, Expected::Json)
@@ -71,7 +69,7 @@ impl SettledRun {
             );
             written.push((CARD_FILE, card.text().into_bytes()));
         }
-        Ok(OwnFiles { written, copied: cards.copied })
+        Ok(Published { written, copied: cards.copied })
     }
 }
 
