@@ -64,7 +64,7 @@ mod reopen_tests;
 mod writer_tests;
 
 pub use atomic::{cannot_write, sync_folder, write_atomic, write_atomic_with};
-pub use header::{TensorEntry, encode_header};
+pub use header::{TensorEntry, encode_header, in_a_row};
 pub use headers_only::HeadersOnly;
 pub use layout::{Layout, PlannedFile, PlannedTensor};
 pub use masks::{MASKS_FILE, MaskWriter};

@@ -74,20 +74,20 @@ pub(super) fn fewest_layers(settings: &Settings, config: &ModelConfig) -> Result
             "--layer-ratios names layers of the smaller model, and --drop-layers auto decides their number later",
         )
         .hint("name the number: --drop-layers N"),
-        DropCount::Number(number) => {
-            return Ok(ModelConfig {
-                num_hidden_layers: layers - number,
-                ..config.clone()
-            });
-        }
-        DropCount::Auto => {
-            return Ok(ModelConfig {
-                num_hidden_layers: layers - most_dropped(layers),
-                ..config.clone()
-            });
+        count => {
+            let num_hidden_layers = layers - most_gone(count, layers);
+            return Ok(ModelConfig { num_hidden_layers, ..config.clone() });
         }
     };
     Err(failure.into())
+}
+
+/// The most layers that can go.
+fn most_gone(count: DropCount, layers: usize) -> usize {
+    match count {
+        DropCount::Number(number) => number,
+        DropCount::Auto => most_dropped(layers),
+    }
 }
 
 /// Opens the smaller model in place of `model`, where the settings drop layers. `known` is the choice of an earlier process.
@@ -156,10 +156,7 @@ fn score(
     model: OpenedModel,
     events: &dyn Events,
 ) -> Result<PassOutcome<LayerScores>> {
-    let longest = match asked.count() {
-        DropCount::Number(number) => number,
-        DropCount::Auto => most_dropped(model.config.num_hidden_layers),
-    };
+    let longest = most_gone(asked.count(), model.config.num_hidden_layers);
     let scoring = before_run(settings, settings.evaluation.eval.sides().contains(&Side::Dense));
     let calibration = scoring.calibration.as_ref();
     let nsamples = calibration.context("layers are scored with samples")?.nsamples as usize;

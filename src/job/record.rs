@@ -19,16 +19,11 @@ use crate::run::profile::PeakReport;
 use crate::run::{Events, Moment, RecoveryReport};
 use crate::runtime::{Clock, SweepReport};
 
-/// A run whose sweep is over.
-pub(super) struct Swept {
-    /// Facts that the read-back checks in the files.
-    pub(super) expected: Vec<ExpectedMatrix>,
-    pub(super) results: RunResults,
-}
-
 /// The results of a run.
 #[derive(Default)]
 pub(super) struct RunResults {
+    /// Facts that the read-back checks in the files.
+    pub(super) expected: Vec<ExpectedMatrix>,
     /// The peak of the CPU, where `--profile` measured it.
     pub(super) peak: Option<PeakReport>,
     pub(super) swept: SweepReport,

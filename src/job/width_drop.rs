@@ -125,7 +125,7 @@ pub(super) fn narrower(
         return Ok(model);
     };
     let width = width(asked, &model.config, folder)?;
-    let config = Arc::new(width.config(&model.config));
+    let config = width.config(&model.config);
     let place = folder.narrower().context("a run folder was required")?;
     if let Some(report) = known {
         let matrices = Checkpoint::open(&place).and_then(|matrices| {
@@ -141,11 +141,11 @@ pub(super) fn narrower(
             .into());
         };
         events.note(format!("narrower     {}, as before", report.in_words()));
-        return with_matrices(model, config, width, &matrices, report, None);
+        return with_matrices(model, width, &matrices, report, None);
     }
     remove(&place)?;
     let (of, dense_shape) = (Arc::clone(&model.config), model.config.heads());
-    let passed = pass(settings, asked, model, &config, folder, events)?;
+    let passed = pass(settings, model, &config, folder, events)?;
     let matrices = Checkpoint::open(&place)?;
     let report = WidthDropReport {
         asked: asked.drop_width.0,
@@ -166,13 +166,12 @@ pub(super) fn narrower(
         fingerprint: matrices.fingerprint()?,
     };
     events.note(format!("narrower     {}", report.in_words()));
-    with_matrices(passed.model, config, width, &matrices, report, Some(passed.pass))
+    with_matrices(passed.model, width, &matrices, report, Some(passed.pass))
 }
 
 /// Passes the calibration samples through the model, makes its layers narrower, and writes them to the run folder.
 fn pass(
     settings: &Settings,
-    asked: &WidthDropSettings,
     model: OpenedModel,
     to: &ModelConfig,
     folder: &RunFolder,
@@ -196,7 +195,7 @@ fn pass(
     let mut narrower = Narrower::new(
         samples,
         (&job.model.config, to),
-        !asked.no_width_refit,
+        settings.width_drop.as_ref().is_none_or(|asked| !asked.no_width_refit),
         Some(&writer),
         (&job.model.clock, events),
     );
@@ -261,12 +260,12 @@ fn layout(model: &OpenedModel, to: &ModelConfig) -> Result<(Layout, ByteSize)> {
 /// Opens the narrower model.
 fn with_matrices(
     mut model: OpenedModel,
-    config: Arc<ModelConfig>,
     width: Width,
     matrices: &Checkpoint,
     mut report: WidthDropReport,
     scoring: Option<ScoringPass>,
 ) -> Result<OpenedModel> {
+    let config = Arc::new(width.config(&model.config));
     let checkpoint = Arc::new(model.checkpoint.with_tensors_of(matrices)?);
     for layer in 0..config.num_hidden_layers {
         DecoderLayer::check(&*checkpoint, &config, layer)?;

@@ -12,7 +12,6 @@ use std::path::{Path, PathBuf};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
-use safetensors::tensor::TensorInfo;
 use serde_json::{Value, json};
 
 use super::layout::{self, RandomTensor};
@@ -20,7 +19,8 @@ use super::noise::Noise;
 use super::tokenizer::TokenizerFiles;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{
-    CHUNK_BYTES, INDEX_FILE, PARTIAL_SUFFIX, SINGLE_FILE, encode_header, sync_folder, write_atomic,
+    CHUNK_BYTES, INDEX_FILE, PARTIAL_SUFFIX, SINGLE_FILE, encode_header, in_a_row, sync_folder,
+    write_atomic,
 };
 use crate::failure::Failure;
 use crate::linalg::StoredDtype;
@@ -182,20 +182,9 @@ impl RandomCheckpoint {
         tensors: &[RandomTensor],
         meter: &mut Meter<'_>,
     ) -> io::Result<()> {
-        let mut start = 0;
-        let infos: Vec<(String, TensorInfo)> = tensors
-            .iter()
-            .map(|tensor| {
-                let end = start + tensor.bytes as usize;
-                let info = TensorInfo {
-                    dtype: self.dtype.in_file(),
-                    shape: tensor.shape.clone(),
-                    data_offsets: (start, end),
-                };
-                start = end;
-                (tensor.name.clone(), info)
-            })
-            .collect();
+        let dtype = self.dtype.in_file();
+        let infos = tensors.iter().map(|of| (of.name.clone(), dtype, of.shape.clone()));
+        let infos = in_a_row(infos);
         let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
 
         let partial = partial_path(path);

@@ -1,6 +1,6 @@
 //! `cell.json`: the settings of a cell, and the error if the cell failed. A sweep continues in a folder only where all settings are equal.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use anyhow::{Context, Result};
@@ -11,6 +11,7 @@ use crate::checkpoint::write_atomic;
 use crate::failure::Failure;
 use crate::job::folder::{MANIFEST, lock};
 use crate::job::opened::OpenedModel;
+use crate::job::same_run::with_differences;
 use crate::run::Manifest;
 use crate::run::grid::{CELL_FILE, CellRecord, CellReport, GridCell, SCHEMA};
 use crate::settings::Settings;
@@ -166,29 +167,17 @@ fn has_files(folder: &Path) -> bool {
 }
 
 fn refusal(out: &Path, name: &str, there: &CommonSettings, here: &CommonSettings) -> Failure {
-    /// Characters of a value that are shown.
-    const SHOWN: usize = 60;
-    let place = out.display();
-    let mut failure = Failure::new(format!("`{place}` holds cells of a sweep with other settings"))
-        .detail(format!("in `{name}`:"));
-    let mut names: Vec<&String> = there.keys().chain(here.keys()).collect();
-    names.sort();
-    names.dedup();
-    let shown = |settings: &CommonSettings, name: &String| -> String {
-        let value = settings.get(name).map_or("none", String::as_str);
-        match value.chars().count() > SHOWN {
-            true => value.chars().take(SHOWN).collect::<String>() + "...",
-            false => value.to_string(),
-        }
+    let names: BTreeSet<&String> = there.keys().chain(here.keys()).collect();
+    let value = |settings: &CommonSettings, name| {
+        settings.get(name).map_or("none".to_string(), String::clone)
     };
-    for name in names {
-        if there.get(name) != here.get(name) {
-            let (then, now) = (shown(there, name), shown(here, name));
-            let name = name.replace('_', "-");
-            failure = failure.detail(format!("{name}: {then} there, {now} now"));
-        }
-    }
-    failure.hint("give the settings of that sweep, choose another --save folder, or replace its cells with --force")
+    let all = names.into_iter().map(|name| (name.clone(), value(there, name), value(here, name)));
+    let differences: Vec<_> = all.filter(|(_, then, now)| then != now).collect();
+    let refusal = format!("`{}` holds cells of a sweep with other settings", out.display());
+    let failure = Failure::new(refusal).detail(format!("in `{name}`:"));
+    with_differences(failure, &differences).hint(
+        "give the settings of that sweep, choose another --save folder, or replace its cells with --force",
+    )
 }
 
 /// Records that a cell begins. A record that says so already stays.

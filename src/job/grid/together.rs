@@ -17,7 +17,7 @@ use crate::job::resolved::Pruning;
 use crate::job::run::finish;
 use crate::job::settle::settle;
 use crate::job::settled_run::{RunStart, SettledRun};
-use crate::job::streams::passes;
+use crate::job::streams::{SweepWork, passes};
 use crate::pipeline::allocation::Allocation;
 use crate::pipeline::{Calibrator, Propagation, Pruner, SharedPruning, SharingCell};
 use crate::pruning::Technique;
@@ -148,7 +148,8 @@ fn pass(jobs: &[SettledCell], recorders: &[Recorder<'_>], outcomes: &mut Outcome
     }
     let steps = passes(first, fewest, streams);
     let passengers: &mut [&mut dyn Passenger] = &mut [&mut shared];
-    let swept = first.sweep(&devices, (None, None), passengers, steps, &recorders[*at]);
+    let work = SweepWork { finished: None, editor: None, passengers, passes: steps };
+    let swept = first.sweep(&devices, work, &recorders[*at]);
     let ends: Vec<(Vec<LayerReport>, Option<anyhow::Error>)> =
         (shared.cells.into_iter()).map(|cell| (cell.pruner.into_layers(), cell.error)).collect();
     // Where every cell has failed, each has its own error.

@@ -92,7 +92,10 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
     };
     job.clock.measure(Phase::Merge, || pass.run(&mut outputs.state))?;
     job.clock.mark(Moment::AfterPruning, &recorder);
-    weighed.devices.add_all(devices);
+    for device in devices {
+        let (fallbacks, memory) = device.report();
+        weighed.devices.add(fallbacks, vec![memory]);
+    }
     let mut report = job.report(&outputs, &weighed)?;
     report.combined_adapter = combined.map(|combined| combined.report);
     let (mut state, output) = outputs.finish(&job, &report, &recorder)?;

@@ -18,9 +18,9 @@ use crate::merging::methods::Scope;
 use crate::merging::pass::MergeTensor;
 use crate::merging::recipe::Parameter;
 use crate::model::EMBEDDING;
+use crate::run::Moment;
 use crate::run::manifest::{Arithmetic, Manifest, ModelReport, OutputReport};
 use crate::run::merging::{InputModel, MergeReport, MergedLayer, MergedTensor};
-use crate::run::Moment;
 
 impl MergeJob {
     /// The merge, in the record.

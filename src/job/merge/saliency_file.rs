@@ -13,13 +13,15 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 use safetensors::Dtype;
-use safetensors::tensor::TensorInfo;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::bytes::{ByteSize, hex};
-use crate::checkpoint::{Checkpoint, TensorEntry, WeightSource, encode_header, write_atomic};
+use crate::checkpoint::{
+    Checkpoint, TensorEntry, WeightSource, encode_header, in_a_row, write_atomic,
+};
 use crate::failure::Failure;
+use crate::job::same_run::with_differences;
 use crate::model::ModelConfig;
 use crate::pipeline::activations::{LayerSquares, widths};
 
@@ -54,7 +56,7 @@ pub(super) struct Measurement {
 
 impl Measurement {
     /// The settings that differ: name, value here, value there.
-    fn differences(&self, other: &Self) -> Vec<(&'static str, String, String)> {
+    fn differences(&self, other: &Self) -> Vec<(String, String, String)> {
         let named = |of: &Self| {
             [
                 ("--dataset", of.dataset.clone()),
@@ -68,7 +70,7 @@ impl Measurement {
         let pairs = named(self).into_iter().zip(named(other));
         pairs
             .filter(|((_, this), (_, that))| this != that)
-            .map(|((name, this), (_, that))| (name, this, that))
+            .map(|((name, this), (_, that))| (name.to_string(), this, that))
             .collect()
     }
 }
@@ -127,22 +129,12 @@ impl SaliencyFile {
     /// # Errors
     /// Fails when it cannot be written; the old file stays then.
     pub(super) fn write(&self, path: &Path) -> Result<()> {
-        let mut tensors: Vec<(String, TensorInfo)> = Vec::new();
-        let mut data: Vec<u8> = Vec::new();
-        let mut add = |name: String, values: &[f32]| {
-            let start = data.len();
-            data.extend(values.iter().flat_map(|value| value.to_le_bytes()));
-            let info = TensorInfo {
-                dtype: Dtype::F32,
-                shape: vec![values.len()],
-                data_offsets: (start, data.len()),
-            };
-            tensors.push((name, info));
-        };
+        let (mut tensors, mut data) = (Vec::new(), Vec::new());
         for (at, model) in self.models.iter().enumerate() {
             for (layer, inputs) in model.layers.iter().enumerate() {
                 for (input, means) in INPUTS.iter().zip(inputs) {
-                    add(name_of(at, layer, input), means);
+                    tensors.push((name_of(at, layer, input), Dtype::F32, vec![means.len()]));
+                    data.extend(means.iter().flat_map(|value| value.to_le_bytes()));
                 }
             }
         }
@@ -157,7 +149,7 @@ impl SaliencyFile {
             ]
             .map(|(name, text)| (name.to_string(), text)),
         );
-        let mut bytes = encode_header(&metadata, &tensors);
+        let mut bytes = encode_header(&metadata, &in_a_row(tensors));
         bytes.extend(data);
         write_atomic(path, &bytes)
     }
@@ -183,16 +175,13 @@ impl SaliencyFile {
         };
         let differences = found.measurement.differences(asked);
         if !differences.is_empty() {
-            let mut failure = Failure::new(format!(
+            let failure = Failure::new(format!(
                 "`{}` holds other statistics of `{}`",
                 path.display(),
                 asked.model
             ))
             .hint("use the same flags as then, or another --saliency-file");
-            for (name, then, now) in differences {
-                failure = failure.detail(format!("{name}: {then} there, {now} now"));
-            }
-            return Err(failure.into());
+            return Err(with_differences(failure, &differences).into());
         }
         Ok(Some(found).filter(|found| found.is_complete()))
     }

@@ -80,7 +80,8 @@ impl OutputVocabulary {
                 .into());
             }
             Some(tokenizer) => {
-                Self::of_recipe(tokenizer, settings, recipe, inputs, tensors, events)?
+                let other = other_folder(tokenizer, settings, inputs, events)?;
+                Self::of_recipe(tokenizer, recipe, inputs, other, tensors)?
             }
             None => Self::as_it_is(settings, inputs, tensors, events)?,
         };
@@ -152,14 +153,13 @@ impl OutputVocabulary {
         Self { edit, ..Self::default() }
     }
 
-    /// The vocabulary that a recipe describes.
+    /// The vocabulary that a recipe describes. `other` is the model of the tokenizer where it is not merged.
     fn of_recipe(
         tokenizer: &TokenizerRecipe,
-        settings: &MergeSettings,
         recipe: &Recipe,
         inputs: &InputModels,
+        other: Option<(ModelSpec, PathBuf)>,
         tensors: &mut [MergeTensor],
-        events: &dyn Events,
     ) -> Result<Self> {
         let rows = rows_by_model(inputs, tensors)?;
         let mut specs: Vec<ModelSpec> = Vec::new();
@@ -172,14 +172,10 @@ impl OutputVocabulary {
             tokens.push(ModelTokens::read(name, &model.folder, own)?);
             specs.push(model.spec.clone());
         }
-        if let TokenizerSource::Model(spec) = &tokenizer.source
-            && !specs.contains(spec)
-        {
-            let cache = settings.cache_dir.as_deref();
-            let folder = located::tokenizer(&spec.model, spec.revision.as_deref(), cache, events)?;
+        if let Some((spec, folder)) = other {
             let rows = configured_rows(&ModelConfig::read_json(&folder)?);
             tokens.push(ModelTokens::read(spec.to_string(), &folder, rows)?);
-            specs.push(spec.clone());
+            specs.push(spec);
         }
         let base = recipe.base_model.as_ref();
         let models = TokenModels {
@@ -339,6 +335,24 @@ impl OutputVocabulary {
             ));
         }
     }
+}
+
+/// The model of the tokenizer with its folder, where it is none of the models that are merged.
+fn other_folder(
+    tokenizer: &TokenizerRecipe,
+    settings: &MergeSettings,
+    inputs: &InputModels,
+    events: &dyn Events,
+) -> Result<Option<(ModelSpec, PathBuf)>> {
+    let TokenizerSource::Model(spec) = &tokenizer.source else {
+        return Ok(None);
+    };
+    if inputs.models.iter().any(|model| model.spec == *spec) {
+        return Ok(None);
+    }
+    let (revision, cache) = (spec.revision.as_deref(), settings.cache_dir.as_deref());
+    let folder = located::tokenizer(&spec.model, revision, cache, events)?;
+    Ok(Some((spec.clone(), folder)))
 }
 
 /// The first tokens of a list.

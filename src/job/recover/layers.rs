@@ -3,7 +3,7 @@
 use anyhow::{Context, Result};
 
 use super::super::outputs::Outputs;
-use super::super::record::{RunResults, Swept};
+use super::super::record::RunResults;
 use super::super::settled_run::SettledRun;
 use super::super::streams::Streams;
 use super::base::FrozenBase;
@@ -30,7 +30,7 @@ impl Recovery {
         (outputs, streams): (&mut Outputs<'_>, &mut Streams<'_>),
         trained: Option<&Trained>,
         events: &dyn Events,
-    ) -> Result<Swept> {
+    ) -> Result<RunResults> {
         let finished = outputs.finished()?;
         let measured = outputs.measured().cloned();
         let output = LayerOutput {
@@ -81,15 +81,13 @@ impl Recovery {
             state.measured(perplexity.clone(), &layers)?;
         }
         let report = report(job, self, &layers, trained)?;
-        Ok(Swept {
+        Ok(RunResults {
             expected: expected::expected_of(&layers, Pattern::Unstructured),
-            results: RunResults {
-                swept,
-                perplexity,
-                layers: Some(layers),
-                recovery: Some(report),
-                ..RunResults::default()
-            },
+            swept,
+            perplexity,
+            layers: Some(layers),
+            recovery: Some(report),
+            ..RunResults::default()
         })
     }
 }

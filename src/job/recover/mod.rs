@@ -25,7 +25,7 @@ mod teacher;
 use anyhow::Result;
 
 use super::outputs::Outputs;
-use super::record::Swept;
+use super::record::RunResults;
 use super::settled_run::SettledRun;
 use super::streams::Streams;
 use crate::run::Events;
@@ -56,7 +56,7 @@ pub(super) fn train(
     recovery: &Recovery,
     outputs: &mut Outputs<'_>,
     events: &dyn Events,
-) -> Result<Swept> {
+) -> Result<RunResults> {
     let trained = recovery.is_whole().then(|| steps::train(job, recovery, events)).transpose()?;
     let divergence = trained.as_ref().and_then(Trained::divergence);
     if let Some((divergence, state)) = divergence.zip(outputs.state.as_mut()) {
