@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 
 use super::atomic::{cannot_write, sync_folder};
 use super::header::{encode_header, in_a_row};
-use super::names::{CHUNK_BYTES, PARTIAL_SUFFIX};
+use super::names::{CHUNK_BYTES, partial_of};
 use super::target::allocate_file;
 use crate::bytes::{ByteSize, hex};
 use crate::disk;
@@ -87,12 +87,6 @@ impl MaskLayout {
             .collect();
         Self { header, file_bytes, masks }
     }
-}
-
-fn partial_of(path: &Path) -> PathBuf {
-    let mut partial = path.as_os_str().to_owned();
-    partial.push(PARTIAL_SUFFIX);
-    PathBuf::from(partial)
 }
 
 impl MaskWriter {

@@ -69,7 +69,7 @@ pub use headers_only::HeadersOnly;
 pub use layout::{Layout, PlannedFile, PlannedTensor};
 pub use masks::{MASKS_FILE, MaskWriter};
 pub use merged_writer::{MergedWriter, TensorStream};
-pub(crate) use names::CHUNK_BYTES;
+pub(crate) use names::{CHUNK_BYTES, partial_of};
 pub use names::{
     CONFIG_FILE, INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE, PARTIAL_SUFFIX, SINGLE_FILE,
 };
@@ -83,5 +83,5 @@ pub use sidecars::{
 pub use source::{Checkpoint, Shard, WeightSource};
 pub use target::{output_bytes, refuse_source_folder};
 pub use verify_tensor::ExpectedMatrix;
-pub use writer::{CheckpointWriter, Reopened};
+pub use writer::CheckpointWriter;
 pub use written::PartialModel;

@@ -111,7 +111,7 @@ impl CheckpointWriter {
         target: &Path,
         finished: &BTreeMap<String, String>,
         events: &dyn Events,
-    ) -> anyhow::Result<Option<Reopened>> {
+    ) -> anyhow::Result<Option<(Self, Vec<String>)>> {
         refuse_source_folder(source.folder(), target)?;
         let layout = Layout::of(source)?;
         let phase = "check finished layers";
@@ -124,7 +124,7 @@ impl CheckpointWriter {
         for (at, digest) in intact {
             writer.recorded[at] = Some(TensorRecord { digest, rewritten: true });
         }
-        Ok(Some(Reopened { writer, damaged }))
+        Ok(Some((writer, damaged)))
     }
 
     /// Declares the files that are published with the weights and are no plain copies of the source's.
@@ -325,13 +325,4 @@ impl CheckpointWriter {
         let source = (level == VerifyLevel::Full).then_some(&*self.source);
         self.files.verify(&self.recorded, source, expected, events)
     }
-}
-
-/// The output of an earlier process, opened again.
-#[derive(Debug)]
-pub struct Reopened {
-    /// The writer that continues it.
-    pub writer: CheckpointWriter,
-    /// Names of damaged tensors.
-    pub damaged: Vec<String>,
 }

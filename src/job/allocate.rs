@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 
 use super::opened::OpenedModel;
 use super::outputs::Outputs;
-use super::pass::{before_run, settle_pass};
+use super::pass::{before_run, note_by_layer, settle_pass};
 use super::resolved::Pruning;
 use super::settled_run::SettledRun;
 use super::streams::Streams;
@@ -21,9 +21,6 @@ use crate::run::Events;
 use crate::run::allocation::{AllocationReport, TriedRatios};
 use crate::runtime::HiddenStates;
 use crate::settings::{Settings, SparsitySettings};
-
-/// Ratios per line of a message.
-const RATIOS_PER_LINE: usize = 8;
 
 /// Gives the pruning part of a run its ratios: the ratios that an earlier process measured, or new ratios.
 ///
@@ -167,11 +164,5 @@ fn announce(report: &AllocationReport, events: &dyn Events) {
         };
         events.note(format!("tried        {:<13}{loss}", tried.rule));
     }
-    for (line, ratios) in report.ratios.chunks(RATIOS_PER_LINE).enumerate() {
-        let first = line * RATIOS_PER_LINE;
-        let last = first + ratios.len() - 1;
-        let shown: Vec<String> = ratios.iter().map(|ratio| format!("{ratio:.4}")).collect();
-        let place = format!("layers {first}-{last}");
-        events.note(format!("ratios       {place:<13}{}", shown.join(" ")));
-    }
+    note_by_layer("ratios", &report.ratios, events);
 }

@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 use super::model_report::parameters;
 use super::opened::{OpenedModel, ScoringPass};
 use super::outputs::Outputs;
-use super::pass::{PassOutcome, before_run, settle_pass};
+use super::pass::{PassOutcome, before_run, note_by_layer, settle_pass};
 use super::streams::Streams;
 use crate::failure::Failure;
 use crate::model::{KeptLayers, ModelConfig};
@@ -22,9 +22,6 @@ use crate::pruning::Pattern;
 use crate::run::{Events, LayerDropReport};
 use crate::runtime::Side;
 use crate::settings::{DropCount, LayerDropSettings, Settings, SparsitySettings};
-
-/// Scores per line of a message.
-const SCORES_PER_LINE: usize = 8;
 
 /// Hint for a model that is too small for every choice.
 const ONLY_LAYER: &str = "a model of one layer cannot lose it; leave --drop-layers out";
@@ -142,7 +139,8 @@ pub(super) fn smaller(
         parameters: [0, 0],
         bytes: [model.checkpoint.total_bytes(); 2],
     };
-    announce(&report, events);
+    note_by_layer(report.name_of_scores(), report.deciding_scores(), events);
+    events.note(format!("dropping     {}", report.in_words()));
     if report.dropped.is_empty() {
         check_does_something(settings, &report, events)?;
     }
@@ -176,20 +174,6 @@ fn score(
     let dense = streams.perplexities(&job).dense;
     drop(streams);
     Ok(PassOutcome::of(*job, scores, dense, swept))
-}
-
-/// Tells scores and choice.
-fn announce(report: &LayerDropReport, events: &dyn Events) {
-    let scores = report.deciding_scores();
-    for (line, scores) in scores.chunks(SCORES_PER_LINE).enumerate() {
-        let first = line * SCORES_PER_LINE;
-        let last = first + scores.len() - 1;
-        let shown: Vec<String> = scores.iter().map(|score| format!("{score:.4}")).collect();
-        let place = format!("layers {first}-{last}");
-        let score = report.name_of_scores();
-        events.note(format!("{score:<13}{place:<13}{}", shown.join(" ")));
-    }
-    events.note(format!("dropping     {}", report.in_words()));
 }
 
 /// Warns where `auto` drops nothing.

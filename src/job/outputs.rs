@@ -9,7 +9,7 @@ use super::folder::state_file::{self, StateFile};
 use super::recorder::Recorder;
 use super::settled_run::{RunTask, SettledRun};
 use super::tensor_files::GONE;
-use crate::checkpoint::{CheckpointWriter, ExpectedMatrix, Published, Reopened};
+use crate::checkpoint::{CheckpointWriter, ExpectedMatrix, Published};
 use crate::job::folder::memory_log;
 use crate::pipeline::{LayerJournal, MaskObserver, Output, SaveMasks, expected, permute};
 use crate::run::manifest::{LayerReport, OutputReport, Perplexities};
@@ -179,7 +179,7 @@ fn reopen(job: &SettledRun, events: &dyn Events) -> Result<Option<OpenedFiles>> 
     let reopened = source.clock.measure(Phase::Check, || {
         CheckpointWriter::reopen(&source.checkpoint, model, tensors, events)
     })?;
-    let Some(Reopened { mut writer, damaged }) = reopened else {
+    let Some((mut writer, damaged)) = reopened else {
         job.folder.refuse_files(false)?;
         gone("the model files");
         return Ok(None);

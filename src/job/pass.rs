@@ -69,6 +69,17 @@ pub(super) fn before_run(settings: &Settings, measures_dense: bool) -> Settings 
     pass
 }
 
+/// Tells a number of every layer, with a name, in lines of 8 layers.
+pub(super) fn note_by_layer(name: &str, numbers: &[f64], events: &dyn Events) {
+    const PER_LINE: usize = 8;
+    for (line, numbers) in numbers.chunks(PER_LINE).enumerate() {
+        let first = line * PER_LINE;
+        let place = format!("layers {first}-{}", first + numbers.len() - 1);
+        let shown: Vec<String> = numbers.iter().map(|number| format!("{number:.4}")).collect();
+        events.note(format!("{name:<13}{place:<13}{}", shown.join(" ")));
+    }
+}
+
 /// The outcome of a pass that came before the run.
 pub(super) struct PassOutcome<T> {
     pub(super) model: OpenedModel,

@@ -21,7 +21,7 @@ use crate::hub::HubRepo;
 use crate::input::{self, Expected};
 use crate::merging::recipe::without_folders;
 use crate::pruning::Pattern;
-use crate::report::card::{self, CardSource};
+use crate::report::card::{self, Card, CardSource};
 use crate::report::cards;
 use crate::report::front_matter::{self, FrontMatter};
 use crate::run::PruningRecord;
@@ -54,9 +54,6 @@ const UNNAMED: [&str; 3] = ["layer_ratios", "no_save_model", "save_masks"];
 impl SettledRun {
     /// Returns the files that are published with the model of a run with these results.
     pub(super) fn published(&self, results: &RunResults) -> Result<Published> {
-        if self.folder.model.is_none() {
-            return Ok(Published::default());
-        }
         let folder = &self.model.folder;
         let before = read_record(folder).and_then(Result::ok);
         let record = self.pruning_record(results, before.as_ref())?;
@@ -64,12 +61,21 @@ impl SettledRun {
         if let Some(whole) = &self.model.part_of {
             written.push((CONFIG_FILE, json_file(&whole.config_json)?));
         }
-        let cards = SourceCards::of(folder, self.settings.output.no_model_card);
-        if !self.settings.output.no_model_card {
-            let pruned_before = before.as_ref().map(|before| &before.pruning);
+        let pruned_before = before.as_ref().map(|before| &before.pruning);
+        self.with_cards(written, |source| Ok(cards::pruned(&record, pruned_before, source)))
+    }
+
+    /// The files with the cards: the run's own, unless it is declined, and the source's.
+    pub(super) fn with_cards(
+        &self,
+        mut written: Vec<(&'static str, Vec<u8>)>,
+        card: impl FnOnce(CardSource) -> Result<Card>,
+    ) -> Result<Published> {
+        let declined = self.settings.output.no_model_card;
+        let cards = SourceCards::of(&self.model.folder, declined);
+        if !declined {
             let source = cards.source(self.settings.calibration.iter().map(|of| &of.dataset));
-            let card = cards::pruned(&record, pruned_before, source);
-            written.push((CARD_FILE, card.text().into_bytes()));
+            written.push((CARD_FILE, card(source)?.text().into_bytes()));
         }
         Ok(Published { written, copied: cards.copied })
     }

@@ -122,11 +122,7 @@ impl SettledRun {
             layers: results.layers.unwrap_or_default(),
             perplexity: results.perplexity,
             evaluation: evaluation.cloned(),
-            gate: settings
-                .evaluation
-                .max_perplexity
-                .zip(measured)
-                .map(|(limit, measured)| GateReport::new(limit, measured.perplexity)),
+            gate: GateReport::of(settings.evaluation.max_perplexity, measured),
             hidden_states: plan.hidden_states.storage,
             plan: Some(plan),
             fallbacks: devices.fallbacks,

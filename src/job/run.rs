@@ -14,6 +14,7 @@ use super::recover::{GivenTraining, prepare, train};
 use super::settle::settle;
 use super::settled_run::{RunStart, RunTask, SettledRun};
 use super::{interruption, profile, width_drop};
+use crate::checkpoint::Published;
 use crate::pipeline::MaskObserver;
 use crate::run::profile::PeakReport;
 use crate::run::{Events, Manifest};
@@ -123,6 +124,7 @@ pub(super) fn finish(
     recorder: &Recorder<'_>,
 ) -> Result<Manifest> {
     let own = match &job.task {
+        _ if job.folder.model.is_none() => Published::default(),
         RunTask::Recover(_) => job.published_recovery(&results)?,
         RunTask::Prune(_) | RunTask::Measure(_) => job.published(&results)?,
     };

@@ -22,7 +22,7 @@ use crate::linalg::StoredDtype;
 use crate::linalg::convert::widen;
 use crate::linalg::nf4::{self, BLOCK, NestedScales};
 use crate::linalg::select::first_not_finite;
-use crate::run::quantization::QuantizedMatrix;
+use crate::run::quantization::{QuantizedMatrix, QuantizedTotals};
 use crate::run::{Events, Meter};
 
 /// Weights that are read at once where memory allows: 8 MiB in f32.
@@ -36,19 +36,6 @@ const ZERO_CODE: u8 = 7;
 
 /// The largest file of an output, as transformers cuts it.
 const SHARD_BYTES: u64 = 5_000_000_000;
-
-/// The numbers of a finished pass.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct QuantizedTotals {
-    /// Quantised matrices.
-    pub matrices: usize,
-    /// Their weights.
-    pub weights: u64,
-    /// Weights that were 0.
-    pub zeros_before: u64,
-    /// Weights that are 0 now.
-    pub zeros_after: u64,
-}
 
 /// Keeps what a quantisation knows of its matrices.
 pub trait QuantizeJournal {

@@ -162,8 +162,8 @@ pub fn quantized(
     let share = |count: u64| {
         format!(
             "{count} of {} weights ({})",
-            report.weights,
-            percent(count as f64 / report.weights.max(1) as f64)
+            report.totals.weights,
+            percent(count as f64 / report.totals.weights.max(1) as f64)
         )
     };
     let command =
@@ -178,9 +178,9 @@ pub fn quantized(
         facts: vec![
             ("Source", code(id.unwrap_or(name))),
             ("Format", code(&report.format)),
-            ("Matrices", report.matrices.to_string()),
-            ("Zeros in the source", share(report.zeros_before)),
-            ("Zeros", share(report.zeros_after)),
+            ("Matrices", report.totals.matrices.to_string()),
+            ("Zeros in the source", share(report.totals.zeros_before)),
+            ("Zeros", share(report.totals.zeros_after)),
             ("Size", format!("{}, {} in the source", report.bytes_after, report.bytes_before)),
         ],
         notes: vec!["transformers loads the folder with bitsandbytes. All zeros of the source are zero here, too.".to_string()],

@@ -342,6 +342,11 @@ pub struct GateReport {
 }
 
 impl GateReport {
+    /// Compares a measured perplexity with a limit; `None` where either is absent.
+    pub fn of(limit: Option<f64>, measured: Option<PerplexityReport>) -> Option<Self> {
+        Some(Self::new(limit?, measured?.perplexity))
+    }
+
     /// Compares a perplexity with a limit.
     pub fn new(max_perplexity: f64, perplexity: f64) -> Self {
         Self {

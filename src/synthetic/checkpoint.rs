@@ -19,7 +19,7 @@ use super::noise::Noise;
 use super::tokenizer::TokenizerFiles;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{
-    CHUNK_BYTES, INDEX_FILE, PARTIAL_SUFFIX, SINGLE_FILE, encode_header, in_a_row, sync_folder,
+    CHUNK_BYTES, INDEX_FILE, SINGLE_FILE, encode_header, in_a_row, partial_of, sync_folder,
     write_atomic,
 };
 use crate::failure::Failure;
@@ -142,7 +142,7 @@ impl RandomCheckpoint {
                 // A full disk must not stay full. The folder was empty, so every file in it is ours.
                 for earlier in 0..=index {
                     let path = target.join(shard_name(earlier, shards.len()));
-                    let _ = fs::remove_file(partial_path(&path));
+                    let _ = fs::remove_file(partial_of(&path));
                     let _ = fs::remove_file(path);
                 }
                 return Err(cannot_write(&path, &error)
@@ -187,7 +187,7 @@ impl RandomCheckpoint {
         let infos = in_a_row(infos);
         let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
 
-        let partial = partial_path(path);
+        let partial = partial_of(path);
         let mut file = File::create(&partial)?;
         // A chunk is written while the next chunk is generated.
         let (mut ready, mut next) = (encode_header(&metadata, &infos), Vec::new());
@@ -290,12 +290,6 @@ fn shard_name(index: usize, count: usize) -> String {
         1 => SINGLE_FILE.to_owned(),
         _ => format!("model-{:05}-of-{count:05}.safetensors", index + 1),
     }
-}
-
-fn partial_path(path: &Path) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(PARTIAL_SUFFIX);
-    PathBuf::from(name)
 }
 
 fn write_json(target: &Path, name: &str, value: &Value) -> anyhow::Result<()> {

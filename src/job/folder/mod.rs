@@ -163,7 +163,11 @@ impl RunFolder {
             return self.refuse_to_part().map(|()| None);
         }
         let Some(folder) = self.state() else {
-            self.refuse_unfinished()?;
+            if let Some(run) = self.run.as_ref().filter(|run| StateFile::path(run).exists()) {
+                let refusal = format!("`{}` holds an unfinished run", run.display());
+                let hint = "choose another --save folder, or finish that run first";
+                return Err(Failure::new(refusal).hint(hint).into());
+            }
             return match is_finished {
                 true => Err(self.is_finished()),
                 false => self.refuse_results().map(|()| None),
@@ -284,9 +288,7 @@ impl RunFolder {
         if !self.has_the_model_of(&manifest) {
             return Ok(None);
         }
-        let gate = max_perplexity
-            .zip(manifest.perplexity.pruned)
-            .map(|(limit, measured)| GateReport::new(limit, measured.perplexity));
+        let gate = GateReport::of(max_perplexity, manifest.perplexity.pruned);
         if manifest.gate != gate {
             manifest.gate = gate;
             self.record(&manifest)?;
@@ -311,18 +313,6 @@ impl RunFolder {
             metadata.is_ok_and(|metadata| metadata.len() == file.bytes)
         };
         model.join(CONFIG_FILE).is_file() && output.verification.files.iter().all(has)
-    }
-
-    /// Refuses the folder of an unfinished run, for commands that do not continue runs.
-    pub(in crate::job) fn refuse_unfinished(&self) -> Result<()> {
-        match &self.run {
-            Some(run) if StateFile::path(run).exists() => {
-                Err(Failure::new(format!("`{}` holds an unfinished run", run.display()))
-                    .hint("choose another --save folder, or finish that run first")
-                    .into())
-            }
-            _ => Ok(()),
-        }
     }
 
     /// Makes room for a new run: with `--force`, the old run's files go, its record and `config.json` first, so that what is left never

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use serde::de::DeserializeOwned;
 
 use super::cells::PlannedCell;
 use crate::bytes::{LARGEST_RECORD, json_file, read_whole};
@@ -55,16 +56,23 @@ pub(super) fn common(run: &Settings, model: &OpenedModel) -> Result<CommonSettin
 /// Fails for a file that is no such record, and for a record of a later version.
 pub(super) fn read(folder: &Path) -> Result<Option<CellRecord>> {
     let path = folder.join(CELL_FILE);
-    let text = match read_whole(&path, LARGEST_RECORD) {
-        Err(error) if is_absent(&error) => return Ok(None),
-        read => read.map_err(|error| unreadable(&path, &error))?,
-    };
-    let record: CellRecord =
-        serde_json::from_slice(&text).map_err(|error| unreadable(&path, &error))?;
-    if record.schema > SCHEMA {
-        return Err(unreadable(&path, &format!("its schema is {}", record.schema)).into());
+    match read_json::<CellRecord>(&path)? {
+        Some(record) if record.schema > SCHEMA => {
+            Err(unreadable(&path, &format!("its schema is {}", record.schema)).into())
+        }
+        record => Ok(record),
     }
-    Ok(Some(record))
+}
+
+/// A record of this program; `None` if there is no such file.
+fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, Failure> {
+    match read_whole(path, LARGEST_RECORD) {
+        Err(error) if is_absent(&error) => Ok(None),
+        Err(error) => Err(unreadable(path, &error)),
+        Ok(text) => {
+            serde_json::from_slice(&text).map(Some).map_err(|error| unreadable(path, &error))
+        }
+    }
 }
 
 /// Returns whether a file is not there; its folder may be a file.
@@ -81,15 +89,7 @@ fn unreadable(path: &Path, why: &dyn std::fmt::Display) -> Failure {
 
 /// The record of a finished run; `None` if the folder has no such record.
 pub(super) fn manifest(folder: &Path) -> Result<Option<Manifest>> {
-    let path = folder.join(MANIFEST);
-    match read_whole(&path, LARGEST_RECORD) {
-        Err(error) if is_absent(&error) => Ok(None),
-        read => {
-            let text = read.map_err(|error| unreadable(&path, &error))?;
-            let manifest = serde_json::from_slice(&text);
-            Ok(Some(manifest.map_err(|error| unreadable(&path, &error))?))
-        }
-    }
+    Ok(read_json(&folder.join(MANIFEST))?)
 }
 
 /// The report of the cell in a folder; `None` if the folder has no cell.

@@ -8,7 +8,7 @@ use super::saliency::Saliency;
 use crate::checkpoint::Layout;
 use crate::job::folder::RunFolder;
 use crate::merging::methods::MethodSettings;
-use crate::run::{Manifest, Plan, RunState};
+use crate::run::{Plan, RunState};
 use crate::runtime::Clock;
 use crate::settings::MergeSettings;
 
@@ -31,12 +31,4 @@ pub(super) struct MergeJob {
     pub(super) unfinished: Option<RunState>,
     pub(super) clock: Clock,
     pub(super) started_unix_seconds: u64,
-}
-
-/// The outcome of settling.
-pub(super) enum SettledMerge {
-    /// A merge that can begin.
-    Job(Box<MergeJob>),
-    /// The record of a run that had finished already.
-    Finished(Box<Manifest>),
 }

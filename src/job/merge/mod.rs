@@ -4,9 +4,8 @@
 //! | --- | --- |
 //! | `combined` | `--semantics peft`: adapters, combined |
 //! | `job` | what a settled merge has |
-//! | `settle` | everything that can be wrong is checked |
+//! | `settle` | everything that can be wrong is checked; the settings that a continued run must share |
 //! | `resolved` | the recipe with its models, and every tensor |
-//! | `deciding` | the settings that a continued run must share |
 //! | `vocabulary` | the tokens of the output |
 //! | `models` | the input models and their adapters |
 //! | `devices` | the GPUs that compute |
@@ -20,7 +19,6 @@
 //! | `record` | `run.json` |
 
 mod combined;
-mod deciding;
 mod devices;
 mod evaluation;
 mod job;
@@ -41,11 +39,12 @@ mod weighing;
 use anyhow::Result;
 
 use super::recorder::Recorder;
+use super::settled_run::RunStart;
 use crate::merging::pass::{MergePass, MergeSources};
 use crate::run::{Event, Events, Manifest, Moment, Phase, Unfinished};
 use crate::settings::MergeSettings;
 pub use combined::peft_methods;
-use job::{MergeJob, SettledMerge};
+use job::MergeJob;
 use outputs::MergeOutputs;
 
 /// Merges models as the settings say, writes the result, and returns the record.
@@ -59,8 +58,8 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
         recorder.log_memory();
     }
     let job = match MergeJob::settle(settings, &recorder)? {
-        SettledMerge::Job(job) => job,
-        SettledMerge::Finished(manifest) => return Ok(*manifest),
+        RunStart::Run(job) => job,
+        RunStart::Finished(manifest) => return Ok(*manifest),
     };
     job.announce(&recorder);
     let unfinished = job

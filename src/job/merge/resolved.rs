@@ -135,20 +135,18 @@ fn merge_tensor(
     recipe: &Recipe,
     inputs: &InputModels,
 ) -> Result<MergeTensor> {
-    let mut shape = Vec::new();
-    let mut dtype: Option<StoredDtype> = None;
-    for source in &tensor.sources {
-        let model = &inputs.models[source.model];
-        let entry = model.entry(&source.tensor);
-        let entry = entry.with_context(|| format!("tensor `{}` is missing", source.tensor))?;
-        let own = stored_dtype(entry)?;
-        dtype = Some(dtype.map_or(own, |dtype| promoted(dtype, own)));
-        if shape.is_empty() {
-            shape = entry.shape.clone();
-        }
-    }
+    let entries = tensor.sources.iter().map(|source| {
+        let entry = inputs.models[source.model].entry(&source.tensor);
+        entry.with_context(|| format!("tensor `{}` is missing", source.tensor))
+    });
+    let entries = entries.collect::<Result<Vec<_>>>()?;
+    let dtypes = entries.iter().map(|entry| stored_dtype(entry));
+    // PyTorch promotes different dtypes to f32.
+    let promoted = |one, other| if one == other { one } else { StoredDtype::F32 };
+    let dtype = dtypes.collect::<Result<Vec<_>>>()?.into_iter().reduce(promoted);
     let asked = recipe.out_dtype.or(recipe.dtype);
     let dtype = asked.or(dtype).unwrap_or(StoredDtype::F32);
+    let shape = entries.first().map_or(Vec::new(), |entry| entry.shape.clone());
     Ok(MergeTensor {
         squares: vec![None; tensor.sources.len()],
         observed: vec![None; tensor.sources.len()],
@@ -156,9 +154,4 @@ fn merge_tensor(
         shape,
         dtype,
     })
-}
-
-/// The dtype that holds both, as PyTorch promotes them.
-fn promoted(first: StoredDtype, second: StoredDtype) -> StoredDtype {
-    if first == second { first } else { StoredDtype::F32 }
 }

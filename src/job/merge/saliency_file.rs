@@ -118,8 +118,7 @@ impl SaliencyFile {
             let why = "its vectors are not the ones that were written: the hash differs";
             return Err(is_other(path, why.to_string()).into());
         }
-        let read =
-            |(at, measurement)| StatisticsReader { file: &file, path, at }.model(measurement);
+        let read = |(at, measurement)| read_model(&file, path, at, measurement);
         let models: Result<Vec<MeasuredModel>> = models.into_iter().enumerate().map(read).collect();
         Ok(Some(Self { models: models? }))
     }
@@ -268,48 +267,40 @@ fn is_other(path: &Path, why: String) -> Failure {
         .hint("name another file with --saliency-file; a file that does not exist is written")
 }
 
-/// Reads the statistics of a model.
-struct StatisticsReader<'a> {
-    file: &'a Checkpoint,
-    path: &'a Path,
+/// Reads the statistics of model number `at`, up to the first missing layer.
+fn read_model(
+    file: &Checkpoint,
+    path: &Path,
     at: usize,
+    measurement: Measurement,
+) -> Result<MeasuredModel> {
+    let mut layers = Vec::new();
+    while layers.len() < measurement.num_hidden_layers {
+        let layer = layers.len();
+        let entries = INPUTS.iter().map_while(|input| file.entry(&name_of(at, layer, input)));
+        let means = entries.map(|entry| read_vector(file, path, entry));
+        match LayerSquares::try_from(means.collect::<Result<Vec<_>>>()?) {
+            Ok(means) => layers.push(means),
+            Err(_) => break,
+        }
+    }
+    Ok(MeasuredModel { measurement, layers })
 }
 
-impl StatisticsReader<'_> {
-    /// Reads the layers up to the first missing layer.
-    fn model(&self, measurement: Measurement) -> Result<MeasuredModel> {
-        let mut layers = Vec::new();
-        while layers.len() < measurement.num_hidden_layers {
-            let layer = layers.len();
-            let means = INPUTS.iter().map_while(|input| {
-                let squares = self.file.entry(&name_of(self.at, layer, input))?;
-                Some(self.vector(squares))
-            });
-            let means: Result<Vec<Vec<f32>>> = means.collect();
-            match LayerSquares::try_from(means?) {
-                Ok(means) => layers.push(means),
-                Err(_) => break,
-            }
-        }
-        Ok(MeasuredModel { measurement, layers })
+fn read_vector(file: &Checkpoint, path: &Path, entry: &TensorEntry) -> Result<Vec<f32>> {
+    if entry.dtype != Dtype::F32 || entry.shape.len() != 1 {
+        return Err(is_other(path, format!("`{}` is no vector of f32", entry.name)).into());
     }
-
-    fn vector(&self, entry: &TensorEntry) -> Result<Vec<f32>> {
-        if entry.dtype != Dtype::F32 || entry.shape.len() != 1 {
-            let why = format!("`{}` is no vector of f32", entry.name);
-            return Err(is_other(self.path, why).into());
-        }
-        let mut bytes = vec![0; entry.bytes as usize];
-        self.file.read(entry, 0, &mut bytes)?;
-        let values = bytes.as_chunks::<4>().0.iter();
-        let values: Vec<f32> = values.map(|bytes| f32::from_le_bytes(*bytes)).collect();
-        let is_mean = |value: &&f32| value.is_finite() && **value >= 0.0;
-        match values.iter().find(|value| !is_mean(value)) {
-            None => Ok(values),
-            Some(bad) => {
-                let why = format!("`{}` holds {bad}, which is no mean of squares", entry.name);
-                Err(is_other(self.path, why).into())
-            }
+    let mut bytes = vec![0; entry.bytes as usize];
+    file.read(entry, 0, &mut bytes)?;
+    let values = bytes.as_chunks::<4>().0.iter();
+    let values: Vec<f32> = values.map(|bytes| f32::from_le_bytes(*bytes)).collect();
+    let is_mean = |value: &&f32| value.is_finite() && **value >= 0.0;
+    match values.iter().find(|value| !is_mean(value)) {
+        None => Ok(values),
+        Some(bad) => {
+            let why = format!("`{}` holds {bad}, which is no mean of squares", entry.name);
+            Err(is_other(path, why).into())
         }
     }
 }

@@ -4,8 +4,7 @@ use std::collections::BTreeMap;
 
 use anyhow::Result;
 
-use super::deciding::decide;
-use super::job::{MergeJob, SettledMerge};
+use super::job::MergeJob;
 use super::memory::{MergeShape, PassSize, PassWork};
 use super::resolved::ResolvedMerge;
 use super::saliency::Saliency;
@@ -13,14 +12,15 @@ use crate::checkpoint::{Layout, PlannedTensor};
 use crate::failure::Failure;
 use crate::job::device_records::joined;
 use crate::job::folder::RunFolder;
+use crate::job::settled_run::RunStart;
 use crate::job::{machine, same_run};
 use crate::merging::methods::{MethodSettings, Scope};
 use crate::merging::pass::MergeTensor;
-use crate::merging::recipe::Parameter;
+use crate::merging::recipe::{Parameter, without_folders};
 use crate::placement::cpu_budget;
 use crate::run::{Events, Moment};
 use crate::runtime::Clock;
-use crate::settings::{MergeSettings, PIECE_ELEMENTS, SaliencySource, check_device};
+use crate::settings::{MergeEval, MergeSettings, PIECE_ELEMENTS, SaliencySource, check_device};
 
 /// Workers per thread: while the first waits for the disk, the second computes.
 const WORKERS_PER_THREAD: usize = 2;
@@ -30,7 +30,7 @@ impl MergeJob {
     ///
     /// # Errors
     /// Fails for everything that can be wrong with recipe, models, flags and folders.
-    pub(super) fn settle(settings: MergeSettings, events: &dyn Events) -> Result<SettledMerge> {
+    pub(super) fn settle(settings: MergeSettings, events: &dyn Events) -> Result<RunStart<Self>> {
         check_device(&settings.device)?;
         let clock = Clock::new();
         clock.mark(Moment::Start, events);
@@ -83,7 +83,7 @@ impl MergeJob {
             unfinished = same_run::check(state, &deciding, &folder, &settings.output())?;
             if let Some(manifest) = folder.record_of_the_last_step(None)? {
                 events.note("this run is finished; only a file of its state was left".to_string());
-                return Ok(SettledMerge::Finished(Box::new(manifest)));
+                return Ok(RunStart::Finished(Box::new(manifest)));
             }
         }
         shape.statistics_bytes = saliency.as_ref().map_or(0, |of| of.bytes().0);
@@ -112,7 +112,7 @@ impl MergeJob {
         if job.unfinished.is_none() {
             job.folder.check_disk(job.layout.bytes())?;
         }
-        Ok(SettledMerge::Job(Box::new(job)))
+        Ok(RunStart::Run(Box::new(job)))
     }
 
     /// Tells the models, the method and the plan.
@@ -241,4 +241,43 @@ fn check_values(merge: &ResolvedMerge, settings: &MethodSettings) -> Result<Pass
         work.elements += reads * tensor.recipe.sources.len() as u64 * tensor.elements();
     }
     Ok(work)
+}
+
+/// The measurements of perplexity; the state of a run keeps their results.
+fn evaluation_of(settings: &MergeSettings) -> String {
+    if settings.eval == MergeEval::None {
+        return "none".to_string();
+    }
+    let windows = settings.eval_windows.map_or("all".to_string(), |windows| windows.to_string());
+    let dataset = settings.evaluation_text();
+    let seqlen = settings.seqlen.map_or("default".to_string(), |seqlen| seqlen.to_string());
+    format!("{:?}, {}, windows: {windows}, seqlen: {seqlen}", settings.eval, dataset)
+}
+
+/// Everything that decides the outcome, by name.
+fn decide(
+    settings: &MergeSettings,
+    merge: &ResolvedMerge,
+    folder: &RunFolder,
+) -> Result<BTreeMap<String, String>> {
+    let fingerprints: Result<Vec<String>> =
+        merge.inputs.models.iter().map(|model| model.fingerprint()).collect();
+    let as_json = |value: serde_json::Value| match value {
+        serde_json::Value::String(text) => text,
+        other => other.to_string(),
+    };
+    let named = [
+        ("command", "merge".to_string()),
+        ("program", format!("prune {}", env!("CARGO_PKG_VERSION"))),
+        ("recipe", merge.recipe.to_yaml(without_folders)),
+        ("models", fingerprints?.join(" ")),
+        ("semantics", as_json(serde_json::to_value(settings.semantics)?)),
+        ("trim_scope", as_json(serde_json::to_value(settings.trim_scope)?)),
+        ("seed", settings.seed.to_string()),
+        ("keep_zeros", settings.keep_zeros.to_string()),
+        ("evaluation", evaluation_of(settings)),
+        ("out_shard_size", settings.out_shard_size.0.to_string()),
+        ("model folder", same_run::model_folder(folder)?),
+    ];
+    Ok(named.map(|(name, value)| (name.to_string(), value)).into())
 }

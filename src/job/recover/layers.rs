@@ -155,8 +155,6 @@ fn report(
 ) -> Result<RecoveryReport> {
     let config = &job.model.config;
     let settings = &recovery.settings;
-    let specs = recovery.part.parameters(config);
-    let each: usize = specs.iter().map(|spec| spec.elements()).sum();
     let matrices = layers.iter().flat_map(|layer| &layer.matrices);
     let new_zeros = matrices.map(|matrix| matrix.zeros.saturating_sub(matrix.zeros_before));
     let texts = &job.texts;
@@ -182,7 +180,7 @@ fn report(
             .iter()
             .map(|projection| projection.module().to_string())
             .collect(),
-        parameters: (each * config.num_hidden_layers) as u64,
+        parameters: recovery.trained_parameters(config),
         optim: settings.optim.clone(),
         rate: schedule.rate,
         steps_of: schedule.steps,

@@ -32,7 +32,6 @@ use crate::run::Events;
 use crate::settings::Settings;
 pub use given::{GivenTraining, InitialParameters};
 pub(in crate::job) use resolved::Recovery;
-pub(in crate::job) use shape::TrainedModel;
 use steps::Trained;
 
 /// Checks the settings of a training. Activations are kept by the CPU alone, so a training that keeps them uses no GPU; a flag that

@@ -7,11 +7,10 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde::Serialize;
 
-use super::super::published::SourceCards;
 use super::super::record::RunResults;
 use super::super::settled_run::SettledRun;
 use crate::bytes::{LARGEST_RECORD, json_file};
-use crate::checkpoint::{CARD_FILE, Published};
+use crate::checkpoint::Published;
 use crate::input::{self, Expected};
 use crate::report::cards;
 use crate::run::RecoveryReport;
@@ -35,9 +34,6 @@ struct PublishedRecovery<'a> {
 impl SettledRun {
     /// Returns the files that are published with the recovered model.
     pub(in crate::job) fn published_recovery(&self, results: &RunResults) -> Result<Published> {
-        if self.folder.model.is_none() {
-            return Ok(Published::default());
-        }
         let folder = &self.model.folder;
         let mut report = results.recovery.clone().context("a training has a report")?;
         report.teacher = report.teacher.as_deref().map(last_component);
@@ -56,20 +52,12 @@ impl SettledRun {
                 .map_err(|error| input::cannot_read(&pruning, &error))?;
             written.push((PRUNING_FILE, bytes));
         }
-        let cards = SourceCards::of(folder, self.settings.output.no_model_card);
-        if !self.settings.output.no_model_card {
-            let id = self.model.hub_model.as_ref().map(|hub| hub.id.as_str());
-            let evaluation = self.texts.windows.as_ref().map(|text| &text.protocol);
-            let card = cards::recovered(
-                (&published.model, id),
-                (&published.recovery, published.perplexity),
-                evaluation,
-                cards.source(self.settings.calibration.iter().map(|of| &of.dataset)),
-                self.command()?,
-            );
-            written.push((CARD_FILE, card.text().into_bytes()));
-        }
-        Ok(Published { written, copied: cards.copied })
+        let id = self.model.hub_model.as_ref().map(|hub| hub.id.as_str());
+        let evaluation = self.texts.windows.as_ref().map(|text| &text.protocol);
+        let (model, results) = (&published.model, (&published.recovery, published.perplexity));
+        self.with_cards(written, |source| {
+            Ok(cards::recovered((model, id), results, evaluation, source, self.command()?))
+        })
     }
 }
 
