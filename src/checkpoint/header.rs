@@ -232,7 +232,7 @@ pub fn encode_header(
     framed(&json)
 }
 
-/// Places tensors of a name, a dtype and a shape one after the other, without holes.
+/// Places tensors, each by its name, dtype and shape, in this order and without holes.
 pub fn in_a_row(
     tensors: impl IntoIterator<Item = (String, Dtype, Vec<usize>)>,
 ) -> Vec<(String, TensorInfo)> {

@@ -35,13 +35,6 @@ impl Published {
             || self.copied.iter().any(|(_, own)| own == name)
     }
 
-    /// Publishes the index of `layout`, or none, in place of the source's.
-    pub(super) fn replace_index(&mut self, layout: &Layout) {
-        self.copied.retain(|(_, name)| name != INDEX_FILE);
-        let index = layout.index_json();
-        self.written.extend(index.map(|json| (INDEX_FILE, json)));
-    }
-
     /// The same with the sidecars of `source`.
     pub(super) fn with_sidecars(mut self, source: &Path) -> anyhow::Result<Self> {
         let sidecars = sidecars_in(source)?.into_iter();

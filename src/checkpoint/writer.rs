@@ -17,7 +17,7 @@ use anyhow::Context;
 use sha2::{Digest, Sha256};
 
 use super::layout::Layout;
-use super::names::CHUNK_BYTES;
+use super::names::{CHUNK_BYTES, INDEX_FILE};
 use super::output_files::{OutputFiles, ReopenedFiles, TensorRecord};
 use super::publish::Published;
 use super::source::{Checkpoint, WeightSource};
@@ -252,7 +252,10 @@ impl CheckpointWriter {
         let verification = self.verify(expected, level, events)?;
         let mut published = self.own.with_sidecars(self.source.folder())?;
         if self.source.is_view() {
-            published.replace_index(self.files.layout());
+            // The source's index names other files.
+            published.copied.retain(|(_, name)| name != INDEX_FILE);
+            let index = self.files.layout().index_json();
+            published.written.extend(index.map(|json| (INDEX_FILE, json)));
         }
         self.files.publish(&published, &verification)?;
         Ok(verification)

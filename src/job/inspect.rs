@@ -60,7 +60,7 @@ pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Re
         comparison.dense_bytes = dense.total_bytes();
         comparison.layers_dropped = kept.map_or_else(Vec::new, |(_, dropped)| dropped);
         comparison.width_dropped = record.and_then(|record| width_dropped(record, &config));
-        // The record of the run has the pruning settings, too; it may have been moved.
+        // The record of the run comes first: it stands beside the folder of its model.
         let pruning = match run_record(folder) {
             Some(manifest) => manifest.pruning,
             None => record.map(|record| record.pruning.clone()),

@@ -10,7 +10,7 @@ use crate::checkpoint::{Layout, MergedWriter};
 use crate::run::{Events, Phase};
 use crate::runtime::Clock;
 
-/// The warning of a run whose files are gone.
+/// The end of the warning for files that are gone.
 pub(super) const GONE: &str =
     "of the unfinished run are not there any more, or are others: starting over";
 

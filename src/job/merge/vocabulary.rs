@@ -187,7 +187,8 @@ impl OutputVocabulary {
         let mut maps: BTreeMap<String, Arc<RowMap>> = BTreeMap::new();
         let mut known: BTreeMap<Vec<usize>, Arc<RowMap>> = BTreeMap::new();
         for tensor in tensors.iter().filter(|tensor| has_tokens(tensor)) {
-            let sources: Vec<usize> = sources_of(tensor).collect();
+            let sources = tensor.recipe.sources.iter().map(|source| source.model);
+            let sources: Vec<usize> = sources.collect();
             let map = match known.get(&sources) {
                 Some(map) => Arc::clone(map),
                 None => Arc::new(vocabulary.rows_of(tokenizer, &models, &sources)?),
@@ -373,10 +374,6 @@ fn first(mut tokens: Vec<String>, count: usize) -> Vec<String> {
 /// Returns true for a tensor with a row per token.
 fn has_tokens(tensor: &MergeTensor) -> bool {
     [EMBEDDING, HEAD].contains(&tensor.recipe.name.as_str())
-}
-
-fn sources_of(tensor: &MergeTensor) -> impl Iterator<Item = usize> {
-    tensor.recipe.sources.iter().map(|source| source.model)
 }
 
 /// Rows of the embeddings and heads that are merged, by number of the model.
