@@ -39,6 +39,16 @@ pub fn hex(bytes: &[u8]) -> String {
     text
 }
 
+/// Returns the text of a JSON file: indented, with a line break at its end.
+///
+/// # Errors
+/// Fails for a value without a JSON form.
+pub fn json_file(value: &impl Serialize) -> serde_json::Result<Vec<u8>> {
+    let mut text = serde_json::to_vec_pretty(value)?;
+    text.push(b'\n');
+    Ok(text)
+}
+
 /// The largest file of settings that is read: a `config.json`, a device map, a chat template. Real files have kilobytes.
 pub const LARGEST_SETTINGS: ByteSize = ByteSize(16 << 20);
 

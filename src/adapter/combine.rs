@@ -23,6 +23,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use anyhow::Result;
+use clap::ValueEnum;
 
 use super::config::MAX_RANK;
 use super::opened::Adapter;
@@ -49,13 +50,31 @@ pub enum CombinationKind {
     MagnitudePrune,
 }
 
-/// Elections of a sign.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+impl CombinationKind {
+    /// Returns true for kinds that elect a sign for every element.
+    pub fn elects(self) -> bool {
+        matches!(self, Self::Ties | Self::DareTies)
+    }
+}
+
+/// The measure by which a combination of adapters elects signs.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub enum MajoritySign {
-    /// The sign of the sum.
+    /// The sum of the elements
+    #[default]
     Total,
-    /// The sign of the sum of signs.
+    /// The number of adapters with the sign
     Frequency,
+}
+
+impl MajoritySign {
+    /// The name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Total => "total",
+            Self::Frequency => "frequency",
+        }
+    }
 }
 
 /// The part of an adapter in the combination of a tensor.

@@ -10,19 +10,18 @@ use std::path::Path;
 
 use anyhow::Result;
 use safetensors::Dtype;
-use safetensors::tensor::TensorInfo;
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
 use super::combine::{Combination, Draws};
-use super::config::CONFIG_FILE;
+use super::config::{CONFIG_FILE, written_config};
 use super::keys::{PREFIX, module_of};
 use super::opened::WEIGHTS_FILE;
 use super::parts::transposed;
 use super::stored::Stored;
-use crate::bytes::hex;
+use crate::bytes::{hex, json_file};
 use crate::checkpoint::{
-    PARTIAL_SUFFIX, TensorEntry, cannot_write, encode_header, sync_folder, write_atomic,
+    PARTIAL_SUFFIX, TensorEntry, cannot_write, encode_header, in_a_row, sync_folder, write_atomic,
 };
 use crate::disk;
 use crate::run::verification::VerifiedFile;
@@ -63,8 +62,7 @@ impl Combination {
         }
         let weights_file = output.finish(&weights)?;
         sync_folder(folder)?;
-        let mut text = serde_json::to_vec_pretty(&self.config())?;
-        text.push(b'\n');
+        let text = json_file(&self.config())?;
         write_atomic(&config, &text)?;
         let config_file = VerifiedFile {
             file: CONFIG_FILE.to_string(),
@@ -76,13 +74,7 @@ impl Combination {
 
     /// The header of the weights.
     fn header(&self) -> Vec<u8> {
-        let (mut infos, mut end) = (Vec::new(), 0);
-        let mut add = |key: String, dtype: Dtype, shape: Vec<usize>, bytes: usize| {
-            let data_offsets = (end, end + bytes);
-            end += bytes;
-            let info = TensorInfo { dtype, shape, data_offsets };
-            infos.push((key, info));
-        };
+        let mut tensors = Vec::new();
         for tensor in self.tensors() {
             let of = self.shape(tensor);
             let module = format!("{PREFIX}{}", module_of(tensor));
@@ -90,15 +82,14 @@ impl Combination {
                 false => (["lora_A.weight", "lora_B.weight"], of.columns, of.rows),
                 true => (["lora_embedding_A", "lora_embedding_B"], of.rows, of.columns),
             };
-            let (first, second) = (vec![of.rank, inner], vec![outer, of.rank]);
-            add(format!("{module}.{down}"), Dtype::F32, first, 4 * of.rank * inner);
-            add(format!("{module}.{up}"), Dtype::F32, second, 4 * of.rank * outer);
+            tensors.push((format!("{module}.{down}"), Dtype::F32, vec![of.rank, inner]));
+            tensors.push((format!("{module}.{up}"), Dtype::F32, vec![outer, of.rank]));
             if let Some(copy) = self.copy(tensor) {
-                let TensorEntry { dtype, shape, bytes, .. } = &copy.entry;
-                add(copy.key().to_owned(), *dtype, shape.clone(), *bytes as usize);
+                let TensorEntry { dtype, shape, .. } = &copy.entry;
+                tensors.push((copy.key().to_owned(), *dtype, shape.clone()));
             }
         }
-        encode_header(&BTreeMap::from([("format".into(), "pt".into())]), &infos)
+        encode_header(&BTreeMap::from([("format".into(), "pt".into())]), &in_a_row(tensors))
     }
 
     /// The config. It names modules in full, so that no module gets factors by mistake.
@@ -109,23 +100,11 @@ impl Combination {
         let others = ranks.iter().filter(|(_, rank)| **rank != most);
         let patterns: BTreeMap<String, usize> =
             others.map(|(module, rank)| (regex::escape(module), *rank)).collect();
-        let mut config = json!({
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": self.adapters[0].base_model_name(),
-            "inference_mode": true,
-            "r": most,
-            "lora_alpha": most,
-            "rank_pattern": patterns,
-            "alpha_pattern": patterns,
-            "target_modules": ranks.keys().collect::<Vec<_>>(),
-            "use_rslora": false,
-            "use_dora": false,
-            "bias": "none",
-            "lora_dropout": 0.0,
-            "fan_in_fan_out": false,
-            "init_lora_weights": true,
-        });
+        let modules: Vec<&str> = ranks.keys().copied().collect();
+        let base = self.adapters[0].base_model_name();
+        let mut config = written_config(base, most, json!(most), &modules);
+        config["rank_pattern"] = json!(patterns);
+        config["alpha_pattern"] = json!(patterns);
         if self.adapters.iter().all(|adapter| adapter.keeps_tie) {
             config["ensure_weight_tying"] = true.into();
         }

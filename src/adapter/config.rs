@@ -14,7 +14,7 @@ use std::path::Path;
 
 use anyhow::Result;
 use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::patterns::{MOST_KEYS, Patterns};
 use crate::failure::Failure;
@@ -91,6 +91,30 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for InOrder<T> {
         }
         deserializer.deserialize_map(OrderedVisitor(std::marker::PhantomData))
     }
+}
+
+/// The file of an adapter that this program writes.
+pub(super) fn written_config(
+    base: Option<&str>,
+    rank: usize,
+    alpha: Value,
+    modules: &[&str],
+) -> Value {
+    json!({
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": true,
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": modules,
+        "use_rslora": false,
+        "use_dora": false,
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "fan_in_fan_out": false,
+        "init_lora_weights": true,
+    })
 }
 
 /// The checked settings of an adapter.

@@ -4,7 +4,6 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use anyhow::Result;
-use safetensors::Dtype;
 
 use crate::checkpoint::{Checkpoint, TensorEntry, WeightSource};
 use crate::failure::Failure;
@@ -133,11 +132,8 @@ pub(super) fn read_rows(
 
 /// The dtype of a tensor's elements.
 pub(super) fn stored_dtype(entry: &TensorEntry) -> Result<StoredDtype, Failure> {
-    match entry.dtype {
-        Dtype::F32 => Ok(StoredDtype::F32),
-        Dtype::F16 => Ok(StoredDtype::F16),
-        Dtype::BF16 => Ok(StoredDtype::Bf16),
-        other => Err(Failure::new(format!("tensor `{}` has elements of {other}", entry.name))
-            .detail("f32, f16 and bf16 can be merged")),
-    }
+    StoredDtype::of_file(entry.dtype).ok_or_else(|| {
+        Failure::new(format!("tensor `{}` has elements of {}", entry.name, entry.dtype))
+            .detail("f32, f16 and bf16 can be merged")
+    })
 }

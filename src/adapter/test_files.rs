@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use tempfile::TempDir;
 
@@ -54,11 +53,7 @@ pub(super) fn write(folder: &Path, name: &str, tensors: &[TestTensor]) {
         let count = tensor.values.len();
         let stored = StoredMatrix::from_f32(tensor.dtype, 1, count, &tensor.values);
         data.extend_from_slice(stored.as_bytes());
-        let dtype = match tensor.dtype {
-            StoredDtype::F32 => Dtype::F32,
-            StoredDtype::F16 => Dtype::F16,
-            StoredDtype::Bf16 => Dtype::BF16,
-        };
+        let dtype = tensor.dtype.in_file();
         let info =
             TensorInfo { dtype, shape: tensor.shape.clone(), data_offsets: (start, data.len()) };
         infos.push((tensor.name.clone(), info));

@@ -7,15 +7,15 @@ use std::collections::BTreeMap;
 use std::io::{self, Write as _};
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use safetensors::Dtype;
-use safetensors::tensor::TensorInfo;
 use serde_json::json;
 
-use super::config::CONFIG_FILE;
+use super::config::{CONFIG_FILE, written_config};
 use super::keys::PREFIX;
 use super::opened::WEIGHTS_FILE;
-use crate::checkpoint::{cannot_write, encode_header, write_atomic, write_atomic_with};
+use crate::bytes::json_file;
+use crate::checkpoint::{cannot_write, encode_header, in_a_row, write_atomic, write_atomic_with};
 use crate::disk;
 
 /// The card of the adapter.
@@ -68,9 +68,7 @@ impl TrainedAdapter {
             out.flush()
         })?;
         write_atomic(&folder.join(CARD), self.card().as_bytes())?;
-        let mut text = serde_json::to_vec_pretty(&self.config()).context("writing the config")?;
-        text.push(b'\n');
-        write_atomic(&config, &text)
+        write_atomic(&config, &json_file(&self.config())?)
     }
 
     /// Checks that the factors of a layer have the sizes that the header gives.
@@ -84,21 +82,14 @@ impl TrainedAdapter {
     }
 
     fn header(&self) -> Vec<u8> {
-        let (mut infos, mut end) = (Vec::new(), 0);
-        for (name, [out, inner]) in self.layers.iter().flatten() {
-            for (factor, shape) in [("lora_A", [self.rank, *inner]), ("lora_B", [*out, self.rank])]
-            {
-                let bytes = 4 * shape[0] * shape[1];
-                let info = TensorInfo {
-                    dtype: Dtype::F32,
-                    shape: shape.to_vec(),
-                    data_offsets: (end, end + bytes),
-                };
-                end += bytes;
-                infos.push((format!("{PREFIX}{name}.{factor}.weight"), info));
-            }
-        }
-        encode_header(&BTreeMap::from([("format".into(), "pt".into())]), &infos)
+        let factors = self.layers.iter().flatten().flat_map(|(name, [out, inner])| {
+            [("lora_A", [self.rank, *inner]), ("lora_B", [*out, self.rank])].map(
+                |(factor, shape)| {
+                    (format!("{PREFIX}{name}.{factor}.weight"), Dtype::F32, shape.to_vec())
+                },
+            )
+        });
+        encode_header(&BTreeMap::from([("format".into(), "pt".into())]), &in_a_row(factors))
     }
 
     /// The card, as the hub shows it.
@@ -120,21 +111,8 @@ impl TrainedAdapter {
     }
 
     fn config(&self) -> serde_json::Value {
-        json!({
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": self.base,
-            "inference_mode": true,
-            "r": self.rank,
-            "lora_alpha": self.alpha,
-            "target_modules": self.modules,
-            "use_rslora": false,
-            "use_dora": false,
-            "bias": "none",
-            "lora_dropout": 0.0,
-            "fan_in_fan_out": false,
-            "init_lora_weights": true,
-        })
+        let modules: Vec<&str> = self.modules.iter().map(String::as_str).collect();
+        written_config(Some(&self.base), self.rank, json!(self.alpha), &modules)
     }
 }
 

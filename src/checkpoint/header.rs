@@ -232,6 +232,19 @@ pub fn encode_header(
     framed(&json)
 }
 
+/// Places tensors, each by its name, dtype and shape, in this order and without holes.
+pub fn in_a_row(
+    tensors: impl IntoIterator<Item = (String, Dtype, Vec<usize>)>,
+) -> Vec<(String, TensorInfo)> {
+    let mut end = 0;
+    let info = |(name, dtype, shape): (String, Dtype, Vec<usize>)| {
+        let start = end;
+        end += shape.iter().product::<usize>() * dtype.bitsize() / 8;
+        (name, TensorInfo { dtype, shape, data_offsets: (start, end) })
+    };
+    tensors.into_iter().map(info).collect()
+}
+
 /// The refusal of a file with a wrong header: the published file was different.
 fn unreadable(path: &Path, why: &str) -> Failure {
     Failure::new(format!("cannot read `{}`: {why}", path.display()))

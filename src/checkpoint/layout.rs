@@ -16,7 +16,7 @@ use super::header::{MAX_HEADER_BYTES, METADATA_KEY, TensorEntry, data_len, encod
 use super::names::{INDEX_FILE, SINGLE_FILE};
 use super::naming::Naming;
 use super::source::Checkpoint;
-use crate::bytes::ByteSize;
+use crate::bytes::{ByteSize, json_file};
 use crate::failure::Failure;
 
 /// A tensor of a new output.
@@ -224,9 +224,7 @@ impl Layout {
         let weight_map: BTreeMap<Cow<'_, str>, &str> = stored.collect();
         let total_size: u64 = entries.map(|entry| entry.bytes).sum();
         let index = json!({"metadata": {"total_size": total_size}, "weight_map": weight_map});
-        let mut text = serde_json::to_vec_pretty(&index)
-            .expect("strings and integers always have a JSON form");
-        text.push(b'\n');
+        let text = json_file(&index).expect("strings and integers always have a JSON form");
         self.has_index.then_some(text)
     }
 

@@ -8,12 +8,11 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use safetensors::Dtype;
-use safetensors::tensor::TensorInfo;
 use sha2::{Digest, Sha256};
 
 use super::atomic::{cannot_write, sync_folder};
-use super::header::encode_header;
-use super::names::{CHUNK_BYTES, PARTIAL_SUFFIX};
+use super::header::{encode_header, in_a_row};
+use super::names::{CHUNK_BYTES, partial_of};
 use super::target::allocate_file;
 use crate::bytes::{ByteSize, hex};
 use crate::disk;
@@ -67,18 +66,11 @@ impl MaskLayout {
         ] {
             metadata.insert(key.into(), text.into());
         }
-        let mut end = 0;
-        let tensors: Vec<(String, TensorInfo)> = matrices
-            .iter()
-            .map(|(name, [rows, columns])| {
-                let start = end;
-                let bytes = (rows * columns).div_ceil(8);
-                end += bytes;
-                let info =
-                    TensorInfo { dtype: Dtype::U8, shape: vec![bytes], data_offsets: (start, end) };
-                (name.clone(), info)
-            })
-            .collect();
+        let bytes = matrices.iter().map(|(name, [rows, columns])| {
+            (name.clone(), Dtype::U8, vec![(rows * columns).div_ceil(8)])
+        });
+        let tensors = in_a_row(bytes);
+        let end = tensors.last().map_or(0, |(_, info)| info.data_offsets.1);
         let header = encode_header(&metadata, &tensors);
         let file_bytes = (header.len() + end) as u64;
         let masks = tensors
@@ -95,12 +87,6 @@ impl MaskLayout {
             .collect();
         Self { header, file_bytes, masks }
     }
-}
-
-fn partial_of(path: &Path) -> PathBuf {
-    let mut partial = path.as_os_str().to_owned();
-    partial.push(PARTIAL_SUFFIX);
-    PathBuf::from(partial)
 }
 
 impl MaskWriter {

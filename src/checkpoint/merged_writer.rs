@@ -174,7 +174,7 @@ impl MergedWriter {
         if let Some(index) = self.layout().index_json()
             && !published.has(INDEX_FILE)
         {
-            published.written.push((INDEX_FILE.into(), index));
+            published.written.push((INDEX_FILE, index));
         }
         self.files.publish(&published, &verification)?;
         Ok(verification)

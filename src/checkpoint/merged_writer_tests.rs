@@ -53,7 +53,7 @@ fn sha256(bytes: &[u8]) -> String {
 }
 
 fn with_config() -> Published {
-    Published { written: vec![("config.json".into(), b"{}".to_vec())], copied: Vec::new() }
+    Published { written: vec![("config.json", b"{}".to_vec())], copied: Vec::new() }
 }
 
 fn holds_all_tensors(target: &Path) -> anyhow::Result<()> {
@@ -98,7 +98,7 @@ fn threads_write_tensors_in_pieces_and_the_output_loads() -> anyhow::Result<()> 
     write(other.path(), "tokens.of.b", b"tokenizer");
     write(other.path(), "some.json", b"configuration");
     let published = Published {
-        written: vec![("merging.json".into(), b"record".to_vec())],
+        written: vec![("merging.json", b"record".to_vec())],
         copied: vec![
             (other.path().join("some.json"), "config.json".into()),
             (other.path().join("tokens.of.b"), "tokenizer.json".into()),

@@ -66,12 +66,12 @@ mod reopen_tests;
 mod writer_tests;
 
 pub use atomic::{cannot_write, sync_folder, write_atomic, write_atomic_with};
-pub use header::{TensorEntry, encode_header};
+pub use header::{TensorEntry, encode_header, in_a_row};
 pub use headers_only::HeadersOnly;
 pub use layout::{Layout, PlannedFile, PlannedTensor};
 pub use masks::{MASKS_FILE, MaskWriter};
 pub use merged_writer::{MergedWriter, TensorStream};
-pub(crate) use names::CHUNK_BYTES;
+pub(crate) use names::{CHUNK_BYTES, partial_of};
 pub use names::{
     CONFIG_FILE, INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE, PARTIAL_SUFFIX, SINGLE_FILE,
 };
@@ -80,11 +80,10 @@ pub use publish::{Published, replace_published};
 pub use scan::{ChangedElement, Compared, GROUP_SIZES, Scan, scan_tensor};
 pub use sealed::{check_sealed_json, open_sealed, write_sealed_json, write_sealed_with};
 pub use sidecars::{
-    CARD_FILE, OwnFiles, SUMS_FILE, card_of_source, cards_in, check_sidecars, is_model_file,
-    sidecars_in,
+    CARD_FILE, SUMS_FILE, card_of_source, cards_in, check_sidecars, is_model_file, sidecars_in,
 };
 pub use source::{Checkpoint, Shard, WeightSource};
 pub use target::{output_bytes, refuse_source_folder};
 pub use verify_tensor::ExpectedMatrix;
-pub use writer::{CheckpointWriter, Reopened};
+pub use writer::CheckpointWriter;
 pub use written::PartialModel;

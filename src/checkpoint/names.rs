@@ -1,5 +1,7 @@
 //! Names of the files of a checkpoint, and the size of the pieces they are read and written in.
 
+use std::path::{Path, PathBuf};
+
 /// The single-file name every loader looks for.
 pub const SINGLE_FILE: &str = "model.safetensors";
 
@@ -14,6 +16,13 @@ pub const MERGING_FILE: &str = "merging.json";
 
 /// The recipe of a merge, with every default filled in.
 pub const MERGE_CONFIG_FILE: &str = "merge_config.yml";
+
+/// The path of a file until it is finished.
+pub(crate) fn partial_of(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(PARTIAL_SUFFIX);
+    name.into()
+}
 
 /// The suffix of an unfinished file; no loader opens it.
 pub const PARTIAL_SUFFIX: &str = ".partial";

@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 use super::atomic::{cannot_write, sync_folder, write_atomic};
 use super::layout::Layout;
 use super::names::{CONFIG_FILE, INDEX_FILE};
-use super::sidecars::{OwnFiles, SUMS_FILE, cards_in, copy_sidecar, sidecars_in};
+use super::sidecars::{SUMS_FILE, cards_in, copy_sidecar, sidecars_in};
 use super::target::OutputShard;
 use crate::bytes::hex;
 use crate::disk;
@@ -19,11 +19,11 @@ use crate::run::verification::Verification;
 /// The files that get late names, in this order: with them the folder loads.
 const LATE: [&str; 2] = [INDEX_FILE, CONFIG_FILE];
 
-/// All files beside the weights.
+/// Files beside the weights.
 #[derive(Debug, Default)]
 pub struct Published {
     /// Names and contents.
-    pub written: Vec<(String, Vec<u8>)>,
+    pub written: Vec<(&'static str, Vec<u8>)>,
     /// Files of any folder that are copied byte for byte: their paths, and their names here.
     pub copied: Vec<(PathBuf, String)>,
 }
@@ -31,27 +31,15 @@ pub struct Published {
 impl Published {
     /// Returns whether a file is published under this name.
     pub(super) fn has(&self, name: &str) -> bool {
-        let copied = self.copied.iter().map(|(_, name)| name);
-        let mut names = copied.chain(self.written.iter().map(|(name, _)| name));
-        names.any(|published| published == name)
+        self.written.iter().any(|(own, _)| *own == name)
+            || self.copied.iter().any(|(_, own)| own == name)
     }
 
-    /// Publishes the index of `layout`, or none, in place of the source's.
-    pub(super) fn replace_index(&mut self, layout: &Layout) {
-        self.copied.retain(|(_, name)| name != INDEX_FILE);
-        let index = layout.index_json();
-        self.written.extend(index.map(|json| (INDEX_FILE.to_string(), json)));
-    }
-
-    /// The sidecars of `source`, and the run's own files.
-    pub(super) fn with_sidecars(source: &Path, own: OwnFiles) -> anyhow::Result<Self> {
+    /// The same with the sidecars of `source`.
+    pub(super) fn with_sidecars(mut self, source: &Path) -> anyhow::Result<Self> {
         let sidecars = sidecars_in(source)?.into_iter();
-        let copied = sidecars.map(|name| (name.clone(), name)).chain(own.copied);
-        let written = own.written.into_iter();
-        Ok(Self {
-            written: written.map(|(name, bytes)| (name.into(), bytes)).collect(),
-            copied: copied.map(|(name, new)| (source.join(name), new)).collect(),
-        })
+        self.copied.extend(sidecars.map(|name| (source.join(&name), name)));
+        Ok(self)
     }
 }
 
@@ -118,7 +106,7 @@ fn put_early(
     published: &Published,
     sums: &mut BTreeMap<String, String>,
 ) -> anyhow::Result<()> {
-    let is_late = |name: &String| LATE.contains(&name.as_str());
+    let is_late = |name: &str| LATE.contains(&name);
     for (from, name) in &published.copied {
         let sum = if is_late(name) {
             let bytes = fs::read(from).map_err(|error| {
@@ -134,7 +122,7 @@ fn put_early(
         if !is_late(name) {
             write_atomic(&target.join(name), bytes)?;
         }
-        sums.insert(name.clone(), hex(&Sha256::digest(bytes)));
+        sums.insert((*name).to_string(), hex(&Sha256::digest(bytes)));
     }
     let cards = cards_in(target).map_err(|error| cannot_write(target, &error))?;
     for stale in cards.iter().filter(|card| !sums.contains_key(*card)) {
@@ -147,7 +135,7 @@ fn put_early(
 fn put_late(target: &Path, published: &Published) -> anyhow::Result<()> {
     let Published { written, copied } = published;
     for late in LATE {
-        if let Some((name, bytes)) = written.iter().find(|(name, _)| name == late) {
+        if let Some((name, bytes)) = written.iter().find(|(name, _)| *name == late) {
             write_atomic(&target.join(name), bytes)?;
         } else if let Some((from, name)) = copied.iter().find(|(_, name)| name == late) {
             copy_sidecar(from, target, name)?;

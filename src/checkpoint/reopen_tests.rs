@@ -45,9 +45,9 @@ fn another_process_continues_from_the_synced_tensors() -> anyhow::Result<()> {
         let reopened = CheckpointWriter::reopen(&checkpoint, out.path(), finished, &Silent)?;
         anyhow::Ok(reopened.expect("the files are there"))
     };
-    let mut reopened = reopen(&finished)?;
-    assert!(reopened.damaged.is_empty());
-    let written = reopened.writer.written()?;
+    let (mut reopened, damaged) = reopen(&finished)?;
+    assert!(damaged.is_empty());
+    let written = reopened.written()?;
     let bytes_of = |name: &str| -> anyhow::Result<Vec<u8>> {
         let entry = written.entry(name).expect("a tensor");
         let mut bytes = vec![0; entry.bytes as usize];
@@ -58,10 +58,10 @@ fn another_process_continues_from_the_synced_tensors() -> anyhow::Result<()> {
     };
     assert_eq!(bytes_of(first)?, pruned(first, two[0].1));
     assert_eq!(bytes_of(second)?, data_of(second), "the source's");
-    let again = reopened.writer.write(first, &data_of(first));
+    let again = reopened.write(first, &data_of(first));
     assert!(says(again).contains("written twice"));
-    reopened.writer.write(second, &pruned(second, *dtype))?;
-    let found = reopened.writer.finish(&[], VerifyLevel::Full, &Silent)?;
+    reopened.write(second, &pruned(second, *dtype))?;
+    let found = reopened.finish(&[], VerifyLevel::Full, &Silent)?;
     assert_eq!(found, expected);
 
     // Published but not recorded: reopening succeeds again, and nothing loads until the end.
@@ -73,7 +73,7 @@ fn another_process_continues_from_the_synced_tensors() -> anyhow::Result<()> {
     assert!(Checkpoint::open(out.path()).is_ok() && !nothing_loads(out.path()));
     finished.remove(second);
     finished.remove("gone");
-    let mut writer = reopen(&finished)?.writer;
+    let (mut writer, _) = reopen(&finished)?;
     assert!(nothing_loads(out.path()));
     writer.write(second, &pruned(second, *dtype))?;
     assert_eq!(writer.finish(&[], VerifyLevel::Full, &Silent)?, expected);

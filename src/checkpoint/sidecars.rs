@@ -108,15 +108,6 @@ pub fn cards_in(folder: &Path) -> io::Result<Vec<String>> {
     Ok(cards)
 }
 
-/// Files beside the weights that are no plain copies of the source's.
-#[derive(Debug, Default)]
-pub struct OwnFiles {
-    /// Names and contents.
-    pub written: Vec<(&'static str, Vec<u8>)>,
-    /// Files of the source's folder that are renamed: their names there, and here.
-    pub copied: Vec<(String, String)>,
-}
-
 /// Checks that the sidecars of `folder` can be read, before the run computes anything.
 ///
 /// # Errors

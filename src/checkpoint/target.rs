@@ -9,8 +9,7 @@ use std::sync::atomic::AtomicBool;
 
 use super::atomic::cannot_write;
 use super::layout::Layout;
-use super::names::CONFIG_FILE;
-use super::names::{CHUNK_BYTES, INDEX_FILE, PARTIAL_SUFFIX};
+use super::names::{CHUNK_BYTES, CONFIG_FILE, INDEX_FILE, PARTIAL_SUFFIX, partial_of};
 use super::source::Checkpoint;
 use crate::bytes::ByteSize;
 use crate::disk;
@@ -35,12 +34,6 @@ pub(super) struct OutputShard {
 /// Fails as [`Layout::of`].
 pub fn output_bytes(source: &Checkpoint) -> anyhow::Result<ByteSize> {
     Ok(Layout::of(source)?.bytes())
-}
-
-fn partial_of(path: &Path) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(PARTIAL_SUFFIX);
-    name.into()
 }
 
 /// Opens the files that an earlier process allocated for this output. Returns them with the final names of all published files;

@@ -17,10 +17,9 @@ use anyhow::Context;
 use sha2::{Digest, Sha256};
 
 use super::layout::Layout;
-use super::names::CHUNK_BYTES;
+use super::names::{CHUNK_BYTES, INDEX_FILE};
 use super::output_files::{OutputFiles, ReopenedFiles, TensorRecord};
 use super::publish::Published;
-use super::sidecars::OwnFiles;
 use super::source::{Checkpoint, WeightSource};
 use super::target::refuse_source_folder;
 use super::verify_tensor::ExpectedMatrix;
@@ -39,7 +38,7 @@ pub struct CheckpointWriter {
     /// Indices of tensors to be copied unchanged, in reverse file order (the last is copied first).
     untouched: Vec<usize>,
     copying: Option<Copying>,
-    own: OwnFiles,
+    own: Published,
 }
 
 /// A tensor that is being copied.
@@ -86,7 +85,7 @@ impl CheckpointWriter {
             files,
             untouched: Vec::new(),
             copying: None,
-            own: OwnFiles::default(),
+            own: Published::default(),
         }
     }
 
@@ -112,7 +111,7 @@ impl CheckpointWriter {
         target: &Path,
         finished: &BTreeMap<String, String>,
         events: &dyn Events,
-    ) -> anyhow::Result<Option<Reopened>> {
+    ) -> anyhow::Result<Option<(Self, Vec<String>)>> {
         refuse_source_folder(source.folder(), target)?;
         let layout = Layout::of(source)?;
         let phase = "check finished layers";
@@ -125,11 +124,11 @@ impl CheckpointWriter {
         for (at, digest) in intact {
             writer.recorded[at] = Some(TensorRecord { digest, rewritten: true });
         }
-        Ok(Some(Reopened { writer, damaged }))
+        Ok(Some((writer, damaged)))
     }
 
     /// Declares the files that are published with the weights and are no plain copies of the source's.
-    pub fn will_publish(&mut self, own: OwnFiles) {
+    pub fn will_publish(&mut self, own: Published) {
         self.own = own;
     }
 
@@ -251,9 +250,12 @@ impl CheckpointWriter {
         self.copy_untouched(events)?;
         self.sync()?;
         let verification = self.verify(expected, level, events)?;
-        let mut published = Published::with_sidecars(self.source.folder(), self.own)?;
+        let mut published = self.own.with_sidecars(self.source.folder())?;
         if self.source.is_view() {
-            published.replace_index(self.files.layout());
+            // The source's index names other files.
+            published.copied.retain(|(_, name)| name != INDEX_FILE);
+            let index = self.files.layout().index_json();
+            published.written.extend(index.map(|json| (INDEX_FILE, json)));
         }
         self.files.publish(&published, &verification)?;
         Ok(verification)
@@ -326,13 +328,4 @@ impl CheckpointWriter {
         let source = (level == VerifyLevel::Full).then_some(&*self.source);
         self.files.verify(&self.recorded, source, expected, events)
     }
-}
-
-/// The output of an earlier process, opened again.
-#[derive(Debug)]
-pub struct Reopened {
-    /// The writer that continues it.
-    pub writer: CheckpointWriter,
-    /// Names of damaged tensors.
-    pub damaged: Vec<String>,
 }

@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 
 use super::opened::OpenedModel;
 use super::outputs::Outputs;
-use super::pass::settle_pass;
+use super::pass::{before_run, note_by_layer, settle_pass};
 use super::resolved::Pruning;
 use super::settled_run::SettledRun;
 use super::streams::Streams;
@@ -20,10 +20,7 @@ use crate::pruning::statistics::column_squares::ColumnSquaresKind;
 use crate::run::Events;
 use crate::run::allocation::{AllocationReport, TriedRatios};
 use crate::runtime::HiddenStates;
-use crate::settings::{EvalSides, OutputSettings, Settings, SparsitySettings};
-
-/// Ratios per line of a message.
-const RATIOS_PER_LINE: usize = 8;
+use crate::settings::{Settings, SparsitySettings};
 
 /// Gives the pruning part of a run its ratios: the ratios that an earlier process measured, or new ratios.
 ///
@@ -58,11 +55,7 @@ fn ratios(
     ratio: f64,
     events: &dyn Events,
 ) -> Result<(OpenedModel, AllocationReport)> {
-    let mut measuring = Settings { output: OutputSettings::default(), ..settings.clone() };
-    measuring.evaluation.max_perplexity = None;
-    measuring.evaluation.eval = EvalSides::None;
-    let save = settings.output.save.clone();
-    measuring.device.offload_folder = measuring.device.offload_folder.or(save);
+    let measuring = before_run(settings, false);
     let calibration = measuring.calibration.as_ref();
     let calibration = calibration.context("layers are measured with samples")?;
     let kept = kept_bytes(sparsity.allocate, &model, calibration.nsamples as usize);
@@ -71,8 +64,7 @@ fn ratios(
     let allocation = sparsity.allocate;
     events.note(format!("measuring the dense layers for --allocate {}", allocation.name()));
     let mut streams = Streams::embed(&job, &Outputs::default(), events)?;
-    let samples = streams.calibration.take();
-    let samples = samples.context("layers are measured with samples")?;
+    let samples = streams.samples()?;
     let band = allocation.band(sparsity.ratio_band);
     let outliers = sparsity.owl_outliers.unwrap_or(OUTLIERS);
     let points = grid(ratio, band);
@@ -172,11 +164,5 @@ fn announce(report: &AllocationReport, events: &dyn Events) {
         };
         events.note(format!("tried        {:<13}{loss}", tried.rule));
     }
-    for (line, ratios) in report.ratios.chunks(RATIOS_PER_LINE).enumerate() {
-        let first = line * RATIOS_PER_LINE;
-        let last = first + ratios.len() - 1;
-        let shown: Vec<String> = ratios.iter().map(|ratio| format!("{ratio:.4}")).collect();
-        let place = format!("layers {first}-{last}");
-        events.note(format!("ratios       {place:<13}{}", shown.join(" ")));
-    }
+    note_by_layer("ratios", &report.ratios, events);
 }

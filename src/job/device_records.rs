@@ -1,6 +1,5 @@
 //! Records of devices, and plans, that several passes of a run add to.
 
-use crate::merging::pass::MergeDevice;
 use crate::run::Plan;
 use crate::run::fallback::{DeviceMemoryReport, FallbackReport};
 
@@ -12,14 +11,6 @@ pub(super) struct DeviceRecords {
 }
 
 impl DeviceRecords {
-    /// Adds the GPUs of the merge pass.
-    pub(super) fn add_all(&mut self, devices: Vec<MergeDevice>) {
-        for device in devices {
-            let (fallbacks, memory) = device.report();
-            self.add(fallbacks, vec![memory]);
-        }
-    }
-
     /// Adds the records of a part. Units of a device add up, and the larger peak counts.
     pub(super) fn add(&mut self, fallbacks: Vec<FallbackReport>, devices: Vec<DeviceMemoryReport>) {
         self.fallbacks.extend(fallbacks);

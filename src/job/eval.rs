@@ -19,14 +19,8 @@ pub(super) fn measure(
     let outputs = Outputs::default();
     let mut streams = Streams::embed(job, &outputs, recorder)?;
     let swept = streams.sweep(job, None, None, recorder)?;
-    let results = RunResults {
-        peak,
-        swept,
-        perplexity: streams.perplexities(job),
-        layers: None,
-        output: None,
-        recovery: None,
-    };
+    let results =
+        RunResults { peak, swept, perplexity: streams.perplexities(job), ..RunResults::default() };
     job.folder.prepare().context("making room for the record")?;
     job.record(&outputs, results, recorder)
 }

@@ -45,10 +45,10 @@ pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Re
         None => Inspected::whole(&model),
     };
     let dense = against.map(open).transpose()?;
-    let kept = match &dense {
-        Some(dense) => kept_layers(folder, &config, dense.folder()),
-        None => None,
-    };
+    let found = published::read_record(folder);
+    let record = found.as_ref().and_then(|found| found.as_ref().ok());
+    let kept = dense.as_ref().zip(record);
+    let kept = kept.and_then(|(dense, record)| kept_layers(record, &config, dense.folder()));
     let part = match (&dense, &kept) {
         (Some(dense), Some((kept, _))) => Some(dense.view(&|name| kept.rename(name))?),
         _ => None,
@@ -59,8 +59,12 @@ pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Re
         comparison.dense_parameters = parameters(dense);
         comparison.dense_bytes = dense.total_bytes();
         comparison.layers_dropped = kept.map_or_else(Vec::new, |(_, dropped)| dropped);
-        comparison.width_dropped = width_dropped(folder, &config);
-        let pruning = pruning_of(folder);
+        comparison.width_dropped = record.and_then(|record| width_dropped(record, &config));
+        // The record of the run comes first: it stands beside the folder of its model.
+        let pruning = match run_record(folder) {
+            Some(manifest) => manifest.pruning,
+            None => record.map(|record| record.pruning.clone()),
+        };
         let changes = |pruning: &PruningReport| {
             pruning.changes_weights
                 && (!moves_only(pruning) || !attention_differs(&inspection.layers))
@@ -69,19 +73,18 @@ pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Re
         comparison.changed_by = pruning.filter(changes).map(|pruning| pruning.method);
         comparison.merged_by = merge(folder, events);
     }
-    inspection.pruning = pruning_record(folder, &inspection, events);
+    inspection.pruning = found.and_then(|found| pruning_record(found, &inspection, events));
     Ok(inspection)
 }
 
 /// The layers of the dense model that this model keeps, and the dropped layers, if the record beside the weights names layers that
 /// fit both models.
 fn kept_layers(
-    folder: &Path,
+    record: &PruningRecord,
     config: &ModelConfig,
     dense: &Path,
 ) -> Option<(KeptLayers, Vec<usize>)> {
-    let record = published::read_record(folder)?.ok()?;
-    let dropped = record.layer_drop?.dropped;
+    let dropped = record.layer_drop.as_ref()?.dropped.clone();
     let layers = ModelConfig::load(dense).ok()?.num_hidden_layers;
     let kept = KeptLayers::without(layers, &dropped);
     let fits = kept.layers().len() == config.num_hidden_layers && !dropped.is_empty();
@@ -89,9 +92,8 @@ fn kept_layers(
 }
 
 /// The width that was dropped, in words, if the record beside the weights has the sizes of the model.
-fn width_dropped(folder: &Path, config: &ModelConfig) -> Option<String> {
-    let record = published::read_record(folder)?.ok()?;
-    let drop = record.width_drop?;
+fn width_dropped(record: &PruningRecord, config: &ModelConfig) -> Option<String> {
+    let drop = record.width_drop.as_ref()?;
     let sizes = (drop.intermediate_size[1], drop.num_key_value_heads[1]);
     let fits = sizes == (config.intermediate_size, config.num_key_value_heads);
     fits.then(|| drop.in_words())
@@ -99,12 +101,12 @@ fn width_dropped(folder: &Path, config: &ModelConfig) -> Option<String> {
 
 /// The record beside the weights, if it is valid and counts as many zeros as the weights have.
 fn pruning_record(
-    folder: &Path,
+    found: Result<PruningRecord, String>,
     inspection: &Inspection,
     events: &dyn Events,
 ) -> Option<PruningRecord> {
     let zeros = inspection.sparsity.zeros;
-    match published::read_record(folder)? {
+    match found {
         Ok(record) if record.sparsity.zeros == zeros => Some(record),
         Ok(record) => {
             events.warn(format!(
@@ -138,14 +140,6 @@ fn attention_differs(layers: &[InspectedLayer]) -> bool {
     matrices.any(|matrix| {
         matrix.name.contains(".self_attn.") && matrix.changed.is_some_and(|changed| changed > 0)
     })
-}
-
-/// The pruning settings of the run that wrote a model folder, from the record of the run, or else from the record beside the weights.
-fn pruning_of(model: &Path) -> Option<PruningReport> {
-    match run_record(model) {
-        Some(manifest) => manifest.pruning,
-        None => Some(published::read_record(model)?.ok()?.pruning),
-    }
 }
 
 /// The record of the run that wrote a model folder.

@@ -27,15 +27,9 @@ pub(super) fn before_outputs(settings: &Settings, events: &dyn Events) {
 pub(super) fn with_outputs(job: &SettledRun, events: &dyn Events) {
     let run = job.folder.run.as_ref();
     let unfinished = match (job.folder.state(), run) {
-        (Some(folder), _) => Some(Unfinished {
-            text: format!(
-                "finished layers are kept in `{}`; this command continues the run:\n  {}",
-                folder.display(),
-                quoted(&job.settings.arguments)
-            ),
-            is_resumable: true,
-            has_begun: true,
-        }),
+        (Some(folder), _) => {
+            Some(Unfinished::resumable("layers", folder, "run", &job.settings.arguments))
+        }
         (None, Some(run)) => Some(Unfinished {
             text: format!(
                 "a run without a model cannot be continued: the one in `{}` begins again",

@@ -8,30 +8,20 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
-use super::folder::RunFolder;
 use super::model_report::parameters;
-use super::opened::{OpenedModel, ScoringPass, WholeModel};
+use super::opened::{OpenedModel, ScoringPass};
 use super::outputs::Outputs;
-use super::pass::settle_pass;
-use super::settled_run::SettledRun;
+use super::pass::{PassOutcome, before_run, note_by_layer, settle_pass};
 use super::streams::Streams;
-use crate::checkpoint::CONFIG_FILE;
 use crate::failure::Failure;
-use crate::input::{cannot_read, read_settings};
 use crate::model::{KeptLayers, ModelConfig};
 use crate::pipeline::Observed;
 use crate::pipeline::layer_drop::{LayerScores, bound, choose, choose_automatically, most_dropped};
 use crate::pipeline::layer_scores::{self, LayerMeter};
 use crate::pruning::Pattern;
-use crate::run::manifest::PerplexityReport;
 use crate::run::{Events, LayerDropReport};
 use crate::runtime::Side;
-use crate::settings::{
-    DropCount, EvalSides, LayerDropSettings, OutputSettings, Settings, SparsitySettings,
-};
-
-/// Scores per line of a message.
-const SCORES_PER_LINE: usize = 8;
+use crate::settings::{DropCount, LayerDropSettings, Settings, SparsitySettings};
 
 /// Hint for a model that is too small for every choice.
 const ONLY_LAYER: &str = "a model of one layer cannot lose it; leave --drop-layers out";
@@ -81,25 +71,20 @@ pub(super) fn fewest_layers(settings: &Settings, config: &ModelConfig) -> Result
             "--layer-ratios names layers of the smaller model, and --drop-layers auto decides their number later",
         )
         .hint("name the number: --drop-layers N"),
-        DropCount::Number(number) => {
-            return Ok(ModelConfig {
-                num_hidden_layers: layers - number,
-                ..config.clone()
-            });
-        }
-        DropCount::Auto => {
-            return Ok(ModelConfig {
-                num_hidden_layers: layers - most_dropped(layers),
-                ..config.clone()
-            });
+        count => {
+            let num_hidden_layers = layers - most_gone(count, layers);
+            return Ok(ModelConfig { num_hidden_layers, ..config.clone() });
         }
     };
     Err(failure.into())
 }
 
-/// Returns whether the dense model is measured in the scoring pass.
-fn measures_dense(settings: &Settings) -> bool {
-    settings.evaluation.eval.sides().contains(&Side::Dense)
+/// The most layers that can go.
+fn most_gone(count: DropCount, layers: usize) -> usize {
+    match count {
+        DropCount::Number(number) => number,
+        DropCount::Auto => most_dropped(layers),
+    }
 }
 
 /// Opens the smaller model in place of `model`, where the settings drop layers. `known` is the choice of an earlier process.
@@ -111,7 +96,6 @@ pub(super) fn smaller(
     settings: &Settings,
     model: OpenedModel,
     known: Option<LayerDropReport>,
-    folder: &RunFolder,
     events: &dyn Events,
 ) -> Result<OpenedModel> {
     let Some(drop) = &settings.layer_drop else {
@@ -131,13 +115,12 @@ pub(super) fn smaller(
         events.note(format!("dropping     {}, as chosen before", report.in_words()));
         return part_of(model, report, None);
     }
-    let scored = score(settings, drop, model, folder, events)?;
-    let (scores, model) = (&scored.scores, scored.model);
+    let PassOutcome { model, found: scores, dense, pass } = score(settings, drop, model, events)?;
     let is_named = !drop.layers_dropped.is_empty();
     let dropped = match drop.count() {
         _ if is_named => drop.layers_dropped.clone(),
-        DropCount::Number(number) => choose(scores, drop.drop_rule, number),
-        DropCount::Auto => choose_automatically(scores, drop.drop_rule),
+        DropCount::Number(number) => choose(&scores, drop.drop_rule, number),
+        DropCount::Auto => choose_automatically(&scores, drop.drop_rule),
     };
     let kept = KeptLayers::without(model.config.num_hidden_layers, &dropped);
     let is_auto = drop.count() == DropCount::Auto;
@@ -151,24 +134,17 @@ pub(super) fn smaller(
         kept: kept.layers().to_vec(),
         block_influence: scores.influence.clone(),
         angular_distance: scores.angles.clone(),
-        bound: is_auto.then(|| bound(scores, drop.drop_rule)),
-        dense: scored.dense,
+        bound: is_auto.then(|| bound(&scores, drop.drop_rule)),
+        dense,
         parameters: [0, 0],
         bytes: [model.checkpoint.total_bytes(); 2],
     };
-    announce(&report, events);
+    note_by_layer(report.name_of_scores(), report.deciding_scores(), events);
+    events.note(format!("dropping     {}", report.in_words()));
     if report.dropped.is_empty() {
         check_does_something(settings, &report, events)?;
     }
-    part_of(model, report, Some(scored.pass))
-}
-
-/// A scored model.
-struct Scored {
-    model: OpenedModel,
-    scores: LayerScores,
-    dense: Option<PerplexityReport>,
-    pass: ScoringPass,
+    part_of(model, report, Some(pass))
 }
 
 /// Passes the calibration samples through the dense model, and its evaluation windows.
@@ -176,21 +152,10 @@ fn score(
     settings: &Settings,
     asked: &LayerDropSettings,
     model: OpenedModel,
-    folder: &RunFolder,
     events: &dyn Events,
-) -> Result<Scored> {
-    let longest = match asked.count() {
-        DropCount::Number(number) => number,
-        DropCount::Auto => most_dropped(model.config.num_hidden_layers),
-    };
-    let mut scoring = Settings { output: OutputSettings::default(), ..settings.clone() };
-    scoring.evaluation.max_perplexity = None;
-    scoring.evaluation.eval = match measures_dense(settings) {
-        true => EvalSides::Dense,
-        false => EvalSides::None,
-    };
-    let run_folder = folder.run.clone();
-    scoring.device.offload_folder = scoring.device.offload_folder.or(run_folder);
+) -> Result<PassOutcome<LayerScores>> {
+    let longest = most_gone(asked.count(), model.config.num_hidden_layers);
+    let scoring = before_run(settings, settings.evaluation.eval.sides().contains(&Side::Dense));
     let calibration = scoring.calibration.as_ref();
     let nsamples = calibration.context("layers are scored with samples")?.nsamples as usize;
     let observes = Observed {
@@ -201,30 +166,14 @@ fn score(
     events.note("scoring the layers of the dense model".to_string());
     job.announce(events);
     let mut streams = Streams::embed(&job, &Outputs::default(), events)?;
-    let samples = streams.calibration.take();
-    let samples = samples.context("layers are scored with samples")?;
+    let samples = streams.samples()?;
     let model = &job.model;
     let mut meter = LayerMeter::new(samples, longest, &model.config, &model.clock, events);
     let swept = streams.sweep(&job, None, Some(&mut meter), events)?;
     let scores = meter.into_scores();
     let dense = streams.perplexities(&job).dense;
     drop(streams);
-    let SettledRun { model, plan, .. } = *job;
-    Ok(Scored { model, scores, dense, pass: ScoringPass { plan, swept } })
-}
-
-/// Tells scores and choice.
-fn announce(report: &LayerDropReport, events: &dyn Events) {
-    let scores = report.deciding_scores();
-    for (line, scores) in scores.chunks(SCORES_PER_LINE).enumerate() {
-        let first = line * SCORES_PER_LINE;
-        let last = first + scores.len() - 1;
-        let shown: Vec<String> = scores.iter().map(|score| format!("{score:.4}")).collect();
-        let place = format!("layers {first}-{last}");
-        let score = report.name_of_scores();
-        events.note(format!("{score:<13}{place:<13}{}", shown.join(" ")));
-    }
-    events.note(format!("dropping     {}", report.in_words()));
+    Ok(PassOutcome::of(*job, scores, dense, swept))
 }
 
 /// Warns where `auto` drops nothing.
@@ -263,7 +212,7 @@ fn prunes(sparsity: &SparsitySettings) -> bool {
 
 /// Opens the part of a model that a choice leaves.
 fn part_of(
-    model: OpenedModel,
+    mut model: OpenedModel,
     mut layer_drop: LayerDropReport,
     scoring: Option<ScoringPass>,
 ) -> Result<OpenedModel> {
@@ -271,25 +220,10 @@ fn part_of(
     let checkpoint = Arc::new(model.checkpoint.view(&|name| kept.rename(name))?);
     layer_drop.parameters = [parameters(&model.checkpoint), parameters(&checkpoint)];
     layer_drop.bytes = [model.checkpoint.total_bytes(), checkpoint.total_bytes()];
-    let path = model.folder.join(CONFIG_FILE);
-    let reading = || format!("reading `{}`", path.display());
-    let text = read_settings(&path).map_err(|error| cannot_read(&path, &error))?;
-    let mut json = serde_json::from_str(&text).with_context(reading)?;
-    kept.edit_json(&model.config, &mut json);
-    let mut config_json = serde_json::to_vec_pretty(&json)?;
-    config_json.push(b'\n');
-    Ok(OpenedModel {
-        source: checkpoint.clone(),
-        checkpoint,
-        config: Arc::new(kept.config(&model.config)),
-        part_of: Some(WholeModel {
-            checkpoint: model.checkpoint,
-            config: model.config,
-            layer_drop: Some(layer_drop),
-            width_drop: None,
-            config_json,
-            passes: Vec::from_iter(scoring),
-        }),
-        ..model
-    })
+    let config = Arc::new(kept.config(&model.config));
+    let mut whole = model.whole()?;
+    kept.edit_json(&whole.config, &mut whole.config_json);
+    whole.layer_drop = Some(layer_drop);
+    whole.passes.extend(scoring);
+    Ok(model.with_part(whole, checkpoint, config))
 }

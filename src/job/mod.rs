@@ -16,6 +16,7 @@
 //! | `texts` | texts found, then turned into token ids |
 //! | `planned`, `machine` | threads, GPUs and memory; the three stages of planning |
 //! | `outputs`, `same_run` | files created, or reopened from an unfinished run; the comparison of two runs |
+//! | `tensor_files` | files whose tensors are finished in any order, of a merge and of a quantisation |
 //! | `disk_room` | the check that disks have room for the files of a run |
 //! | `folder` | the run folder: refusals, lock, state of an unfinished run, memory log |
 //! | `streams` | samples and windows, and the sweep they pass |
@@ -65,6 +66,7 @@ mod same_run;
 mod settle;
 mod settled_run;
 mod streams;
+mod tensor_files;
 mod texts;
 mod width_drop;
 

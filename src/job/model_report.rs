@@ -43,13 +43,8 @@ pub(super) fn parameters(checkpoint: &Checkpoint) -> u64 {
 
 /// Returns the arithmetic of the devices that compute layers.
 pub(super) fn arithmetic(model: &OpenedModel, device: &DeviceSettings, plan: &Plan) -> Arithmetic {
-    let gpus: Vec<&str> = plan
-        .devices
-        .iter()
-        .map(|device| device.device.as_str())
-        .filter(|&device| device != "cpu")
-        .collect();
-    let on_gpus = !gpus.is_empty() && device.simulate.is_none();
+    let computing = plan.computing();
+    let on_gpus = computing != "cpu" && device.simulate.is_none();
     let (dtype, kernel) = match model.products {
         _ if on_gpus => (model.gpu_dtype.name(), "cuBLAS".to_string()),
         Products::F32 => ("f32", Kernel::Fused.name().to_string()),
@@ -57,7 +52,7 @@ pub(super) fn arithmetic(model: &OpenedModel, device: &DeviceSettings, plan: &Pl
         Products::Bf16(kernel) => ("bf16", kernel.name().to_string()),
     };
     Arithmetic {
-        device: if gpus.is_empty() { "cpu".to_string() } else { gpus.join("+") },
+        device: computing,
         dtype: dtype.to_string(),
         kernel,
         cpu_features: kernel::cpu_features().into_iter().map(str::to_string).collect(),

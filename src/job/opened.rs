@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Result;
+use serde_json::{Map, Value};
 
 use super::located::{self, HubModel};
 use super::machine;
@@ -67,7 +68,7 @@ pub(super) struct WholeModel {
     /// The width that is left out.
     pub(super) width_drop: Option<WidthDropReport>,
     /// `config.json` of the smaller model.
-    pub(super) config_json: Vec<u8>,
+    pub(super) config_json: Map<String, Value>,
     /// The passes that made the model smaller; none where an earlier process did so.
     pub(super) passes: Vec<ScoringPass>,
 }
@@ -81,6 +82,34 @@ impl WholeModel {
 }
 
 impl OpenedModel {
+    /// The checkpoint that a smaller model becomes a part of: this model, or the checkpoint that it is a part of itself.
+    ///
+    /// # Errors
+    /// Fails when `config.json` cannot be read.
+    pub(super) fn whole(&mut self) -> Result<WholeModel> {
+        if let Some(whole) = self.part_of.take() {
+            return Ok(whole);
+        }
+        Ok(WholeModel {
+            checkpoint: Arc::clone(&self.checkpoint),
+            config: Arc::clone(&self.config),
+            layer_drop: None,
+            width_drop: None,
+            config_json: serde_json::from_value(ModelConfig::read_json(&self.folder)?)?,
+            passes: Vec::new(),
+        })
+    }
+
+    /// A part of `whole`, in place of this model.
+    pub(super) fn with_part(
+        self,
+        whole: WholeModel,
+        checkpoint: Arc<Checkpoint>,
+        config: Arc<ModelConfig>,
+    ) -> Self {
+        Self { source: checkpoint.clone(), checkpoint, config, part_of: Some(whole), ..self }
+    }
+
     /// Opens the checkpoint, checks every tensor a sweep reads, and starts the worker threads.
     ///
     /// # Errors

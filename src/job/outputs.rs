@@ -8,11 +8,11 @@ use anyhow::Result;
 use super::folder::state_file::{self, StateFile};
 use super::recorder::Recorder;
 use super::settled_run::{RunTask, SettledRun};
-use crate::checkpoint::{CheckpointWriter, ExpectedMatrix, OwnFiles, Reopened};
+use super::tensor_files::GONE;
+use crate::checkpoint::{CheckpointWriter, ExpectedMatrix, Published};
 use crate::job::folder::memory_log;
 use crate::pipeline::{LayerJournal, MaskObserver, Output, SaveMasks, expected, permute};
 use crate::run::manifest::{LayerReport, OutputReport, Perplexities};
-use crate::run::state::SCHEMA;
 use crate::run::{Events, Moment, Phase, RunState};
 use crate::runtime::Finished;
 
@@ -56,7 +56,7 @@ impl<'a> Outputs<'a> {
 
     /// The perplexities, where an earlier process measured all of them.
     pub(super) fn measured(&self) -> Option<&Perplexities> {
-        self.state.as_ref().and_then(StateFile::perplexity)
+        self.state.as_ref().and_then(|state| state.run().perplexity.as_ref())
     }
 
     /// The weights of the finished layers as they were written.
@@ -86,7 +86,7 @@ impl<'a> Outputs<'a> {
     pub(super) fn finish(
         &mut self,
         job: &SettledRun,
-        own: OwnFiles,
+        own: Published,
         expected: &[ExpectedMatrix],
         events: &dyn Events,
     ) -> Result<Option<OutputReport>> {
@@ -133,12 +133,7 @@ fn create(job: &SettledRun, events: &dyn Events) -> Result<OpenedFiles> {
         }
         None => {
             job.folder.prepare()?;
-            RunState {
-                schema: SCHEMA,
-                arguments: job.settings.arguments.clone(),
-                started_unix_seconds: model.started_unix_seconds,
-                ..RunState::default()
-            }
+            RunState::begin(&job.settings.arguments, model.started_unix_seconds, &job.deciding)
         }
     };
     let state = RunState {
@@ -179,16 +174,12 @@ fn reopen(job: &SettledRun, events: &dyn Events) -> Result<Option<OpenedFiles>> 
     }
     job.folder.tidy()?;
     let (source, mut state) = (&job.model, state.clone());
-    let gone = |what: &str| {
-        events.warn(format!(
-            "{what} of the unfinished run are not there any more, or are others: starting over"
-        ));
-    };
+    let gone = |what: &str| events.warn(format!("{what} {GONE}"));
     let (tensors, masks) = (&state.tensors, expected::masks_of(&state.layers));
     let reopened = source.clock.measure(Phase::Check, || {
         CheckpointWriter::reopen(&source.checkpoint, model, tensors, events)
     })?;
-    let Some(Reopened { mut writer, damaged }) = reopened else {
+    let Some((mut writer, damaged)) = reopened else {
         job.folder.refuse_files(false)?;
         gone("the model files");
         return Ok(None);

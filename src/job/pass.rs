@@ -7,13 +7,15 @@ use anyhow::Result;
 
 use super::folder::RunFolder;
 use super::inputs::RunInputs;
-use super::opened::OpenedModel;
+use super::opened::{OpenedModel, ScoringPass};
 use super::planned::Planning;
 use super::resolved::Pruning;
 use super::settled_run::{RunTask, SettledRun, offload_folder, sides_left};
 use crate::pipeline::{Flow, Observed, RunShape};
 use crate::run::Events;
-use crate::settings::Settings;
+use crate::run::manifest::PerplexityReport;
+use crate::runtime::SweepReport;
+use crate::settings::{EvalSides, OutputSettings, Settings};
 
 /// Settles a pass of a model that is open, with what it observes. `settings` neither prune nor train, and name no folder.
 ///
@@ -55,6 +57,49 @@ pub(super) fn settle_pass(
     };
     run.check_disk()?;
     Ok(Box::new(run))
+}
+
+/// The settings of a pass over the dense model that comes before the run: it writes nothing, and spills into the folder of the run.
+pub(super) fn before_run(settings: &Settings, measures_dense: bool) -> Settings {
+    let mut pass = Settings { output: OutputSettings::default(), ..settings.clone() };
+    pass.evaluation.max_perplexity = None;
+    pass.evaluation.eval = if measures_dense { EvalSides::Dense } else { EvalSides::None };
+    let save = settings.output.save.clone();
+    pass.device.offload_folder = pass.device.offload_folder.or(save);
+    pass
+}
+
+/// Tells a number of every layer, with a name, in lines of 8 layers.
+pub(super) fn note_by_layer(name: &str, numbers: &[f64], events: &dyn Events) {
+    const PER_LINE: usize = 8;
+    for (line, numbers) in numbers.chunks(PER_LINE).enumerate() {
+        let first = line * PER_LINE;
+        let place = format!("layers {first}-{}", first + numbers.len() - 1);
+        let shown: Vec<String> = numbers.iter().map(|number| format!("{number:.4}")).collect();
+        events.note(format!("{name:<13}{place:<13}{}", shown.join(" ")));
+    }
+}
+
+/// The outcome of a pass that came before the run.
+pub(super) struct PassOutcome<T> {
+    pub(super) model: OpenedModel,
+    pub(super) found: T,
+    /// The dense perplexity, where the pass measured it.
+    pub(super) dense: Option<PerplexityReport>,
+    pub(super) pass: ScoringPass,
+}
+
+impl<T> PassOutcome<T> {
+    /// Ends a pass.
+    pub(super) fn of(
+        run: SettledRun,
+        found: T,
+        dense: Option<PerplexityReport>,
+        swept: SweepReport,
+    ) -> Self {
+        let SettledRun { model, plan, .. } = run;
+        Self { model, found, dense, pass: ScoringPass { plan, swept } }
+    }
 }
 
 /// A run in numbers before its texts are tokenized. The number of windows is unknown, and a single window stands for all: a run

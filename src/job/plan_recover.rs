@@ -7,7 +7,7 @@
 use anyhow::Result;
 
 use super::plan::{Subject, inventory, run_shape};
-use super::recover::{Recovery, TrainedModel};
+use super::recover::Recovery;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::model::shapes::SHAPES;
@@ -83,13 +83,7 @@ fn training_run<'a>(
 ) -> Result<RunShape<'a>> {
     let shape = run_shape(settings, subject, threads)?;
     let samples = if recovery.is_whole() { 0 } else { NSAMPLES as usize };
-    let model = TrainedModel {
-        config: &subject.config,
-        dtype: subject.dtypes.layers,
-        products: shape.products,
-        seqlen: shape.seqlen,
-    };
-    let mut trains = recovery.shape(model, samples);
+    let mut trains = recovery.shape(&shape, samples);
     if recovery.is_whole() {
         let (of, held_out) = (&recovery.settings, recovery.settings.held_out);
         let trained = of.steps.unwrap_or(1) as usize * of.per_step();

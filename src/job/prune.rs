@@ -3,7 +3,7 @@
 use anyhow::Result;
 
 use super::outputs::Outputs;
-use super::record::{RunResults, Swept};
+use super::record::RunResults;
 use super::resolved::Pruning;
 use super::settled_run::SettledRun;
 use super::streams::Streams;
@@ -19,7 +19,7 @@ pub(super) fn sweep(
     outputs: &mut Outputs<'_>,
     observer: Option<&mut dyn MaskObserver>,
     events: &dyn Events,
-) -> Result<Swept> {
+) -> Result<RunResults> {
     let mut streams = Streams::embed(job, outputs, events)?;
     let finished = outputs.finished()?;
     let measured = outputs.measured().cloned();
@@ -50,23 +50,19 @@ impl Pruning {
         layers: Vec<LayerReport>,
         (perplexity, swept): (Perplexities, SweepReport),
         events: &dyn Events,
-    ) -> Result<Swept> {
+    ) -> Result<RunResults> {
         if let Some(missed) = self.targets.missed(&self.technique, &layers) {
             events.warn(missed);
         }
         if let Some(state) = &mut outputs.state {
             state.measured(perplexity.clone(), &layers)?;
         }
-        Ok(Swept {
+        Ok(RunResults {
             expected: expected::expected_of(&layers, self.targets.pattern),
-            results: RunResults {
-                peak: None,
-                swept,
-                perplexity,
-                layers: Some(layers),
-                output: None,
-                recovery: None,
-            },
+            swept,
+            perplexity,
+            layers: Some(layers),
+            ..RunResults::default()
         })
     }
 }

@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Read;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use serde_json::Value;
@@ -14,14 +14,14 @@ use serde_json::Value;
 use super::model_report::arithmetic;
 use super::record::{self, RunResults};
 use super::settled_run::SettledRun;
-use crate::bytes::LARGEST_RECORD;
-use crate::checkpoint::{CARD_FILE, CONFIG_FILE, OwnFiles, card_of_source, cards_in};
+use crate::bytes::{LARGEST_RECORD, json_file};
+use crate::checkpoint::{CARD_FILE, CONFIG_FILE, Published, card_of_source, cards_in};
 use crate::data::DatasetSpec;
 use crate::hub::HubRepo;
 use crate::input::{self, Expected};
 use crate::merging::recipe::without_folders;
 use crate::pruning::Pattern;
-use crate::report::card::{self, CardSource};
+use crate::report::card::{self, Card, CardSource};
 use crate::report::cards;
 use crate::report::front_matter::{self, FrontMatter};
 use crate::run::PruningRecord;
@@ -53,27 +53,31 @@ const UNNAMED: [&str; 3] = ["layer_ratios", "no_save_model", "save_masks"];
 
 impl SettledRun {
     /// Returns the files that are published with the model of a run with these results.
-    pub(super) fn published(&self, results: &RunResults) -> Result<OwnFiles> {
-        if self.folder.model.is_none() {
-            return Ok(OwnFiles::default());
-        }
+    pub(super) fn published(&self, results: &RunResults) -> Result<Published> {
         let folder = &self.model.folder;
         let before = read_record(folder).and_then(Result::ok);
         let record = self.pruning_record(results, before.as_ref())?;
-        let mut json = serde_json::to_vec_pretty(&record).context("writing pruning.json")?;
-        json.push(b'\n');
-        let mut written = vec![(PRUNING_FILE, json)];
+        let mut written = vec![(PRUNING_FILE, json_file(&record)?)];
         if let Some(whole) = &self.model.part_of {
-            written.push((CONFIG_FILE, whole.config_json.clone()));
+            written.push((CONFIG_FILE, json_file(&whole.config_json)?));
         }
-        let cards = SourceCards::of(folder, self.settings.output.no_model_card);
-        if !self.settings.output.no_model_card {
-            let pruned_before = before.as_ref().map(|before| &before.pruning);
+        let pruned_before = before.as_ref().map(|before| &before.pruning);
+        self.with_cards(written, |source| Ok(cards::pruned(&record, pruned_before, source)))
+    }
+
+    /// The files with the cards: the run's own, unless it is declined, and the source's.
+    pub(super) fn with_cards(
+        &self,
+        mut written: Vec<(&'static str, Vec<u8>)>,
+        card: impl FnOnce(CardSource) -> Result<Card>,
+    ) -> Result<Published> {
+        let declined = self.settings.output.no_model_card;
+        let cards = SourceCards::of(&self.model.folder, declined);
+        if !declined {
             let source = cards.source(self.settings.calibration.iter().map(|of| &of.dataset));
-            let card = cards::pruned(&record, pruned_before, source);
-            written.push((CARD_FILE, card.text().into_bytes()));
+            written.push((CARD_FILE, card(source)?.text().into_bytes()));
         }
-        Ok(OwnFiles { written, copied: cards.copied })
+        Ok(Published { written, copied: cards.copied })
     }
 
     fn pruning_record(
@@ -211,8 +215,8 @@ pub(super) fn read_record(folder: &Path) -> Option<Result<PruningRecord, String>
 /// The cards in the folder of a source.
 pub(super) struct SourceCards {
     front_matter: FrontMatter,
-    /// The files that are copied: their names there, and here.
-    pub(super) copied: Vec<(String, String)>,
+    /// The cards that are copied: their paths, and their names in the output.
+    pub(super) copied: Vec<(PathBuf, String)>,
 }
 
 impl SourceCards {
@@ -223,14 +227,14 @@ impl SourceCards {
         let keeps_names = declined && !card::is_written_by_us(&card);
         let copied = cards_in(folder).unwrap_or_default().into_iter().filter_map(|name| {
             let kept = if keeps_names { name.clone() } else { card_of_source(&name)? };
-            Some((name, kept))
+            Some((folder.join(name), kept))
         });
         Self { front_matter: FrontMatter::of(&card), copied: copied.collect() }
     }
 
     /// The source for a card, with the datasets that have a repository on the hub.
     pub(super) fn source<'a>(&self, datasets: impl Iterator<Item = &'a DatasetSpec>) -> CardSource {
-        let own = self.copied.iter().find(|(name, _)| name == CARD_FILE);
+        let own = self.copied.iter().find(|(path, _)| path.ends_with(CARD_FILE));
         CardSource {
             front_matter: self.front_matter.clone(),
             kept_as: own.map(|(_, kept)| kept.clone()),

@@ -1,9 +1,9 @@
 //! `prune quantize`: settle → scales → outputs → pass → finish.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use safetensors::Dtype;
 use serde_json::Value;
 
@@ -11,11 +11,12 @@ use super::folder::RunFolder;
 use super::folder::state_file::StateFile;
 use super::published::SourceCards;
 use super::recorder::Recorder;
-use super::{disk_room, located, machine, same_run};
-use crate::bytes::ByteSize;
+use super::tensor_files::TensorFiles;
+use super::{located, machine, same_run};
+use crate::bytes::{ByteSize, json_file};
 use crate::checkpoint::{
-    CARD_FILE, CHUNK_BYTES, CONFIG_FILE, Checkpoint, INDEX_FILE, Layout, MergedWriter, Published,
-    WeightSource, check_sidecars, sidecars_in,
+    CARD_FILE, CHUNK_BYTES, CONFIG_FILE, Checkpoint, INDEX_FILE, Published, WeightSource,
+    check_sidecars, sidecars_in,
 };
 use crate::failure::Failure;
 use crate::model::{DecoderLayer, ModelConfig};
@@ -25,17 +26,9 @@ use crate::quantized::{
     FourBitFormat, LEAST_PIECE, PIECE, QuantizeJournal, QuantizePass, config, pass_bytes,
 };
 use crate::report::cards::{self, CardModel};
-use crate::run::command_line::quoted;
 use crate::run::manifest::name_of;
-use crate::run::plan::{
-    DevicePlan, HiddenStatesPlan, MemoryPart, PartKind, PhasePlan, TimeEstimate, exceeded,
-};
-use crate::run::quantization::QuantizedMatrix;
-use crate::run::state::SCHEMA;
-use crate::run::{
-    Event, Events, HiddenStatesStorage, MemorySettings, Phase, Plan, QuantizationReport, RunState,
-    Unfinished,
-};
+use crate::run::plan::{MemoryPart, PartKind, PhasePlan, TimeEstimate, exceeded};
+use crate::run::{Event, Events, Phase, Plan, QuantizationReport, RunState, Unfinished};
 use crate::runtime::Clock;
 use crate::settings::{ModelSettings, OutputSettings, QuantizeSettings};
 
@@ -50,42 +43,44 @@ pub fn quantize(settings: &QuantizeSettings, events: &dyn Events) -> Result<Quan
     let started = machine::unix_seconds();
     let job = QuantizeJob::settle(settings, &recorder)?;
     crate::report::plan::announce(&job.plan, &recorder);
-    if_interrupted(settings, &recorder);
-    let state = job.unfinished.clone().unwrap_or_else(|| RunState {
-        schema: SCHEMA,
-        arguments: settings.arguments.clone(),
-        started_unix_seconds: started,
-        settings: job.deciding.clone(),
-        ..RunState::default()
-    });
-    let (known, finished) = (state.quantized.clone(), state.tensors.clone());
-    let folder = &job.target;
+    recorder.emit(Event::IfInterrupted(Some(Unfinished::resumable(
+        "matrices",
+        &settings.save,
+        "quantisation",
+        &settings.arguments,
+    ))));
+    let begun = || RunState::begin(&settings.arguments, started, &job.deciding);
+    let state = job.unfinished.clone().unwrap_or_else(begun);
+    let (known, mut finished) = (state.quantized.clone(), state.tensors.clone());
+    let folder = job.folder.model_folder()?;
     let mut state = StateFile::begin(folder, state, &clock, &recorder, started)?;
     let pass = clock.measure(Phase::Quantize, || {
-        QuantizePass::new(
-            &job.checkpoint,
-            &job.matrices,
-            (settings.to, job.piece),
-            known,
-            &mut state,
-            &recorder,
-        )
+        let how = (settings.to, job.piece);
+        QuantizePass::new(&job.checkpoint, &job.matrices, how, known, &mut state, &recorder)
     });
     let mut pass = pass?;
     let layout = pass.layout()?;
     let bytes_after = layout.bytes();
-    let reopened = clock.measure(Phase::Check, || job.reopen(&layout, &finished, &recorder))?;
+    let files = TensorFiles {
+        folder: &job.folder,
+        layout: &layout,
+        sources: vec![&job.source],
+        clock: &clock,
+        work: ["quantisation", "written"],
+    };
+    let reopened = match finished.is_empty() {
+        true => None,
+        false => files.reopen(&mut finished, &recorder)?,
+    };
     let writer = match reopened {
         Some(writer) => writer,
         None => {
-            job.check_disk(bytes_after)?;
+            job.folder.check_disk(bytes_after)?;
             job.folder.refuse_files(false)?;
             // What is known of the scales stays.
             job.folder.prepare_again()?;
-            state.quantized(pass.known(), Some(BTreeMap::new()))?;
-            clock.measure(Phase::Allocate, || {
-                MergedWriter::create(layout, folder, &[&job.source], &recorder)
-            })?
+            state.matrix_done(pass.known(), Some(BTreeMap::new()))?;
+            files.create(&recorder)?
         }
     };
     let totals = clock.measure(Phase::Quantize, || pass.run(&writer, &mut state, &recorder))?;
@@ -94,10 +89,7 @@ pub fn quantize(settings: &QuantizeSettings, events: &dyn Events) -> Result<Quan
         model: job.source.display().to_string(),
         output: folder.display().to_string(),
         format: settings.to.name().to_string(),
-        matrices: totals.matrices,
-        weights: totals.weights,
-        zeros_before: totals.zeros_before,
-        zeros_after: totals.zeros_after,
+        totals,
         bytes_before: job.checkpoint.total_bytes(),
         bytes_after,
         plan: job.plan.clone(),
@@ -130,8 +122,6 @@ struct QuantizeJob {
     /// The tensor names of the decoder linears.
     matrices: BTreeSet<String>,
     folder: RunFolder,
-    /// The model folder of `folder`.
-    target: PathBuf,
     deciding: BTreeMap<String, String>,
     unfinished: Option<RunState>,
     /// Weights that are read at once.
@@ -159,9 +149,7 @@ impl QuantizeJob {
         }
         check_sidecars(&source)?;
         let threads = machine::start_workers(settings.threads)?;
-        let matrices: BTreeSet<String> = (0..model.num_hidden_layers)
-            .flat_map(|layer| model.linears().map(move |one| one.tensor_name(layer)))
-            .collect();
+        let matrices: BTreeSet<String> = model.linear_names().collect();
         let (piece, plan) = planned(settings, &checkpoint, &matrices, threads)?;
         let output = OutputSettings {
             save_model: Some(settings.save.clone()),
@@ -182,7 +170,6 @@ impl QuantizeJob {
             Some(state) => same_run::check(state, &deciding, &folder, &output)?,
             None => None,
         };
-        let target = folder.model.clone();
         Ok(Self {
             source,
             id: hub_model.map(|hub| hub.id),
@@ -192,53 +179,9 @@ impl QuantizeJob {
             piece,
             plan,
             folder,
-            target: target.context("a quantised model has a folder")?,
             deciding,
             unfinished,
         })
-    }
-
-    fn check_disk(&self, needed: ByteSize) -> Result<()> {
-        let replaced = self.folder.replaced_bytes();
-        let more = ByteSize(needed.0.saturating_sub(replaced.0));
-        disk_room::check(&[(&self.target, more, "the model")])
-    }
-
-    /// Opens the files of the unfinished run; `None` without such a run, and where a file of it is missing.
-    fn reopen(
-        &self,
-        layout: &Layout,
-        finished: &BTreeMap<String, String>,
-        events: &dyn Events,
-    ) -> Result<Option<MergedWriter>> {
-        if finished.is_empty() {
-            return Ok(None);
-        }
-        self.folder.tidy()?;
-        let sources: [&Path; 1] = [&self.source];
-        let reopened =
-            MergedWriter::reopen(layout.clone(), &self.target, &sources, finished, events)?;
-        let Some((writer, damaged)) = reopened else {
-            events.warn(
-                "the model files of the unfinished run are not there any more, or are others: starting over"
-                    .to_string(),
-            );
-            return Ok(None);
-        };
-        for name in &damaged {
-            events.warn(format!(
-                "`{name}` is not on the disk as it was written: it is written again"
-            ));
-        }
-        let tensors = layout.tensors();
-        let left = tensors.iter();
-        let left = left.filter(|tensor| !writer.is_recorded(&tensor.name));
-        events.note(format!(
-            "continuing an unfinished quantisation: {} of {} tensors are finished",
-            tensors.len() - left.count(),
-            tensors.len()
-        ));
-        Ok(Some(writer))
     }
 }
 
@@ -279,15 +222,9 @@ fn planned(
     }
     let phase = |phase, bytes: ByteSize| {
         let part = |kind, bytes| MemoryPart { kind, bytes };
-        PhasePlan {
-            phase,
-            device: "cpu".to_string(),
-            bytes,
-            parts: vec![
-                part(PartKind::Program, PROGRAM),
-                part(PartKind::TensorPieces, ByteSize(bytes.0 - PROGRAM.0)),
-            ],
-        }
+        let pieces = ByteSize(bytes.0 - PROGRAM.0);
+        let parts = vec![part(PartKind::Program, PROGRAM), part(PartKind::TensorPieces, pieces)];
+        PhasePlan::on_cpu(phase, parts)
     };
     let reads = match settings.to {
         FourBitFormat::Nf4 => 1,
@@ -300,53 +237,10 @@ fn planned(
     let written = 2 * (checkpoint.total_bytes().0 - matrix_bytes + matrix_bytes / 4);
     let compute = reads as f64 * weights as f64 / WEIGHTS_PER_SECOND;
     let disk = (read + written) as f64 / (inventory.rates.disk_gb_s * 1e9);
-    let plan = Plan {
-        devices: vec![DevicePlan {
-            device: "cpu".to_string(),
-            budget,
-            peak,
-            peak_phase: Some(if of_pass(piece) > read_back {
-                Phase::Quantize
-            } else {
-                Phase::SaveAndVerify
-            }),
-        }],
-        layers: Vec::new(),
-        hidden_states: HiddenStatesPlan {
-            storage: HiddenStatesStorage::Ram,
-            bytes: ByteSize::ZERO,
-        },
-        memory_settings: MemorySettings::default(),
-        phases: vec![
-            phase(Phase::Quantize, of_pass(piece)),
-            phase(Phase::SaveAndVerify, read_back),
-        ],
-        time: TimeEstimate { seconds: compute.max(disk), compute, disk, transfers: 0.0 },
-        notes: vec![format!("pieces of {piece} weights")],
-    };
-    Ok((piece, plan))
-}
-
-impl QuantizeJournal for StateFile<'_> {
-    fn matrix_done(
-        &mut self,
-        matrices: &BTreeMap<String, QuantizedMatrix>,
-        digests: Option<BTreeMap<String, String>>,
-    ) -> Result<()> {
-        self.quantized(matrices, digests)
-    }
-}
-
-fn if_interrupted(settings: &QuantizeSettings, events: &dyn Events) {
-    events.emit(Event::IfInterrupted(Some(Unfinished {
-        text: format!(
-            "finished matrices are kept in `{}`; this command continues the quantisation:\n  {}",
-            settings.save.display(),
-            quoted(&settings.arguments)
-        ),
-        is_resumable: true,
-        has_begun: true,
-    })));
+    let phases =
+        vec![phase(Phase::Quantize, of_pass(piece)), phase(Phase::SaveAndVerify, read_back)];
+    let time = TimeEstimate::overlapped(compute, disk);
+    Ok((piece, Plan::on_cpu(budget, phases, time, format!("pieces of {piece} weights"))))
 }
 
 /// The files beside the weights: the source's, with a `config.json` that names the quantisation, and a card.
@@ -360,8 +254,6 @@ fn published(
     let dtype = dtype.map_or(Dtype::F32, |entry| entry.dtype);
     let mut json = job.json.clone();
     json[config::KEY] = config::quantization_config(format, dtype);
-    let mut text = serde_json::to_vec_pretty(&json)?;
-    text.push(b'\n');
     let sidecars = sidecars_in(&job.source)?.into_iter();
     let sidecars = sidecars.filter(|name| name != CONFIG_FILE && name != INDEX_FILE);
     let cards = SourceCards::of(&job.source, false);
@@ -369,12 +261,9 @@ fn published(
     let name = name_of(id.unwrap_or(&report.model));
     let card =
         cards::quantized(report, CardModel { name: &name, id }, cards.source(std::iter::empty()));
-    let copied = sidecars.map(|name| (name.clone(), name)).chain(cards.copied);
+    let sidecars = sidecars.map(|name| (job.source.join(&name), name));
     Ok(Published {
-        written: vec![
-            (CONFIG_FILE.to_string(), text),
-            (CARD_FILE.to_string(), card.text().into_bytes()),
-        ],
-        copied: copied.map(|(name, new)| (job.source.join(name), new)).collect(),
+        written: vec![(CONFIG_FILE, json_file(&json)?), (CARD_FILE, card.text().into_bytes())],
+        copied: sidecars.chain(cards.copied).collect(),
     })
 }

@@ -3,6 +3,8 @@
 use anyhow::Result;
 
 use super::device_records::{DeviceRecords, joined};
+use super::folder::RunFolder;
+use super::folder::state_file::StateFile;
 use super::model_report::arithmetic;
 use super::outputs::Outputs;
 use super::profile;
@@ -15,17 +17,13 @@ use crate::run::manifest::{
 };
 use crate::run::profile::PeakReport;
 use crate::run::{Events, Moment, RecoveryReport};
-use crate::runtime::SweepReport;
-
-/// A run whose sweep is over.
-pub(super) struct Swept {
-    /// Facts that the read-back checks in the files.
-    pub(super) expected: Vec<ExpectedMatrix>,
-    pub(super) results: RunResults,
-}
+use crate::runtime::{Clock, SweepReport};
 
 /// The results of a run.
+#[derive(Default)]
 pub(super) struct RunResults {
+    /// Facts that the read-back checks in the files.
+    pub(super) expected: Vec<ExpectedMatrix>,
     /// The peak of the CPU, where `--profile` measured it.
     pub(super) peak: Option<PeakReport>,
     pub(super) swept: SweepReport,
@@ -37,6 +35,41 @@ pub(super) struct RunResults {
     pub(super) recovery: Option<RecoveryReport>,
 }
 
+/// The beginning of every record: the program, and what the clock has measured.
+pub(super) fn measured_by(clock: &Clock) -> Manifest {
+    let phases = clock.report();
+    Manifest {
+        schema: SCHEMA,
+        prune_version: env!("CARGO_PKG_VERSION").to_string(),
+        seconds: clock.seconds(),
+        peak_anonymous: phases.iter().filter_map(|phase| phase.peak_anonymous).max(),
+        phases,
+        memory: clock.samples(),
+        ..Manifest::default()
+    }
+}
+
+/// Completes the record of a run with its warnings and earlier sessions, writes it, and removes the state of the run.
+pub(super) fn close(
+    mut manifest: Manifest,
+    folder: &RunFolder,
+    state: Option<&StateFile<'_>>,
+    recorder: &Recorder<'_>,
+) -> Result<Manifest> {
+    for exceeded in manifest.exceeded_plan() {
+        recorder.warn(exceeded);
+    }
+    manifest.warnings = recorder.warnings();
+    if let Some(state) = state {
+        state.complete(&mut manifest);
+    }
+    folder.record(&manifest)?;
+    if let Some(state) = state {
+        state.remove()?;
+    }
+    Ok(manifest)
+}
+
 impl SettledRun {
     /// Writes the record of a run that ends now, and removes its state.
     pub(super) fn record(
@@ -46,25 +79,13 @@ impl SettledRun {
         recorder: &Recorder<'_>,
     ) -> Result<Manifest> {
         self.model.clock.mark(Moment::End, recorder);
-        let mut manifest = self.manifest(results)?;
+        let manifest = self.manifest(results)?;
         warn_of_infinite(&manifest, recorder);
-        for exceeded in manifest.exceeded_plan() {
-            recorder.warn(exceeded);
-        }
-        manifest.warnings = recorder.warnings();
-        if let Some(state) = &outputs.state {
-            state.complete(&mut manifest);
-        }
-        self.folder.record(&manifest)?;
-        if let Some(state) = &outputs.state {
-            state.remove()?;
-        }
-        Ok(manifest)
+        close(manifest, &self.folder, outputs.state.as_ref(), recorder)
     }
 
     fn manifest(&self, results: RunResults) -> Result<Manifest> {
         let Self { settings, model, texts, plan, .. } = self;
-        let phases = model.clock.report();
         let whole = model.part_of.as_ref();
         let passes = whole.map_or(&[][..], |whole| &whole.passes);
         let mut devices = DeviceRecords::default();
@@ -85,43 +106,30 @@ impl SettledRun {
         };
         let runs_at_once = self.pruning().map_or(1, |pruning| pruning.runs_at_once);
         let mut manifest = Manifest {
-            schema: SCHEMA,
-            prune_version: env!("CARGO_PKG_VERSION").to_string(),
             command: command.to_string(),
             arguments: settings.arguments.clone(),
             settings: settings.by_name()?,
             started_unix_seconds: model.started_unix_seconds,
-            seconds: model.clock.seconds(),
             cells_at_once: Some(runs_at_once).filter(|&runs| runs > 1),
-            sessions: Vec::new(),
             model: model.report()?,
             arithmetic: arithmetic(model, &settings.device, &plan),
             layer_drop: whole.and_then(|whole| whole.layer_drop.clone()),
             width_drop: whole.and_then(|whole| whole.width_drop.clone()),
             pruning: self.pruning_report(),
-            merge: None,
             recovery: results.recovery,
             calibration: texts.calibration.as_ref().map(|samples| samples.protocol.clone()),
             sparsity: layers.map(sparsity),
             layers: results.layers.unwrap_or_default(),
             perplexity: results.perplexity,
             evaluation: evaluation.cloned(),
-            gate: settings
-                .evaluation
-                .max_perplexity
-                .zip(measured)
-                .map(|(limit, measured)| GateReport::new(limit, measured.perplexity)),
+            gate: GateReport::of(settings.evaluation.max_perplexity, measured),
             hidden_states: plan.hidden_states.storage,
             plan: Some(plan),
             fallbacks: devices.fallbacks,
             devices: devices.devices,
-            peak_anonymous: phases.iter().filter_map(|phase| phase.peak_anonymous).max(),
-            phases,
-            memory: model.clock.samples(),
-            profile: None,
             output: results.output,
             masks: self.masks().map(|path| path.display().to_string()),
-            warnings: Vec::new(),
+            ..measured_by(&model.clock)
         };
         manifest.profile =
             Some(profile::report(results.peak, (model.products, model.dtype()), &watch, &manifest));

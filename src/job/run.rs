@@ -8,12 +8,13 @@ use super::eval::measure;
 use super::inputs::RunInputs;
 use super::outputs::Outputs;
 use super::prune::sweep;
-use super::record::{RunResults, Swept};
+use super::record::RunResults;
 use super::recorder::Recorder;
 use super::recover::{GivenTraining, prepare, train};
 use super::settle::settle;
 use super::settled_run::{RunStart, RunTask, SettledRun};
 use super::{interruption, profile, width_drop};
+use crate::checkpoint::Published;
 use crate::pipeline::MaskObserver;
 use crate::run::profile::PeakReport;
 use crate::run::{Events, Manifest};
@@ -118,16 +119,17 @@ pub(super) fn run(
 pub(super) fn finish(
     job: &SettledRun,
     outputs: &mut Outputs<'_>,
-    swept: Swept,
+    results: RunResults,
     peak: Option<PeakReport>,
     recorder: &Recorder<'_>,
 ) -> Result<Manifest> {
     let own = match &job.task {
-        RunTask::Recover(_) => job.published_recovery(&swept.results)?,
-        RunTask::Prune(_) | RunTask::Measure(_) => job.published(&swept.results)?,
+        _ if job.folder.model.is_none() => Published::default(),
+        RunTask::Recover(_) => job.published_recovery(&results)?,
+        RunTask::Prune(_) | RunTask::Measure(_) => job.published(&results)?,
     };
-    let output = outputs.finish(job, own, &swept.expected, recorder)?;
-    let results = RunResults { output, peak, ..swept.results };
+    let output = outputs.finish(job, own, &results.expected, recorder)?;
+    let results = RunResults { output, peak, ..results };
     let manifest = job.record(outputs, results, recorder)?;
     if job.settings.width_drop.is_some() {
         width_drop::tidy(&job.folder)?;

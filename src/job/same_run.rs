@@ -163,12 +163,18 @@ pub(super) fn check(
             )
         }
     };
-    let mut failure = Failure::new(refusal).hint(hint);
-    for (name, then, now) in &differences {
+    Err(with_differences(Failure::new(refusal).hint(hint), &differences).into())
+}
+
+/// Adds differing settings to a failure: name, value there, value here.
+pub(super) fn with_differences(
+    failure: Failure,
+    differences: &[(String, String, String)],
+) -> Failure {
+    differences.iter().fold(failure, |failure, (name, then, now)| {
         let (name, (then, now)) = (name.replace('_', "-"), where_they_differ(then, now));
-        failure = failure.detail(format!("{name}: {then} there, {now} now"));
-    }
-    Err(failure.into())
+        failure.detail(format!("{name}: {then} there, {now} now"))
+    })
 }
 
 /// Two values; long values begin shortly before their first difference.

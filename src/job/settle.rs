@@ -1,6 +1,7 @@
 //! A run that is settled and has not begun: everything that can be wrong is checked, and nothing is written.
 
 use std::collections::BTreeMap;
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -71,8 +72,8 @@ fn settle_opened(
     }
     if let Some(state) = unfinished.take() {
         match continued(state, &deciding, &mut folder, &settings, events)? {
-            Continued::Unfinished(state) => unfinished = state.map(|state| *state),
-            Continued::Finished(manifest) => return Ok(RunStart::Finished(manifest)),
+            ControlFlow::Continue(state) => unfinished = state,
+            ControlFlow::Break(manifest) => return Ok(RunStart::Finished(manifest)),
         }
     }
 
@@ -98,7 +99,8 @@ fn settle_opened(
         Sharing::Next(first) => (Arc::clone(&first.texts), first.plan.clone(), 0),
         Sharing::Alone | Sharing::First(_) => {
             let mut shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
-            shape.trains = Recovery::shape_of(recovery.as_ref(), &settings, &model);
+            let samples = settings.calibration.as_ref().map_or(0, |of| of.nsamples as usize);
+            shape.trains = recovery.as_ref().map(|recovery| recovery.shape(&shape, samples));
             planning.texts_and_plan(&settings, &model, shape, &given, events)?
         }
     };
@@ -138,16 +140,8 @@ fn settle_opened(
     Ok(RunStart::Run(Box::new(job)))
 }
 
-/// A run whose state was found in its folder.
-enum Continued {
-    /// The run continues; `None` where a new run begins.
-    Unfinished(Option<Box<RunState>>),
-    /// Its record is written.
-    Finished(Box<Manifest>),
-}
-
 /// Compares the state of a run with this run. A training that diverged continues from its best state if the settings of its learning
-/// rate changed.
+/// rate changed. Breaks with the record of a run that is finished; continues without a state where a run begins anew.
 ///
 /// # Errors
 /// Fails for a run whose settings differ, and when files cannot be read or removed.
@@ -157,7 +151,7 @@ fn continued(
     folder: &mut RunFolder,
     settings: &Settings,
     events: &dyn Events,
-) -> Result<Continued> {
+) -> Result<ControlFlow<Box<Manifest>, Option<RunState>>> {
     let unfinished = same_run::check(state, deciding, folder, &settings.output)?;
     let has_other_rate =
         |state: &RunState| state.divergence.is_some() && !state.differences(deciding).is_empty();
@@ -166,14 +160,14 @@ fn continued(
         let mut begun = diverged.clone().begun_again();
         begun.replaces_model = true;
         begun.settings.extend(deciding.clone());
-        return Ok(Continued::Unfinished(Some(Box::new(begun))));
+        return Ok(ControlFlow::Continue(Some(begun)));
     }
     if unfinished.as_ref().is_some_and(|state| state.replaces_model) {
         folder.replace_model();
     }
     let max_perplexity = settings.evaluation.max_perplexity;
     let Some(manifest) = folder.record_of_the_last_step(max_perplexity)? else {
-        return Ok(Continued::Unfinished(unfinished.map(Box::new)));
+        return Ok(ControlFlow::Continue(unfinished));
     };
     width_drop::tidy(folder)?;
     let recovery = manifest.recovery.as_ref();
@@ -181,7 +175,7 @@ fn continued(
         Some(_) => "this run is finished, and another --lr continues it".to_string(),
         None => "this run is finished; only a file of its state was left".to_string(),
     });
-    Ok(Continued::Finished(Box::new(manifest)))
+    Ok(ControlFlow::Break(Box::new(manifest)))
 }
 
 /// The folders of a run's results. A model is written where weights change, with the files that lie beside the weights of its source.
@@ -212,7 +206,7 @@ fn smaller(
     let known = unfinished.filter(|_| !settings.output.force);
     let of_layers = known.and_then(|state| state.layer_drop.clone());
     let of_width = known.and_then(|state| state.width_drop.clone());
-    let model = layer_drop::smaller(settings, model, of_layers, folder, events)?;
+    let model = layer_drop::smaller(settings, model, of_layers, events)?;
     width_drop::narrower(settings, model, of_width, folder, events)
 }
 

@@ -47,10 +47,10 @@ pub(super) enum RunTask {
     Measure(Option<Observed>),
 }
 
-/// The outcome of settling.
-pub(super) enum RunStart {
+/// The outcome of settling a run, or a merge.
+pub(super) enum RunStart<R = SettledRun> {
     /// A run that can begin.
-    Run(Box<SettledRun>),
+    Run(Box<R>),
     /// The record of a run that had finished already.
     Finished(Box<Manifest>),
 }

@@ -65,7 +65,16 @@ impl<'a> Streams<'a> {
         let passengers = self.perplexities.iter_mut();
         let mut passengers: Vec<&mut dyn Passenger> =
             passengers.map(|passenger| passenger as &mut dyn Passenger).collect();
-        job.sweep(&self.devices, (finished, editor), &mut passengers, passes, events)
+        let work = SweepWork { finished, editor, passengers: &mut passengers, passes };
+        job.sweep(&self.devices, work, events)
+    }
+
+    /// The samples of a pass that always has them.
+    ///
+    /// # Errors
+    /// Fails where the pass has no samples.
+    pub(super) fn samples(&mut self) -> Result<HiddenStates> {
+        self.calibration.take().context("the pass has samples")
     }
 
     /// The devices of the sweep.
@@ -77,6 +86,17 @@ impl<'a> Streams<'a> {
     pub(super) fn perplexities(&self, job: &SettledRun) -> Perplexities {
         job.perplexities(&self.perplexities)
     }
+}
+
+/// The work of a sweep.
+pub(super) struct SweepWork<'e, 's, 'p> {
+    /// Layers of an earlier process.
+    pub(super) finished: Option<Finished>,
+    /// It prunes the later layers.
+    pub(super) editor: Option<&'e mut dyn Editor>,
+    pub(super) passengers: &'s mut [&'p mut dyn Passenger],
+    /// The steps of the progress bar.
+    pub(super) passes: u64,
 }
 
 /// The passes of a sweep: a sample through a layer, or through the head. Each sample passes the `finished` layers once.
@@ -152,19 +172,17 @@ impl SettledRun {
         Ok(perplexities)
     }
 
-    /// Sweeps over the layers: `finished` ones come from an earlier process, the editor prunes the later layers. `passes` are the steps of
-    /// the progress bar.
+    /// Sweeps over the layers.
     ///
     /// # Errors
     /// Fails as [`Sweep::run`].
     pub(super) fn sweep(
         &self,
         devices: &Devices,
-        (finished, editor): (Option<Finished>, Option<&mut dyn Editor>),
-        passengers: &mut [&mut dyn Passenger],
-        passes: u64,
+        work: SweepWork<'_, '_, '_>,
         events: &dyn Events,
     ) -> Result<SweepReport> {
+        let SweepWork { finished, editor, passengers, passes } = work;
         let model = &self.model;
         if editor.is_some() {
             model.clock.mark(Moment::BeforePruning, events);

@@ -6,36 +6,32 @@
 //! continues with these matrices.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use serde_json::{Map, Value};
 
 use super::disk_room;
 use super::folder::RunFolder;
 use super::model_report::parameters;
-use super::opened::{OpenedModel, ScoringPass, WholeModel};
+use super::opened::{OpenedModel, ScoringPass};
 use super::outputs::Outputs;
-use super::pass::settle_pass;
+use super::pass::{PassOutcome, before_run, settle_pass};
 use super::settled_run::SettledRun;
 use super::streams::Streams;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{
-    CONFIG_FILE, Checkpoint, Layout, MergedWriter, PlannedTensor, Published, WeightSource,
-    output_bytes,
+    Checkpoint, Layout, MergedWriter, PlannedTensor, Published, WeightSource, output_bytes,
 };
 use crate::failure::Failure;
-use crate::input::{cannot_read, read_settings};
 use crate::model::{DecoderLayer, ModelConfig, Width};
 use crate::pipeline::Observed;
 use crate::pipeline::width_drop::{
     Narrowed, Narrower, STATISTICS, multiple_of, units_left, working_bytes,
 };
-use crate::run::manifest::PerplexityReport;
 use crate::run::{Events, WidthDropReport};
 use crate::runtime::Side;
-use crate::settings::{EvalSides, OutputSettings, Settings, WidthDropSettings, WidthOf};
+use crate::settings::{Settings, WidthDropSettings, WidthOf};
 
 /// Refuses a number of heads that transformers does not load: it asks that `hidden_size` is a multiple of it, with `head_dim` too.
 fn check_heads(asked: &WidthDropSettings, config: &ModelConfig, groups: usize) -> Result<()> {
@@ -139,7 +135,7 @@ pub(super) fn narrower(
         return Ok(model);
     };
     let width = width(asked, &model.config, folder)?;
-    let config = Arc::new(width.config(&model.config));
+    let config = width.config(&model.config);
     let place = folder.narrower().context("a run folder was required")?;
     if let Some(report) = known {
         let matrices = Checkpoint::open(&place).and_then(|matrices| {
@@ -155,11 +151,11 @@ pub(super) fn narrower(
             .into());
         };
         events.note(format!("narrower     {}, as before", report.in_words()));
-        return with_matrices(model, config, width, &matrices, report, None);
+        return with_matrices(model, width, &matrices, report, None);
     }
     remove(&place)?;
     let (of, dense_shape) = (Arc::clone(&model.config), model.config.heads());
-    let passed = pass(settings, asked, model, &config, folder, events)?;
+    let passed = pass(settings, model, &config, folder, events)?;
     let matrices = Checkpoint::open(&place)?;
     let report = WidthDropReport {
         asked: asked.drop_width.0,
@@ -171,46 +167,30 @@ pub(super) fn narrower(
         num_key_value_heads: [of.num_key_value_heads, config.num_key_value_heads],
         kept_heads: match config.num_key_value_heads == of.num_key_value_heads {
             true => Vec::new(),
-            false => passed.narrowed.heads,
+            false => passed.found.heads,
         },
-        lost_scores: passed.narrowed.lost,
+        lost_scores: passed.found.lost,
         dense: passed.dense,
         parameters: [0, 0],
         bytes: [passed.model.checkpoint.total_bytes(); 2],
         fingerprint: matrices.fingerprint()?,
     };
     events.note(format!("narrower     {}", report.in_words()));
-    with_matrices(passed.model, config, width, &matrices, report, Some(passed.scoring))
-}
-
-/// A model whose narrower matrices are written.
-struct Passed {
-    model: OpenedModel,
-    narrowed: Narrowed,
-    dense: Option<PerplexityReport>,
-    scoring: ScoringPass,
+    with_matrices(passed.model, width, &matrices, report, Some(passed.pass))
 }
 
 /// Passes the calibration samples through the model, makes its layers narrower, and writes them to the run folder.
 fn pass(
     settings: &Settings,
-    asked: &WidthDropSettings,
     model: OpenedModel,
     to: &ModelConfig,
     folder: &RunFolder,
     events: &dyn Events,
-) -> Result<Passed> {
+) -> Result<PassOutcome<Narrowed>> {
     let place = &folder.narrower().context("a run folder was required")?;
     let is_measured = model.part_of.is_some();
     let measures_dense = settings.evaluation.eval.sides().contains(&Side::Dense) && !is_measured;
-    let mut narrowing = Settings { output: OutputSettings::default(), ..settings.clone() };
-    narrowing.evaluation.max_perplexity = None;
-    narrowing.evaluation.eval = match measures_dense {
-        true => EvalSides::Dense,
-        false => EvalSides::None,
-    };
-    let offload = place.parent().map(PathBuf::from);
-    narrowing.device.offload_folder = narrowing.device.offload_folder.or(offload);
+    let narrowing = before_run(settings, measures_dense);
     let observes =
         Observed { kind: Some(STATISTICS), kept: working_bytes(&model.config, to, model.dtype()) };
     let job = settle_pass(narrowing, model, Some(observes), events)?;
@@ -221,12 +201,11 @@ fn pass(
     let source = job.model.folder.clone();
     let writer = MergedWriter::create(layout, place, &[&source], events)?;
     let mut streams = Streams::embed(&job, &Outputs::default(), events)?;
-    let samples = streams.calibration.take();
-    let samples = samples.context("layers are made narrower with samples")?;
+    let samples = streams.samples()?;
     let mut narrower = Narrower::new(
         samples,
         (&job.model.config, to),
-        !asked.no_width_refit,
+        settings.width_drop.as_ref().is_none_or(|asked| !asked.no_width_refit),
         Some(&writer),
         (&job.model.clock, events),
     );
@@ -235,8 +214,7 @@ fn pass(
     let dense = streams.perplexities(&job).dense;
     drop(streams);
     writer.finish(Published::default(), &[], events)?;
-    let SettledRun { model, plan, .. } = *job;
-    Ok(Passed { model, narrowed, dense, scoring: ScoringPass { plan, swept } })
+    Ok(PassOutcome::of(*job, narrowed, dense, swept))
 }
 
 /// Checks that disks have room for the narrower matrices, which stay until the run ends, for the narrower model, and for the hidden
@@ -291,48 +269,24 @@ fn layout(model: &OpenedModel, to: &ModelConfig) -> Result<(Layout, ByteSize)> {
 
 /// Opens the narrower model.
 fn with_matrices(
-    model: OpenedModel,
-    config: Arc<ModelConfig>,
+    mut model: OpenedModel,
     width: Width,
     matrices: &Checkpoint,
     mut report: WidthDropReport,
     scoring: Option<ScoringPass>,
 ) -> Result<OpenedModel> {
+    let config = Arc::new(width.config(&model.config));
     let checkpoint = Arc::new(model.checkpoint.with_tensors_of(matrices)?);
     for layer in 0..config.num_hidden_layers {
         DecoderLayer::check(&*checkpoint, &config, layer)?;
     }
     report.parameters = [parameters(&model.checkpoint), parameters(&checkpoint)];
     report.bytes = [model.checkpoint.total_bytes(), checkpoint.total_bytes()];
-    let whole = match model.part_of {
-        Some(whole) => whole,
-        None => {
-            let path = model.folder.join(CONFIG_FILE);
-            let json = read_settings(&path).map_err(|error| cannot_read(&path, &error))?;
-            WholeModel {
-                config_json: json.into_bytes(),
-                checkpoint: Arc::clone(&model.checkpoint),
-                config: Arc::clone(&model.config),
-                layer_drop: None,
-                width_drop: None,
-                passes: Vec::new(),
-            }
-        }
-    };
-    let mut json: Map<String, Value> = serde_json::from_slice(&whole.config_json)
-        .with_context(|| format!("reading the {CONFIG_FILE} of the model"))?;
-    width.edit_json(&model.config, &mut json);
-    let mut config_json = serde_json::to_vec_pretty(&json)?;
-    config_json.push(b'\n');
-    let mut passes = whole.passes;
-    passes.extend(scoring);
-    Ok(OpenedModel {
-        source: checkpoint.clone(),
-        checkpoint,
-        config,
-        part_of: Some(WholeModel { width_drop: Some(report), config_json, passes, ..whole }),
-        ..model
-    })
+    let mut whole = model.whole()?;
+    width.edit_json(&model.config, &mut whole.config_json);
+    whole.width_drop = Some(report);
+    whole.passes.extend(scoring);
+    Ok(model.with_part(whole, checkpoint, config))
 }
 
 /// Removes the narrower matrices of a run that is over.

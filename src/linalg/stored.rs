@@ -10,6 +10,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
+use safetensors::Dtype;
 
 use clap::ValueEnum;
 
@@ -36,6 +37,25 @@ impl StoredDtype {
         match self {
             Self::F32 => 4,
             Self::F16 | Self::Bf16 => 2,
+        }
+    }
+
+    /// The dtype of a tensor in a file; `None` for a dtype that no weights are read in.
+    pub fn of_file(dtype: Dtype) -> Option<Self> {
+        match dtype {
+            Dtype::F32 => Some(Self::F32),
+            Dtype::F16 => Some(Self::F16),
+            Dtype::BF16 => Some(Self::Bf16),
+            _ => None,
+        }
+    }
+
+    /// The dtype in a file's header.
+    pub fn in_file(self) -> Dtype {
+        match self {
+            Self::F32 => Dtype::F32,
+            Self::F16 => Dtype::F16,
+            Self::Bf16 => Dtype::BF16,
         }
     }
 

@@ -183,6 +183,12 @@ impl ModelConfig {
         self.family.linears.iter().map(|&(id, _)| id)
     }
 
+    /// The names of the weights of all decoder linears, layer by layer.
+    pub fn linear_names(&self) -> impl Iterator<Item = String> + use<'_> {
+        let layers = 0..self.num_hidden_layers;
+        layers.flat_map(|layer| self.linears().map(move |one| one.tensor_name(layer)))
+    }
+
     /// Returns whether a linear has a bias.
     pub fn has_bias(&self, id: LinearId) -> bool {
         self.biases.contains(&id)

@@ -54,8 +54,8 @@ impl Dtypes {
 /// [`DecoderLayer::check`](super::DecoderLayer::check) and [`Head::check`] refuse.
 pub fn stored_dtypes(source: &dyn WeightSource, config: &ModelConfig) -> Dtypes {
     let of = |name: &str| stored_dtype(source.entry(name)?).ok();
-    let layers = (0..config.num_hidden_layers)
-        .flat_map(|layer| config.linears().map(move |one| one.tensor_name(layer)))
+    let layers = config
+        .linear_names()
         .filter_map(|name| of(&name))
         .reduce(StoredDtype::wider)
         .unwrap_or(StoredDtype::F32);

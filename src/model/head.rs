@@ -109,6 +109,21 @@ impl Head {
         Ok(false)
     }
 
+    /// Reads norm and head. With `rows_at_once`, the head stays in the checkpoint ([`Head::at_rest`]).
+    ///
+    /// # Errors
+    /// Fails when a tensor is missing, has the wrong shape, or cannot be read.
+    pub fn open(
+        source: &Arc<dyn WeightSource>,
+        config: &ModelConfig,
+        rows_at_once: Option<usize>,
+    ) -> Result<Self> {
+        match rows_at_once {
+            None => Self::load(&**source, config),
+            Some(rows) => Self::at_rest(source, config, rows),
+        }
+    }
+
     /// Reads norm and head.
     pub fn load(source: &dyn WeightSource, config: &ModelConfig) -> Result<Self> {
         let (name, rows) = (Self::tensor_name(config), config.vocab_size);

@@ -13,15 +13,12 @@ use crate::linalg::{MatrixAtRest, RowSource, StoredDtype, StoredMatrix};
 /// # Errors
 /// Fails for all dtypes but f32, f16 and bf16, and names the tensor.
 pub fn stored_dtype(entry: &TensorEntry) -> Result<StoredDtype> {
-    match entry.dtype {
-        safetensors::Dtype::F32 => Ok(StoredDtype::F32),
-        safetensors::Dtype::F16 => Ok(StoredDtype::F16),
-        safetensors::Dtype::BF16 => Ok(StoredDtype::Bf16),
-        other => Err(Failure::new(format!("tensor `{}` is stored as {other:?}", entry.name))
+    let refusal = || {
+        Failure::new(format!("tensor `{}` is stored as {:?}", entry.name, entry.dtype))
             .detail("weights of f32, f16 or bf16 can be pruned")
             .hint("use the unquantised checkpoint of this model")
-            .into()),
-    }
+    };
+    Ok(StoredDtype::of_file(entry.dtype).ok_or_else(refusal)?)
 }
 
 /// Reads a `[rows, columns]` weight in its stored dtype.

@@ -22,7 +22,7 @@ use crate::linalg::StoredDtype;
 use crate::linalg::convert::widen;
 use crate::linalg::nf4::{self, BLOCK, NestedScales};
 use crate::linalg::select::first_not_finite;
-use crate::run::quantization::QuantizedMatrix;
+use crate::run::quantization::{QuantizedMatrix, QuantizedTotals};
 use crate::run::{Events, Meter};
 
 /// Weights that are read at once where memory allows: 8 MiB in f32.
@@ -36,19 +36,6 @@ const ZERO_CODE: u8 = 7;
 
 /// The largest file of an output, as transformers cuts it.
 const SHARD_BYTES: u64 = 5_000_000_000;
-
-/// The numbers of a finished pass.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct QuantizedTotals {
-    /// Quantised matrices.
-    pub matrices: usize,
-    /// Their weights.
-    pub weights: u64,
-    /// Weights that were 0.
-    pub zeros_before: u64,
-    /// Weights that are 0 now.
-    pub zeros_after: u64,
-}
 
 /// Keeps what a quantisation knows of its matrices.
 pub trait QuantizeJournal {
@@ -292,12 +279,8 @@ impl<'a> QuantizePass<'a> {
         entry: &TensorEntry,
         put: &mut dyn FnMut(&[u8]) -> Result<()>,
     ) -> Result<Scales> {
-        let dtype = match entry.dtype {
-            safetensors::Dtype::F32 => StoredDtype::F32,
-            safetensors::Dtype::F16 => StoredDtype::F16,
-            safetensors::Dtype::BF16 => StoredDtype::Bf16,
-            other => anyhow::bail!("tensor `{}` is stored as {other}", entry.name),
-        };
+        let dtype = StoredDtype::of_file(entry.dtype)
+            .with_context(|| format!("tensor `{}` is stored as {}", entry.name, entry.dtype))?;
         let weights = entry.elements();
         let mut scales =
             Scales { absmax: vec![0.0; nf4::blocks(weights)], zeros_before: 0, zeros_after: 0 };

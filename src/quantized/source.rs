@@ -103,11 +103,7 @@ impl CodedMatrix {
         }
         let parsed = QuantState::parse(name, &read_all(base, state)?)?;
         let dense = parsed.dtype(name)?;
-        let dtype = match dense {
-            Dtype::F16 => StoredDtype::F16,
-            Dtype::BF16 => StoredDtype::Bf16,
-            _ => StoredDtype::F32,
-        };
+        let dtype = StoredDtype::of_file(dense).unwrap_or(StoredDtype::F32);
         let weights = parsed.shape.iter().try_fold(1usize, |all, &one| all.checked_mul(one));
         let bytes = weights.and_then(|weights| weights.checked_mul(dtype.bytes()));
         let Some((weights, bytes)) = weights.zip(bytes) else {

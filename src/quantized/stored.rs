@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::{PlannedTensor, TensorEntry};
 use crate::failure::Failure;
+use crate::linalg::StoredDtype;
 use crate::linalg::dynamic_map::DynamicMap;
 use crate::linalg::nf4::{self, BLOCK, CODEBOOK, NESTED_BLOCK};
 
@@ -102,12 +103,7 @@ impl FourBitFormat {
 
 /// The name of a dtype in Python.
 pub(super) fn python_dtype(dtype: Dtype) -> Option<&'static str> {
-    match dtype {
-        Dtype::F32 => Some("float32"),
-        Dtype::F16 => Some("float16"),
-        Dtype::BF16 => Some("bfloat16"),
-        _ => None,
-    }
+    StoredDtype::of_file(dtype).map(StoredDtype::torch_name)
 }
 
 /// A number as Python prints it: the shortest digits, with an exponent of two digits below 1e-4.

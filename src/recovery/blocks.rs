@@ -88,14 +88,7 @@ impl BlockTrainer<'_> {
             DecoderLayer::load(&*self.teacher, &self.config, index).context("in the teacher")
         })?;
         let teacher = self.spare.as_new_version(teacher);
-        for sample in 0..self.states.samples() {
-            self.events.check()?;
-            let input = self.targets.get(sample)?;
-            let out = self.clock.measure(Phase::Propagate, || {
-                compute.forward_one(Phase::Propagate, &teacher, sample, &input)
-            })?;
-            self.targets.put(sample, out)?;
-        }
+        compute.forward_each(Phase::Propagate, &teacher, &mut self.targets, self.clock)?;
         // Values and gradients of the layer take their place.
         drop(teacher);
         memory::release_freed();
@@ -261,14 +254,6 @@ impl BlockTrainer<'_> {
             self.targets.clear();
             return Ok(());
         }
-        for sample in 0..self.states.samples() {
-            self.events.check()?;
-            let x = self.states.get(sample)?;
-            let out = self.clock.measure(Phase::Propagate, || {
-                compute.forward_one(Phase::Propagate, layer, sample, &x)
-            })?;
-            self.states.put(sample, out)?;
-        }
-        Ok(())
+        compute.forward_each(Phase::Propagate, layer, &mut self.states, self.clock)
     }
 }

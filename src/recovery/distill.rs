@@ -12,7 +12,7 @@ use candle_core::DType;
 use super::example::Example;
 use crate::checkpoint::WeightSource;
 use crate::model::{DecoderLayer, Embedding, Head, ModelConfig};
-use crate::run::{Events, Phase};
+use crate::run::Phase;
 use crate::runtime::{Clock, Compute, HiddenStates, memory};
 
 /// A dense model with the shape of the trained model.
@@ -39,11 +39,8 @@ impl Distillation {
         weight: f32,
         head_rows: Option<usize>,
     ) -> Result<Self> {
-        let head = match head_rows {
-            None => Head::load(&*source, &config),
-            Some(rows) => Head::at_rest(&source, &config, rows),
-        };
-        Ok(Self { head: head.context("in the teacher's head")?, source, config, weight })
+        let head = Head::open(&source, &config, head_rows).context("in the teacher's head")?;
+        Ok(Self { head, source, config, weight })
     }
 
     /// Returns the last hidden states of the dense model for some examples, in f32.
@@ -58,7 +55,7 @@ impl Distillation {
         examples: &[Example<'_>],
         (folder, seqlen): (Option<&Path>, usize),
         compute: &mut Compute<'_>,
-        (clock, events): (&Clock, &dyn Events),
+        clock: &Clock,
     ) -> Result<HiddenStates> {
         let width = self.config.hidden_size;
         let count = examples.len();
@@ -72,14 +69,7 @@ impl Distillation {
             let layer = clock
                 .measure(Phase::Read, || DecoderLayer::load(&*self.source, &self.config, index));
             let layer = layer.context("in the teacher")?;
-            for at in 0..count {
-                events.check()?;
-                let state = states.get(at)?;
-                let next = clock.measure(Phase::Forward, || {
-                    compute.forward_one(Phase::Forward, &layer, at, &state)
-                })?;
-                states.put(at, next)?;
-            }
+            compute.forward_each(Phase::Forward, &layer, &mut states, clock)?;
             drop(layer);
             memory::release_freed();
         }

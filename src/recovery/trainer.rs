@@ -53,10 +53,8 @@ impl<'a> Trainer<'a> {
     /// Fails when the head cannot be read.
     pub fn new(parts: TrainerParts<'a>) -> Result<Self> {
         let rows = parts.compute.settings().head_rows;
-        let head = parts.clock.measure(Phase::Read, || match rows {
-            None => Head::load(&*parts.source, &parts.config),
-            Some(rows) => Head::at_rest(&parts.source, &parts.config, rows),
-        });
+        let head =
+            (parts.clock).measure(Phase::Read, || Head::open(&parts.source, &parts.config, rows));
         Ok(Self {
             parts,
             head: head.context("in the head")?,
@@ -185,11 +183,8 @@ impl<'a> Trainer<'a> {
         for index in 0..layers {
             let next = (index + 1) % layers;
             let layer = self.layer(index, Some(next))?;
-            for example in 0..examples.len() {
-                let state = states.get(example)?;
-                let (next, _) = self.forward(&layer.layer, example, &state, false)?;
-                states.put(example, next)?;
-            }
+            let TrainerParts { compute, clock, .. } = &mut self.parts;
+            compute.forward_each(Phase::Forward, &layer.layer, &mut states, clock)?;
             self.spare.take(layer.layer, &self.parts.part.ids);
             memory::release_freed();
         }
@@ -213,8 +208,7 @@ impl<'a> Trainer<'a> {
             return Ok(None);
         };
         let place = (parts.spill_folder.as_deref(), parts.seqlen);
-        let watched = (parts.clock, parts.events);
-        let states = teacher.states(examples, place, &mut parts.compute, watched)?;
+        let states = teacher.states(examples, place, &mut parts.compute, parts.clock)?;
         Ok(Some(states))
     }
 

@@ -165,8 +165,9 @@ pub fn recovered(
 
 /// The card of a quantised model, whose command names the source without its folder.
 pub fn quantized(report: &QuantizationReport, model: CardModel<'_>, source: CardSource) -> Card {
-    let (format, weights) = (&report.format, report.weights);
+    let format = &report.format;
     let share = |count: u64| {
+        let weights = report.totals.weights;
         let share = percent(count as f64 / weights.max(1) as f64);
         format!("{count} of {weights} weights ({share})")
     };
@@ -182,9 +183,9 @@ pub fn quantized(report: &QuantizationReport, model: CardModel<'_>, source: Card
         facts: vec![
             ("Source", model.code()),
             ("Format", code(format)),
-            ("Matrices", report.matrices.to_string()),
-            ("Zeros in the source", share(report.zeros_before)),
-            ("Zeros", share(report.zeros_after)),
+            ("Matrices", report.totals.matrices.to_string()),
+            ("Zeros in the source", share(report.totals.zeros_before)),
+            ("Zeros", share(report.totals.zeros_after)),
             ("Size", format!("{}, {} in the source", report.bytes_after, report.bytes_before)),
         ],
         notes: vec!["transformers loads the folder with bitsandbytes. All zeros of the source are zero here, too.".to_string()],

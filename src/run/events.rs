@@ -1,10 +1,11 @@
 //! Events: library code emits [`Event`]s and never prints. The console draws them, tests record them.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde::{Serialize, Serializer};
 
+use super::command_line::quoted;
 use super::fallback::FallbackReport;
 use super::manifest::{MatrixReport, MemorySample};
 use crate::failure::printable;
@@ -120,6 +121,20 @@ pub struct Unfinished {
     pub is_resumable: bool,
     /// True if anything was written yet.
     pub has_begun: bool,
+}
+
+impl Unfinished {
+    /// Finished parts of a work, kept in a folder, with the command that continues it.
+    pub fn resumable(parts: &str, folder: &Path, work: &str, arguments: &[String]) -> Self {
+        let (folder, command) = (folder.display(), quoted(arguments));
+        Self {
+            text: format!(
+                "finished {parts} are kept in `{folder}`; this command continues the {work}:\n  {command}"
+            ),
+            is_resumable: true,
+            has_begun: true,
+        }
+    }
 }
 
 /// Ends the process when another process has taken its folder. The arguments are the folder and the reason.

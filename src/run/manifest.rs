@@ -23,7 +23,7 @@ pub use super::measured::{PerplexityReport, PhaseReport, SessionReport, TextProt
 pub const SCHEMA: u32 = 1;
 
 /// A finished run.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Manifest {
     /// [`SCHEMA`].
     pub schema: u32,
@@ -163,7 +163,7 @@ impl Manifest {
 }
 
 /// The checkpoint.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct ModelReport {
     /// The folder, as given; for a model of the hub its snapshot in the cache.
     pub path: String,
@@ -210,7 +210,7 @@ pub fn name_of(path: &str) -> String {
 }
 
 /// The arithmetic of a run. Mask hashes are comparable only between equal arithmetic.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Arithmetic {
     /// `cpu`, or the GPUs that are used: `cuda:0+cuda:1`.
     pub device: String,
@@ -353,6 +353,11 @@ pub struct GateReport {
 }
 
 impl GateReport {
+    /// Compares a measured perplexity with a limit; `None` where either is absent.
+    pub fn of(limit: Option<f64>, measured: Option<PerplexityReport>) -> Option<Self> {
+        Some(Self::new(limit?, measured?.perplexity))
+    }
+
     /// Compares a perplexity with a limit.
     pub fn new(max_perplexity: f64, perplexity: f64) -> Self {
         Self {

@@ -87,12 +87,13 @@ pub struct HiddenStatesPlan {
 }
 
 /// The place of hidden states between two layers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum HiddenStatesStorage {
     /// The memory of the GPUs that compute.
     #[serde(rename = "device")]
     Device,
     /// Memory.
+    #[default]
     #[serde(rename = "ram")]
     Ram,
     /// A spill file on disk.
@@ -252,6 +253,11 @@ pub struct TimeEstimate {
 }
 
 impl TimeEstimate {
+    /// The time of work that computes while it waits for the disk.
+    pub fn overlapped(compute: f64, disk: f64) -> Self {
+        Self { seconds: compute.max(disk), compute, disk, transfers: 0.0 }
+    }
+
     /// The sum of both times: the work is done in sequence.
     #[must_use]
     pub fn plus(&self, other: &Self) -> Self {
@@ -264,7 +270,50 @@ impl TimeEstimate {
     }
 }
 
+impl PhasePlan {
+    /// A phase on the CPU, with the parts that have bytes.
+    pub fn on_cpu(phase: Phase, mut parts: Vec<MemoryPart>) -> Self {
+        parts.retain(|part| part.bytes > ByteSize::ZERO);
+        let bytes = parts.iter().map(|part| part.bytes).sum();
+        Self { phase, device: "cpu".to_string(), bytes, parts }
+    }
+}
+
 impl Plan {
+    /// The plan of a pass over tensors on the CPU, which has no layers and no hidden states.
+    pub fn on_cpu(
+        budget: Option<ByteSize>,
+        phases: Vec<PhasePlan>,
+        time: TimeEstimate,
+        note: String,
+    ) -> Self {
+        let most = phases.iter().max_by_key(|phase| phase.bytes);
+        Self {
+            devices: vec![DevicePlan {
+                device: "cpu".to_string(),
+                budget,
+                peak: most.map_or(ByteSize::ZERO, |phase| phase.bytes),
+                peak_phase: most.map(|phase| phase.phase),
+            }],
+            layers: Vec::new(),
+            hidden_states: HiddenStatesPlan {
+                storage: HiddenStatesStorage::Ram,
+                bytes: ByteSize::ZERO,
+            },
+            memory_settings: MemorySettings::default(),
+            phases,
+            time,
+            notes: vec![note],
+        }
+    }
+
+    /// The names of the devices that compute: `cpu`, or the GPUs as `cuda:0+cuda:1`.
+    pub fn computing(&self) -> String {
+        let names = self.devices.iter().map(|device| device.device.as_str());
+        let gpus: Vec<&str> = names.filter(|name| *name != "cpu").collect();
+        if gpus.is_empty() { "cpu".to_string() } else { gpus.join("+") }
+    }
+
     /// The plan of the CPU, which is part of every plan.
     pub fn cpu(&self) -> Option<&DevicePlan> {
         self.devices.iter().find(|device| device.device == "cpu")

@@ -17,14 +17,9 @@ pub struct QuantizationReport {
     pub output: String,
     /// The format: `nf4` or `nf4-double`.
     pub format: String,
-    /// Quantised matrices.
-    pub matrices: usize,
-    /// Their weights.
-    pub weights: u64,
-    /// Their weights that were 0.
-    pub zeros_before: u64,
-    /// Their weights that are 0 now. Small weights have the code of 0.
-    pub zeros_after: u64,
+    /// The quantised matrices.
+    #[serde(flatten)]
+    pub totals: QuantizedTotals,
     /// The bytes of all tensors before.
     pub bytes_before: ByteSize,
     /// The bytes of all weight files now.
@@ -35,6 +30,19 @@ pub struct QuantizationReport {
     pub phases: Vec<PhaseReport>,
     /// The peak of anonymous memory, where the system tells it.
     pub peak_anonymous: Option<ByteSize>,
+}
+
+/// All quantised matrices together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct QuantizedTotals {
+    /// Their number.
+    pub matrices: usize,
+    /// Their weights.
+    pub weights: u64,
+    /// Their weights that were 0.
+    pub zeros_before: u64,
+    /// Their weights that are 0 now. Small weights have the code of 0.
+    pub zeros_after: u64,
 }
 
 /// A quantised matrix, as the state of an unfinished run keeps it.

@@ -83,6 +83,21 @@ const REMOVED: [(&str, &str); 3] =
     [("aim", "none"), ("block_target", "dense"), ("dsnot_published", "false")];
 
 impl RunState {
+    /// A run that begins with these deciding settings.
+    pub fn begin(
+        arguments: &[String],
+        started_unix_seconds: u64,
+        settings: &BTreeMap<String, String>,
+    ) -> Self {
+        Self {
+            schema: SCHEMA,
+            arguments: arguments.to_vec(),
+            started_unix_seconds,
+            settings: settings.clone(),
+            ..Self::default()
+        }
+    }
+
     /// Returns the differences between this run's settings and `settings`: name, value of this run, value in `settings`. A name that
     /// only this run has is not a difference, unless it is a removed setting that changed the result.
     pub fn differences(

@@ -34,7 +34,7 @@ pub struct Compute<'a> {
     pub(super) devices: Vec<Vec<String>>,
     /// Each device has its own samples, whose hidden states stay on it.
     deals_samples: bool,
-    events: &'a dyn Events,
+    pub(super) events: &'a dyn Events,
 }
 
 impl<'a> Compute<'a> {

@@ -6,8 +6,10 @@
 use anyhow::Result;
 use candle_core::{DType, Tensor};
 
+use super::clock::Clock;
 use super::compute::Compute;
 use super::device_worker::DeviceWorker;
+use super::hidden_states::HiddenStates;
 use crate::model::{DecoderLayer, Head, LayerGradients};
 use crate::run::Phase;
 
@@ -29,6 +31,26 @@ impl Compute<'_> {
             return Ok(out.to_dtype(DType::F32)?);
         }
         layer.forward(state, &mut self.context)
+    }
+
+    /// Passes all states through a layer in turn; each takes the place of its input.
+    ///
+    /// # Errors
+    /// Fails when the run is asked to stop, when a state cannot be read or written, and as [`Compute::forward_one`].
+    pub fn forward_each(
+        &mut self,
+        phase: Phase,
+        layer: &DecoderLayer,
+        states: &mut HiddenStates,
+        clock: &Clock,
+    ) -> Result<()> {
+        for sample in 0..states.samples() {
+            self.events.check()?;
+            let state = states.get(sample)?;
+            let out = clock.measure(phase, || self.forward_one(phase, layer, sample, &state))?;
+            states.put(sample, out)?;
+        }
+        Ok(())
     }
 
     /// Passes the gradient of a sample's output back through a layer, on its first device with room, else on the CPU. The gradients of

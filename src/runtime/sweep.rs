@@ -171,9 +171,8 @@ impl Sweep<'_> {
             self.clock.mark(Moment::BeforeEvaluation, self.events);
             let head = self
                 .clock
-                .measure(Phase::Read, || match self.settings.head_rows {
-                    None => Head::load(&*self.source, &self.config),
-                    Some(rows) => Head::at_rest(&self.source, &self.config, rows),
+                .measure(Phase::Read, || {
+                    Head::open(&self.source, &self.config, self.settings.head_rows)
                 })
                 .context("in the head")?;
             for passenger in passengers {

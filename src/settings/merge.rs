@@ -12,6 +12,7 @@ use super::evaluation::EvaluationSettings;
 use super::model::ModelSettings;
 use super::output::OutputSettings;
 use super::run::Settings;
+use crate::adapter::MajoritySign;
 use crate::bytes::ByteSize;
 use crate::data::DatasetSpec;
 use crate::merging::methods::{Scope, Semantics};
@@ -67,7 +68,7 @@ pub struct MergeSettings {
 
     /// Elections of signs in ties and dare_ties of peft [default: total]
     #[arg(hide_short_help = true, long, value_name = "MEASURE", help_heading = DEFINITION)]
-    pub majority_sign: Option<MajorityOf>,
+    pub majority_sign: Option<MajoritySign>,
 
     /// Seed of random masks, and of calibration samples
     #[arg(long, value_name = "SEED", default_value_t = 0, help_heading = DEFINITION)]
@@ -191,26 +192,6 @@ impl MergeSettings {
     /// The calibration samples of a measured model.
     pub fn calibration(&self, dataset: DatasetSpec) -> CalibrationSettings {
         CalibrationSettings { dataset, nsamples: self.nsamples, seed: self.seed }
-    }
-}
-
-/// The measure by which a combination of adapters elects signs.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
-pub enum MajorityOf {
-    /// The sum of the elements
-    #[default]
-    Total,
-    /// The number of adapters with the sign
-    Frequency,
-}
-
-impl MajorityOf {
-    /// The name on the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Total => "total",
-            Self::Frequency => "frequency",
-        }
     }
 }
 

@@ -38,7 +38,7 @@ pub use evaluation::{EvalSides, EvaluationSettings};
 pub use generate::GenerateSettings;
 pub use grid::{GridSettings, GridShard, ShardOrder};
 pub use layer_drop::{DropCount, LayerDropSettings};
-pub use merge::{MajorityOf, MergeEval, MergeSettings, PIECE_ELEMENTS, SaliencySource};
+pub use merge::{MergeEval, MergeSettings, PIECE_ELEMENTS, SaliencySource};
 pub use model::{ComputeDtype, ModelSettings};
 pub use output::OutputSettings;
 pub use plan::{PlanSettings, PlanSubject};

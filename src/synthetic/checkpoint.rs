@@ -12,8 +12,6 @@ use std::path::{Path, PathBuf};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
-use safetensors::Dtype;
-use safetensors::tensor::TensorInfo;
 use serde_json::{Map, Value, json};
 
 use super::layout::{self, RandomTensor};
@@ -21,7 +19,8 @@ use super::noise::Noise;
 use super::tokenizer::TokenizerFiles;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{
-    CHUNK_BYTES, INDEX_FILE, PARTIAL_SUFFIX, SINGLE_FILE, encode_header, sync_folder, write_atomic,
+    CHUNK_BYTES, INDEX_FILE, SINGLE_FILE, encode_header, in_a_row, partial_of, sync_folder,
+    write_atomic,
 };
 use crate::failure::Failure;
 use crate::linalg::StoredDtype;
@@ -34,14 +33,6 @@ const TRANSFORMERS_VERSION: &str = "4.46.3";
 
 /// A thread's share of a chunk, in bytes: a multiple of every element's size.
 const SHARE_BYTES: usize = 128 << 10;
-
-fn stored(dtype: StoredDtype) -> Dtype {
-    match dtype {
-        StoredDtype::F32 => Dtype::F32,
-        StoredDtype::F16 => Dtype::F16,
-        StoredDtype::Bf16 => Dtype::BF16,
-    }
-}
 
 /// The shape of a random model; fields are named as in config.json. The default is a Llama of a few hundred kilobytes.
 #[derive(Debug, Clone, PartialEq)]
@@ -154,7 +145,7 @@ impl RandomCheckpoint {
                 // A full disk must not stay full. The folder was empty, so every file in it is ours.
                 for earlier in 0..=index {
                     let path = target.join(shard_name(earlier, shards.len()));
-                    let _ = fs::remove_file(partial_path(&path));
+                    let _ = fs::remove_file(partial_of(&path));
                     let _ = fs::remove_file(path);
                 }
                 return Err(cannot_write(&path, &error)
@@ -194,23 +185,12 @@ impl RandomCheckpoint {
         tensors: &[RandomTensor],
         meter: &mut Meter<'_>,
     ) -> io::Result<()> {
-        let mut start = 0;
-        let infos: Vec<(String, TensorInfo)> = tensors
-            .iter()
-            .map(|tensor| {
-                let end = start + tensor.bytes as usize;
-                let info = TensorInfo {
-                    dtype: stored(self.dtype),
-                    shape: tensor.shape.clone(),
-                    data_offsets: (start, end),
-                };
-                start = end;
-                (tensor.name.clone(), info)
-            })
-            .collect();
+        let dtype = self.dtype.in_file();
+        let infos = tensors.iter().map(|of| (of.name.clone(), dtype, of.shape.clone()));
+        let infos = in_a_row(infos);
         let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
 
-        let partial = partial_path(path);
+        let partial = partial_of(path);
         let mut file = File::create(&partial)?;
         // A chunk is written while the next chunk is generated.
         let (mut ready, mut next) = (encode_header(&metadata, &infos), Vec::new());
@@ -324,12 +304,6 @@ fn shard_name(index: usize, count: usize) -> String {
         1 => SINGLE_FILE.to_owned(),
         _ => format!("model-{:05}-of-{count:05}.safetensors", index + 1),
     }
-}
-
-fn partial_path(path: &Path) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(PARTIAL_SUFFIX);
-    PathBuf::from(name)
 }
 
 fn write_json(target: &Path, name: &str, value: &Value) -> anyhow::Result<()> {

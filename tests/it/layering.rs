@@ -72,6 +72,8 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "generation",
             "quantized",
             "recovery",
+            // Types of flags.
+            "adapter",
         ],
     ),
     (

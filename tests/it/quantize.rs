@@ -96,8 +96,10 @@ fn every_tensor_is_that_which_transformers_wrote() {
     let [ours, theirs] = [&place.path("q"), &golden].map(|folder| config(folder));
     assert_eq!(ours["quantization_config"], theirs["quantization_config"]);
 
-    assert_eq!(report.matrices, 35);
-    assert!(report.zeros_after >= report.zeros_before && report.zeros_before > 0);
+    assert_eq!(report.totals.matrices, 35);
+    assert!(
+        report.totals.zeros_after >= report.totals.zeros_before && report.totals.zeros_before > 0
+    );
     assert!(report.bytes_after < report.bytes_before);
     assert!(place.path("q/tokenizer.json").is_file());
     assert!(place.names("q").contains("SHA256SUMS"));
@@ -214,8 +216,14 @@ fn results_do_not_depend_on_threads_and_pruned_weights_stay_zero() {
     place.prune("--model m --sparsity-ratio 0.5 --eval none --save out");
     let one = quantized(&place, "nf4", "out/model --threads 1", "one");
     let two = quantized(&place, "nf4", "out/model --threads 3", "two");
-    assert_eq!((one.zeros_before, one.zeros_after), (two.zeros_before, two.zeros_after));
-    assert!(one.zeros_after >= one.zeros_before && 2 * one.zeros_before >= one.weights - 64);
+    assert_eq!(
+        (one.totals.zeros_before, one.totals.zeros_after),
+        (two.totals.zeros_before, two.totals.zeros_after)
+    );
+    assert!(
+        one.totals.zeros_after >= one.totals.zeros_before
+            && 2 * one.totals.zeros_before >= one.totals.weights - 64
+    );
     let [one, two] = ["one", "two"].map(|folder| {
         fs::read(place.path(folder).join("model.safetensors"))
             .expect("a file that can be read and written")

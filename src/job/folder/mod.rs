@@ -21,13 +21,14 @@ use anyhow::{Context, Result};
 
 use self::lock::FolderLock;
 use self::state_file::StateFile;
-use crate::bytes::{ByteSize, LARGEST_RECORD, read_whole};
+use crate::bytes::{ByteSize, LARGEST_RECORD, json_file, read_whole};
 use crate::checkpoint::{
     CONFIG_FILE, MASKS_FILE, PARTIAL_SUFFIX, SUMS_FILE, is_model_file, refuse_source_folder,
     write_atomic,
 };
 use crate::disk;
 use crate::failure::Failure;
+use crate::job::disk_room;
 use crate::pruning::METHODS;
 use crate::report;
 use crate::run::manifest::GateReport;
@@ -112,6 +113,14 @@ impl RunFolder {
         })
     }
 
+    /// The model's folder, for commands that always write a model.
+    ///
+    /// # Errors
+    /// Fails where no model is written.
+    pub(in crate::job) fn model_folder(&self) -> Result<&Path> {
+        self.model.as_deref().context("the output has a folder")
+    }
+
     /// The folder of an unfinished run's state; `None` without a model, since finished layers are then not kept.
     pub(in crate::job) fn state(&self) -> Option<&Path> {
         let model = self.model.as_deref()?;
@@ -154,7 +163,11 @@ impl RunFolder {
             return self.refuse_to_part().map(|()| None);
         }
         let Some(folder) = self.state() else {
-            self.refuse_unfinished()?;
+            if let Some(run) = self.run.as_ref().filter(|run| StateFile::path(run).exists()) {
+                let refusal = format!("`{}` holds an unfinished run", run.display());
+                let hint = "choose another --save folder, or finish that run first";
+                return Err(Failure::new(refusal).hint(hint).into());
+            }
             return match is_finished {
                 true => Err(self.is_finished()),
                 false => self.refuse_results().map(|()| None),
@@ -275,9 +288,7 @@ impl RunFolder {
         if !self.has_the_model_of(&manifest) {
             return Ok(None);
         }
-        let gate = max_perplexity
-            .zip(manifest.perplexity.pruned)
-            .map(|(limit, measured)| GateReport::new(limit, measured.perplexity));
+        let gate = GateReport::of(max_perplexity, manifest.perplexity.pruned);
         if manifest.gate != gate {
             manifest.gate = gate;
             self.record(&manifest)?;
@@ -302,18 +313,6 @@ impl RunFolder {
             metadata.is_ok_and(|metadata| metadata.len() == file.bytes)
         };
         model.join(CONFIG_FILE).is_file() && output.verification.files.iter().all(has)
-    }
-
-    /// Refuses the folder of an unfinished run, for commands that do not continue runs.
-    pub(in crate::job) fn refuse_unfinished(&self) -> Result<()> {
-        match &self.run {
-            Some(run) if StateFile::path(run).exists() => {
-                Err(Failure::new(format!("`{}` holds an unfinished run", run.display()))
-                    .hint("choose another --save folder, or finish that run first")
-                    .into())
-            }
-            _ => Ok(()),
-        }
     }
 
     /// Makes room for a new run: with `--force`, the old run's files go, its record and `config.json` first, so that what is left never
@@ -375,6 +374,16 @@ impl RunFolder {
         names.iter().filter(goes).map(bytes).sum()
     }
 
+    /// Checks that the disk has room for a model of so many bytes.
+    ///
+    /// # Errors
+    /// Fails with the needed and the free bytes.
+    pub(in crate::job) fn check_disk(&self, needed: ByteSize) -> Result<()> {
+        let more = ByteSize(needed.0.saturating_sub(self.replaced_bytes().0));
+        let model = self.model.iter().map(|model| (&**model, more, "the model"));
+        disk_room::check(&model.collect::<Vec<_>>())
+    }
+
     /// Removes what a process that was killed left of small files it was about to write.
     pub(in crate::job) fn tidy(&self) -> Result<()> {
         for folder in [&self.run, &self.model].into_iter().flatten() {
@@ -416,10 +425,7 @@ impl RunFolder {
         if let (Some(pruning), Some(text)) = (&manifest.pruning, report::log::text(manifest)) {
             write_atomic(&run.join(report::log::file_name(&pruning.method)), text.as_bytes())?;
         }
-        let mut json =
-            serde_json::to_vec_pretty(manifest).context("writing the manifest as JSON")?;
-        json.push(b'\n');
-        write_atomic(&run.join(MANIFEST), &json)
+        write_atomic(&run.join(MANIFEST), &json_file(manifest)?)
     }
 
     /// The refusal of `--resume` without an unfinished run.

@@ -14,12 +14,13 @@ use crate::checkpoint::{check_sealed_json, write_sealed_json};
 use crate::disk;
 use crate::failure::Failure;
 use crate::job::recorder::Recorder;
+use crate::merging::pass::MergeJournal;
 use crate::pipeline::LayerJournal;
 use crate::pipeline::expected::{bias_of, pruned, tensor_of};
+use crate::quantized::QuantizeJournal;
 use crate::run::manifest::{LayerReport, Manifest, Perplexities, SessionReport};
-use crate::run::merging::{MergedTensor, ModelPerplexity};
+use crate::run::merging::MergedTensor;
 use crate::run::quantization::QuantizedMatrix;
-use crate::run::recovery::Divergence;
 use crate::run::state::{FILE, SCHEMA, TRAINING_FILE, merge_phases};
 use crate::run::{Events, RunState};
 use crate::runtime::Clock;
@@ -90,84 +91,33 @@ impl<'a> StateFile<'a> {
         Ok(file)
     }
 
-    /// The perplexities, once all of them are measured.
-    pub(in crate::job) fn perplexity(&self) -> Option<&Perplexities> {
-        self.state.perplexity.as_ref()
+    /// The run as it is recorded.
+    pub(in crate::job) fn run(&self) -> &RunState {
+        &self.state
+    }
+
+    /// Changes the record of the run.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be written; the state before is still there.
+    pub(in crate::job) fn change(&mut self, change: impl FnOnce(&mut RunState)) -> Result<()> {
+        change(&mut self.state);
+        self.write()
     }
 
     /// Records what was measured: from now on only the output is left to finish.
     ///
     /// # Errors
-    /// Fails when the file cannot be written; the state before is still there.
+    /// Fails as [`StateFile::change`].
     pub(in crate::job) fn measured(
         &mut self,
         perplexity: Perplexities,
         layers: &[LayerReport],
     ) -> Result<()> {
-        self.state.perplexity = Some(perplexity);
-        self.state.layers = layers.to_vec();
-        self.write()
-    }
-
-    /// Records that the training diverged: the run has a model, and can be continued with a changed learning rate.
-    ///
-    /// # Errors
-    /// Fails when the file cannot be written; the state before is still there.
-    pub(in crate::job) fn diverged(&mut self, divergence: Divergence) -> Result<()> {
-        self.state.divergence = Some(divergence);
-        self.write()
-    }
-
-    /// Records finished tensors of a merge; `digests` cover all written tensors. A tensor that was written but whose counts have
-    /// not come is not recorded: it would not be merged again, and its counts would be missing.
-    ///
-    /// # Errors
-    /// Fails when the file cannot be written; the state before is still there.
-    pub(in crate::job) fn merged(
-        &mut self,
-        tensors: Vec<MergedTensor>,
-        digests: BTreeMap<String, String>,
-    ) -> Result<()> {
-        self.state.merged.extend(tensors);
-        let counted: BTreeSet<&str> = self.state.merged.iter().map(|of| of.name.as_str()).collect();
-        self.state.tensors = digests;
-        self.state.tensors.retain(|name, _| counted.contains(name.as_str()));
-        self.write()
-    }
-
-    /// The finished tensors of a merge, in the order in which they were finished.
-    pub(in crate::job) fn merged_tensors(&self) -> &[MergedTensor] {
-        &self.state.merged
-    }
-
-    /// Records what is known of the matrices of a quantisation; `digests`, where given, cover all finished tensors.
-    ///
-    /// # Errors
-    /// Fails when the file cannot be written; the state before is still there.
-    pub(in crate::job) fn quantized(
-        &mut self,
-        matrices: &BTreeMap<String, QuantizedMatrix>,
-        digests: Option<BTreeMap<String, String>>,
-    ) -> Result<()> {
-        self.state.quantized.clone_from(matrices);
-        if let Some(digests) = digests {
-            self.state.tensors = digests;
-        }
-        self.write()
-    }
-
-    /// Records the perplexity of a model.
-    ///
-    /// # Errors
-    /// Fails when the file cannot be written; the state before is still there.
-    pub(in crate::job) fn model_measured(&mut self, row: ModelPerplexity) -> Result<()> {
-        self.state.perplexities_of_models.push(row);
-        self.write()
-    }
-
-    /// The perplexities of the models of a merge, in the order in which they were measured.
-    pub(in crate::job) fn perplexities_of_models(&self) -> &[ModelPerplexity] {
-        &self.state.perplexities_of_models
+        self.change(|run| {
+            run.perplexity = Some(perplexity);
+            run.layers = layers.to_vec();
+        })
     }
 
     /// The state with this session as it is now.
@@ -225,9 +175,41 @@ impl LayerJournal for StateFile<'_> {
         layers: &[LayerReport],
         tensors: BTreeMap<String, String>,
     ) -> Result<()> {
-        self.state.layers = layers.to_vec();
-        self.state.tensors = tensors;
-        self.write()
+        self.change(|run| {
+            run.layers = layers.to_vec();
+            run.tensors = tensors;
+        })
+    }
+}
+
+/// A tensor that was written but whose counts have not come is not recorded: it would not be merged again, and its counts would be
+/// missing.
+impl MergeJournal for StateFile<'_> {
+    fn tensors_done(
+        &mut self,
+        tensors: Vec<MergedTensor>,
+        digests: BTreeMap<String, String>,
+    ) -> Result<()> {
+        self.change(|run| {
+            run.merged.extend(tensors);
+            run.tensors = digests;
+            run.keep_counted_tensors();
+        })
+    }
+}
+
+impl QuantizeJournal for StateFile<'_> {
+    fn matrix_done(
+        &mut self,
+        matrices: &BTreeMap<String, QuantizedMatrix>,
+        digests: Option<BTreeMap<String, String>>,
+    ) -> Result<()> {
+        self.change(|run| {
+            run.quantized.clone_from(matrices);
+            if let Some(digests) = digests {
+                run.tensors = digests;
+            }
+        })
     }
 }
 
@@ -251,6 +233,12 @@ fn merged_warnings(before: &[String], now: Vec<String>) -> Vec<String> {
 }
 
 impl RunState {
+    /// Keeps the tensors of a merge whose counts are recorded.
+    pub(in crate::job) fn keep_counted_tensors(&mut self) {
+        let counted: BTreeSet<&str> = self.merged.iter().map(|of| of.name.as_str()).collect();
+        self.tensors.retain(|name, _| counted.contains(name.as_str()));
+    }
+
     /// Keeps the layers before the first with a tensor that is not recorded or among `damaged` (names of modules: matrices, and norms that
     /// were trained). Returns the matrices of the layers that go.
     pub fn keep_whole_layers(&mut self, damaged: &BTreeSet<String>) -> Vec<String> {

@@ -4,16 +4,17 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use crate::pruning::{self, Pattern};
+use crate::pruning::{self, Pattern, Technique};
 use crate::run::grid::GridCell;
 use crate::settings::{GridSettings, Settings, SparsitySettings};
 
-/// A cell, its folder and its settings.
+/// A cell, its folder, its settings, and the technique that they name.
 #[derive(Debug, Clone)]
 pub(super) struct PlannedCell {
     pub(super) cell: GridCell,
     pub(super) folder: PathBuf,
     pub(super) settings: Settings,
+    pub(super) technique: Technique,
 }
 
 impl PlannedCell {
@@ -25,7 +26,7 @@ impl PlannedCell {
 
 /// The settings of a method of the list, METHOD or METHOD+REFINEMENT. Options that its method does not read are left out: they are
 /// for methods elsewhere in the list.
-fn technique(settings: &GridSettings, name: &str) -> Result<SparsitySettings> {
+fn sparsity_of(settings: &GridSettings, name: &str) -> Result<SparsitySettings> {
     let common = settings.run.sparsity.clone().unwrap_or_default();
     let (method, refine) = match name.split_once('+') {
         Some((method, refine)) => (method, Some(refine.to_string())),
@@ -51,8 +52,9 @@ fn technique(settings: &GridSettings, name: &str) -> Result<SparsitySettings> {
 pub(super) fn of(settings: &GridSettings, out: &Path) -> Result<Vec<PlannedCell>> {
     let mut cells = Vec::new();
     for name in &settings.methods {
-        let sparsity = technique(settings, name)?;
-        let seeds: &[u64] = match sparsity.technique()?.statistics() {
+        let sparsity = sparsity_of(settings, name)?;
+        let technique = sparsity.technique()?;
+        let seeds: &[u64] = match technique.statistics() {
             Some(_) => &settings.seeds,
             None => &[0],
         };
@@ -74,7 +76,8 @@ pub(super) fn of(settings: &GridSettings, out: &Path) -> Result<Vec<PlannedCell>
                     calibration.seed = seed;
                 }
                 run.output.save = Some(folder.clone());
-                cells.push(PlannedCell { cell, folder, settings: run });
+                let technique = technique.clone();
+                cells.push(PlannedCell { cell, folder, settings: run, technique });
             }
         }
     }

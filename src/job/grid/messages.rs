@@ -6,15 +6,14 @@ use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::failure::Failure;
-use crate::run::command_line::quoted;
 use crate::run::events::LockLost;
 use crate::run::{Event, Events, Manifest, Unfinished};
 
 /// Forwards the events of all cells.
 pub(super) struct CellEvents<'a> {
     events: &'a dyn Events,
-    /// The message for a sweep that is interrupted.
-    interrupted: String,
+    /// The cells that are kept if the sweep is interrupted.
+    interrupted: Unfinished,
     told: Mutex<Told>,
 }
 
@@ -31,11 +30,10 @@ impl<'a> CellEvents<'a> {
     pub(super) fn new(events: &'a dyn Events, out: &Path, arguments: &[String]) -> Self {
         let events = Self {
             events,
-            interrupted: format!(
-                "finished cells are kept in `{}`; this command continues the sweep:\n  {}",
-                out.display(),
-                quoted(arguments)
-            ),
+            interrupted: Unfinished {
+                has_begun: false,
+                ..Unfinished::resumable("cells", out, "sweep", arguments)
+            },
             told: Mutex::default(),
         };
         events.emit(Event::IfInterrupted(None));
@@ -113,11 +111,7 @@ impl Events for CellEvents<'_> {
             Event::IfInterrupted(unfinished) => {
                 // A cell whose layers are kept may finish its layer first; without kept layers, a cell ends at once.
                 let resumable = unfinished.filter(|of| of.is_resumable && of.has_begun);
-                Event::IfInterrupted(Some(resumable.unwrap_or_else(|| Unfinished {
-                    text: self.interrupted.clone(),
-                    is_resumable: true,
-                    has_begun: false,
-                })))
+                Event::IfInterrupted(resumable.or_else(|| Some(self.interrupted.clone())))
             }
             other => other,
         };

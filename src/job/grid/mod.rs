@@ -34,6 +34,7 @@ use super::opened::OpenedModel;
 use super::run;
 use crate::failure::Failure;
 use crate::pipeline::{TargetPlan, check_verification};
+use crate::pruning::Technique;
 use crate::run::grid::{CellReport, CellState, GridRecord};
 use crate::run::{Events, Manifest, Stopped};
 use crate::settings::{GridSettings, Settings, ShardOrder};
@@ -67,11 +68,11 @@ pub fn grid(settings: &GridSettings, events: &dyn Events) -> Result<GridOutcome>
     let common = check(settings, &cells, &events)?;
     records::check(&out, &common, &cells, settings.run.output.force)?;
     let dense = dense::perplexity(&settings.run, &out, &common, &events)?;
-    let mine = mine(settings, &cells)?;
+    let mine = mine(settings, &cells);
     let sweep =
         CellsOfSweep { common: &common, dense: dense.as_ref(), events: &events, cells: mine.len() };
     let (mut failed, mut begun) = (Vec::new(), 0);
-    for group in groups(&mine)? {
+    for group in groups(&mine) {
         begun += sweep.run_group(group, begun, &mut failed)?;
     }
     let methods = &settings.methods;
@@ -98,7 +99,7 @@ pub fn grid(settings: &GridSettings, events: &dyn Events) -> Result<GridOutcome>
 pub fn preview(settings: &GridSettings) -> Result<Vec<CellReport>> {
     let out = folder(settings)?;
     let cells = cells::of(settings, &out)?;
-    let mine = mine(settings, &cells)?.into_iter();
+    let mine = mine(settings, &cells).into_iter();
     mine.map(|cell| {
         let report = records::report(&cell.folder)?;
         Ok(report.unwrap_or_else(|| CellReport {
@@ -129,27 +130,18 @@ fn check(
     let model = OpenedModel::open(&run.model, &run.device, run.seqlen, events)?;
     RunFolder::at(&[&model.folder], &run.output, false)?;
     for cell in cells {
-        let sparsity = cell.settings.sparsity.as_ref();
-        let sparsity = sparsity.context("a cell prunes")?;
-        let technique = sparsity.technique()?;
-        check_verification(&technique, run.output.verify)?;
-        TargetPlan::resolve(&sparsity.selection, technique.method, &model.config)
+        let sparsity = cell.settings.sparsity.as_ref().context("a cell prunes")?;
+        check_verification(&cell.technique, run.output.verify)?;
+        TargetPlan::resolve(&sparsity.selection, cell.technique.method, &model.config)
             .with_context(|| format!("in the cell {}", cell.name()))?;
     }
     records::common(run, &model)
 }
 
 /// The cells of this process, in their order.
-///
-/// # Errors
-/// Fails for a method that does not exist.
-fn mine<'c>(settings: &GridSettings, cells: &'c [PlannedCell]) -> Result<Vec<&'c PlannedCell>> {
+fn mine<'c>(settings: &GridSettings, cells: &'c [PlannedCell]) -> Vec<&'c PlannedCell> {
     let mut all: Vec<&PlannedCell> = cells.iter().collect();
-    let mut is_shared = false;
-    for cell in cells {
-        is_shared |= together::can_share(cell)?;
-    }
-    let deal = match is_shared {
+    let deal = match cells.iter().any(together::can_share) {
         // Statistics belong to a seed, so a process gets as few seeds as possible.
         true => {
             all.sort_by_key(|cell| cell.cell.seed);
@@ -160,20 +152,17 @@ fn mine<'c>(settings: &GridSettings, cells: &'c [PlannedCell]) -> Result<Vec<&'c
     let (count, positions) = (all.len(), all.into_iter().enumerate());
     let shard = settings.shard;
     let mine = positions.filter(|(position, _)| shard.has(*position, count, deal));
-    Ok(mine.map(|(_, cell)| cell).collect())
+    mine.map(|(_, cell)| cell).collect()
 }
 
 /// Groups the cells that share statistics. A cell that cannot share forms its own group.
-///
-/// # Errors
-/// Fails for a method that does not exist.
-fn groups<'c>(cells: &[&'c PlannedCell]) -> Result<Vec<Vec<&'c PlannedCell>>> {
+fn groups<'c>(cells: &[&'c PlannedCell]) -> Vec<Vec<&'c PlannedCell>> {
     let mut groups: Vec<Vec<&PlannedCell>> = Vec::new();
     let mut of_seed: BTreeMap<u64, usize> = BTreeMap::new();
     for &cell in cells {
         let seed = cell.cell.seed;
         match of_seed.get(&seed) {
-            _ if !together::can_share(cell)? => groups.push(vec![cell]),
+            _ if !together::can_share(cell) => groups.push(vec![cell]),
             Some(&at) => groups[at].push(cell),
             None => {
                 of_seed.insert(seed, groups.len());
@@ -181,7 +170,7 @@ fn groups<'c>(cells: &[&'c PlannedCell]) -> Result<Vec<Vec<&'c PlannedCell>>> {
             }
         }
     }
-    Ok(groups)
+    groups
 }
 
 /// All that the cells of a process have in common.
@@ -242,7 +231,8 @@ impl CellsOfSweep<'_> {
         events.begin(first..=last, self.cells, &names.join(", "));
         let settings = cells.iter().map(|cell| self.begin(cell));
         let settings = settings.collect::<Result<Vec<_>>>()?;
-        match together::run(settings, self.dense, events) {
+        let techniques: Vec<Technique> = cells.iter().map(|cell| cell.technique.clone()).collect();
+        match together::run(settings, &techniques, self.dense, events) {
             Ok(None) => return Ok(false),
             Ok(Some(outcomes)) => {
                 for (cell, outcome) in cells.iter().zip(outcomes) {

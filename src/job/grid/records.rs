@@ -1,16 +1,18 @@
 //! `cell.json`: the settings of a cell, and the error if the cell failed. A sweep continues in a folder only where all settings are equal.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use serde::de::DeserializeOwned;
 
 use super::cells::PlannedCell;
-use crate::bytes::{LARGEST_RECORD, read_whole};
+use crate::bytes::{LARGEST_RECORD, json_file, read_whole};
 use crate::checkpoint::write_atomic;
 use crate::failure::Failure;
 use crate::job::folder::{MANIFEST, lock};
 use crate::job::opened::OpenedModel;
+use crate::job::same_run::with_differences;
 use crate::run::Manifest;
 use crate::run::grid::{CELL_FILE, CellRecord, CellReport, GridCell, SCHEMA};
 use crate::settings::Settings;
@@ -54,16 +56,23 @@ pub(super) fn common(run: &Settings, model: &OpenedModel) -> Result<CommonSettin
 /// Fails for a file that is no such record, and for a record of a later version.
 pub(super) fn read(folder: &Path) -> Result<Option<CellRecord>> {
     let path = folder.join(CELL_FILE);
-    let text = match read_whole(&path, LARGEST_RECORD) {
-        Err(error) if is_absent(&error) => return Ok(None),
-        read => read.map_err(|error| unreadable(&path, &error))?,
-    };
-    let record: CellRecord =
-        serde_json::from_slice(&text).map_err(|error| unreadable(&path, &error))?;
-    if record.schema > SCHEMA {
-        return Err(unreadable(&path, &format!("its schema is {}", record.schema)).into());
+    match read_json::<CellRecord>(&path)? {
+        Some(record) if record.schema > SCHEMA => {
+            Err(unreadable(&path, &format!("its schema is {}", record.schema)).into())
+        }
+        record => Ok(record),
     }
-    Ok(Some(record))
+}
+
+/// A record of this program; `None` if there is no such file.
+fn read_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, Failure> {
+    match read_whole(path, LARGEST_RECORD) {
+        Err(error) if is_absent(&error) => Ok(None),
+        Err(error) => Err(unreadable(path, &error)),
+        Ok(text) => {
+            serde_json::from_slice(&text).map(Some).map_err(|error| unreadable(path, &error))
+        }
+    }
 }
 
 /// Returns whether a file is not there; its folder may be a file.
@@ -80,15 +89,7 @@ fn unreadable(path: &Path, why: &dyn std::fmt::Display) -> Failure {
 
 /// The record of a finished run; `None` if the folder has no such record.
 pub(super) fn manifest(folder: &Path) -> Result<Option<Manifest>> {
-    let path = folder.join(MANIFEST);
-    match read_whole(&path, LARGEST_RECORD) {
-        Err(error) if is_absent(&error) => Ok(None),
-        read => {
-            let text = read.map_err(|error| unreadable(&path, &error))?;
-            let manifest = serde_json::from_slice(&text);
-            Ok(Some(manifest.map_err(|error| unreadable(&path, &error))?))
-        }
-    }
+    Ok(read_json(&folder.join(MANIFEST))?)
 }
 
 /// The report of the cell in a folder; `None` if the folder has no cell.
@@ -166,29 +167,17 @@ fn has_files(folder: &Path) -> bool {
 }
 
 fn refusal(out: &Path, name: &str, there: &CommonSettings, here: &CommonSettings) -> Failure {
-    /// Characters of a value that are shown.
-    const SHOWN: usize = 60;
-    let place = out.display();
-    let mut failure = Failure::new(format!("`{place}` holds cells of a sweep with other settings"))
-        .detail(format!("in `{name}`:"));
-    let mut names: Vec<&String> = there.keys().chain(here.keys()).collect();
-    names.sort();
-    names.dedup();
-    let shown = |settings: &CommonSettings, name: &String| -> String {
-        let value = settings.get(name).map_or("none", String::as_str);
-        match value.chars().count() > SHOWN {
-            true => value.chars().take(SHOWN).collect::<String>() + "...",
-            false => value.to_string(),
-        }
+    let names: BTreeSet<&String> = there.keys().chain(here.keys()).collect();
+    let value = |settings: &CommonSettings, name| {
+        settings.get(name).map_or("none".to_string(), String::clone)
     };
-    for name in names {
-        if there.get(name) != here.get(name) {
-            let (then, now) = (shown(there, name), shown(here, name));
-            let name = name.replace('_', "-");
-            failure = failure.detail(format!("{name}: {then} there, {now} now"));
-        }
-    }
-    failure.hint("give the settings of that sweep, choose another --save folder, or replace its cells with --force")
+    let all = names.into_iter().map(|name| (name.clone(), value(there, name), value(here, name)));
+    let differences: Vec<_> = all.filter(|(_, then, now)| then != now).collect();
+    let refusal = format!("`{}` holds cells of a sweep with other settings", out.display());
+    let failure = Failure::new(refusal).detail(format!("in `{name}`:"));
+    with_differences(failure, &differences).hint(
+        "give the settings of that sweep, choose another --save folder, or replace its cells with --force",
+    )
 }
 
 /// Records that a cell begins. A record that says so already stays.
@@ -219,7 +208,5 @@ pub(super) fn record_of(
 pub(super) fn write(folder: &Path, record: &CellRecord) -> Result<()> {
     std::fs::create_dir_all(folder)
         .with_context(|| format!("creating the folder `{}`", folder.display()))?;
-    let mut json = serde_json::to_vec_pretty(record).context("writing a cell as JSON")?;
-    json.push(b'\n');
-    write_atomic(&folder.join(CELL_FILE), &json)
+    write_atomic(&folder.join(CELL_FILE), &json_file(record)?)
 }

@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use serde::Deserialize;
 
 use super::records::{self, CommonSettings};
-use crate::bytes::{LARGEST_RECORD, read_whole};
+use crate::bytes::{LARGEST_RECORD, json_file, read_whole};
 use crate::checkpoint::write_atomic;
 use crate::failure::Failure;
 use crate::pruning::METHODS;
@@ -68,13 +68,11 @@ pub(super) fn write(
 ) -> Result<(GridRecord, PathBuf)> {
     let mut record = collect(out, common, methods)?;
     loop {
-        let mut json = serde_json::to_vec_pretty(&record).context("writing the table as JSON")?;
-        json.push(b'\n');
         let name = name_of(&out.display().to_string());
         write_atomic(&out.join(MARKDOWN), report::grid::markdown(&record).as_bytes())?;
         let page = report::page::of_grid(&name, &record)?;
         write_atomic(&out.join(PAGE), page.as_bytes())?;
-        write_atomic(&out.join(GRID_FILE), &json)?;
+        write_atomic(&out.join(GRID_FILE), &json_file(&record)?)?;
         let now = collect(out, common, methods)?;
         let states = |record: &GridRecord| -> Vec<_> {
             let cells = record.cells.iter();

@@ -17,33 +17,31 @@ use crate::job::resolved::Pruning;
 use crate::job::run::finish;
 use crate::job::settle::settle;
 use crate::job::settled_run::{RunStart, SettledRun};
-use crate::job::streams::passes;
+use crate::job::streams::{SweepWork, passes};
 use crate::pipeline::allocation::Allocation;
 use crate::pipeline::{Calibrator, Propagation, Pruner, SharedPruning, SharingCell};
 use crate::pruning::Technique;
 use crate::run::manifest::LayerReport;
 use crate::run::{Events, Manifest, Phase, Stopped};
 use crate::runtime::{Passenger, SweepReport};
-use crate::settings::Settings;
+use crate::settings::{Settings, SparsitySettings};
 
 /// The phases of the pass that are the same for all cells.
 const SHARED_PHASES: [Phase; 3] = [Phase::Read, Phase::Calibrate, Phase::Propagate];
 
 /// Returns whether a cell can share statistics with the cells of its seed.
-///
-/// # Errors
-/// Fails for a method that does not exist.
-pub(super) fn can_share(cell: &PlannedCell) -> Result<bool> {
-    let settings = &cell.settings;
-    let sparsity = settings.sparsity.as_ref().context("a cell prunes")?;
-    let kind = sparsity.technique()?.statistics();
+pub(super) fn can_share(cell: &PlannedCell) -> bool {
+    let (settings, kind) = (&cell.settings, cell.technique.statistics());
     // Measured ratios and a smaller model give each cell a model or a pass of its own, an order of channels changes its statistics.
-    Ok(sparsity.propagate == Propagation::Dense
-        && kind.is_some_and(|kind| kind.rank().is_some())
-        && sparsity.allocate == Allocation::Uniform
-        && !sparsity.permute_channels
+    let shares = |sparsity: &SparsitySettings| {
+        sparsity.propagate == Propagation::Dense
+            && sparsity.allocate == Allocation::Uniform
+            && !sparsity.permute_channels
+    };
+    kind.is_some_and(|kind| kind.rank().is_some())
+        && settings.sparsity.as_ref().is_some_and(shares)
         && settings.layer_drop.is_none()
-        && settings.width_drop.is_none())
+        && settings.width_drop.is_none()
 }
 
 /// A cell that is settled, and its position among all that were asked for.
@@ -59,12 +57,12 @@ type Outcomes = Vec<Option<Result<Manifest>>>;
 /// Fails for an error that ends all cells.
 pub(super) fn run(
     cells: Vec<Settings>,
+    techniques: &[Technique],
     dense: Option<&Manifest>,
     events: &dyn Events,
 ) -> Result<Option<Vec<Result<Manifest>>>> {
     let recorders: Vec<Recorder<'_>> = cells.iter().map(|_| Recorder::new(events)).collect();
     let mut outcomes: Outcomes = cells.iter().map(|_| None).collect();
-    let techniques = techniques(&cells)?;
     let mut jobs: Vec<SettledCell> = Vec::new();
     for (at, settings) in cells.into_iter().enumerate() {
         let recorder = &recorders[at];
@@ -97,17 +95,40 @@ pub(super) fn run(
     outcomes.into_iter().map(|of| of.context("every cell has an outcome").map(Some)).collect()
 }
 
-fn techniques(cells: &[Settings]) -> Result<Vec<Technique>> {
-    let of = |settings: &Settings| -> Result<Technique> {
-        let sparsity = settings.sparsity.as_ref().context("a cell prunes")?;
-        sparsity.technique()
-    };
-    cells.iter().map(of).collect()
-}
-
 fn first_line(error: &anyhow::Error) -> String {
     let text = error.to_string();
     text.lines().next().unwrap_or_default().to_string()
+}
+
+/// A cell of the pass, with its files and windows.
+struct CellInPass<'a> {
+    /// Its position among all that were asked for.
+    at: usize,
+    job: &'a SettledRun,
+    pruning: &'a Pruning,
+    recorder: &'a Recorder<'a>,
+    outputs: Outputs<'a>,
+    windows: Vec<Perplexity<'a>>,
+}
+
+impl CellInPass<'_> {
+    /// The part of the cell in the sweep, with its clock.
+    fn sharing(&mut self) -> Result<SharingCell<'_>> {
+        let (finished, before) = (self.outputs.finished()?, self.outputs.layers_before.clone());
+        let (model, pruning) = (&self.job.model, self.pruning);
+        let calibrator = Calibrator::of(None, &model.config, &model.clock, self.recorder);
+        let output = self.outputs.receivers();
+        let pruner = Pruner::new(&pruning.technique, &pruning.targets, calibrator, output, before);
+        let passengers = self.windows.iter_mut();
+        Ok(SharingCell {
+            pruner: pruner.with_flow(pruning.flow),
+            passengers: passengers.map(|of| of as &mut dyn Passenger).collect(),
+            finished,
+            clock: Some(&model.clock),
+            events: self.recorder,
+            error: None,
+        })
+    }
 }
 
 /// Passes over the layers once for all cells, and finishes each.
@@ -115,40 +136,39 @@ fn pass(jobs: &[SettledCell], recorders: &[Recorder<'_>], outcomes: &mut Outcome
     let Some((at, first)) = jobs.first() else {
         return Ok(());
     };
-    let peak = profile::measure_peak(first);
-    let mut outputs = Vec::new();
+    let (events, peak) = (&recorders[*at], profile::measure_peak(first));
+    let mut cells = Vec::new();
     for (at, job) in jobs {
-        outputs.push(Outputs::open(job, &recorders[*at])?);
+        let (recorder, pruning) = (&recorders[*at], job.pruning().context("a cell prunes")?);
+        let outputs = Outputs::open(job, recorder)?;
+        cells.push(CellInPass { at: *at, job, pruning, recorder, outputs, windows: Vec::new() });
     }
     let devices = first.open_devices()?;
-    let layers = first.model.config.num_hidden_layers;
-    let finished: Vec<usize> = outputs.iter().map(Outputs::finished_layers).collect();
-    let samples = match finished.iter().any(|&finished| finished < layers) {
-        true => first.embedded_samples(&devices, &recorders[*at])?,
+    let finished = cells.iter().map(|cell| cell.outputs.finished_layers());
+    let fewest = finished.min().unwrap_or_default();
+    let samples = match fewest < first.model.config.num_hidden_layers {
+        true => first.embedded_samples(&devices, events)?,
         false => None,
     };
-    let mut windows: Vec<Vec<Perplexity<'_>>> = Vec::new();
-    for ((at, job), outputs) in jobs.iter().zip(&outputs) {
-        windows.push(job.embedded_windows(&devices, outputs, &recorders[*at])?);
+    for cell in &mut cells {
+        cell.windows = cell.job.embedded_windows(&devices, &cell.outputs, cell.recorder)?;
     }
-    let streams = windows.iter().map(Vec::len).sum();
-    let fewest = finished.into_iter().min().unwrap_or_default();
+    let streams = cells.iter().map(|cell| cell.windows.len()).sum();
+    let kind = Technique::statistics_of_all(cells.iter().map(|cell| &cell.pruning.technique));
+    let (config, clock) = (&first.model.config, &first.model.clock);
     let mut shared = SharedPruning {
-        calibrator: calibrator(jobs, samples, &recorders[*at])?,
-        config: Arc::clone(&first.model.config),
-        cells: Vec::new(),
+        calibrator: Calibrator::of(samples.zip(kind), config, clock, events),
+        config: Arc::clone(config),
+        cells: cells.iter_mut().map(CellInPass::sharing).collect::<Result<_>>()?,
     };
-    for (((at, job), outputs), windows) in jobs.iter().zip(&mut outputs).zip(&mut windows) {
-        let cell = sharing_cell(job, outputs, windows, &recorders[*at])?;
-        shared.cells.push(cell);
-    }
     // The sweep marks the first cell's clock.
     if let Some(cell) = shared.cells.first_mut() {
         cell.clock = None;
     }
-    let steps = passes(first, fewest, streams);
+    let passes = passes(first, fewest, streams);
     let passengers: &mut [&mut dyn Passenger] = &mut [&mut shared];
-    let swept = first.sweep(&devices, (None, None), passengers, steps, &recorders[*at]);
+    let work = SweepWork { finished: None, editor: None, passengers, passes };
+    let swept = first.sweep(&devices, work, events);
     let ends: Vec<(Vec<LayerReport>, Option<anyhow::Error>)> =
         (shared.cells.into_iter()).map(|cell| (cell.pruner.into_layers(), cell.error)).collect();
     // Where every cell has failed, each has its own error.
@@ -157,72 +177,26 @@ fn pass(jobs: &[SettledCell], recorders: &[Recorder<'_>], outcomes: &mut Outcome
         swept => swept?,
     };
     let mut measured = Vec::new();
-    for ((((at, job), outputs), windows), (layers, error)) in
-        jobs.iter().zip(&mut outputs).zip(&windows).zip(ends)
-    {
+    for (cell, (layers, error)) in cells.iter_mut().zip(ends) {
         if let Some(error) = error {
             measured.push(Err(error));
             continue;
         }
-        add_shared_phases(job, first);
-        let before = outputs.measured().cloned();
-        let perplexity = before.unwrap_or_else(|| job.perplexities(windows));
+        add_shared_phases(cell.job, first);
+        let before = cell.outputs.measured().cloned();
+        let perplexity = before.unwrap_or_else(|| cell.job.perplexities(&cell.windows));
         let results = (perplexity, swept.clone());
-        measured.push(pruning_of(job)?.conclude(outputs, layers, results, &recorders[*at]));
+        let concluded = cell.pruning.conclude(&mut cell.outputs, layers, results, cell.recorder);
+        measured.push(concluded);
     }
-    for (((at, job), outputs), pruned) in jobs.iter().zip(&mut outputs).zip(measured) {
-        let finish = |pruned| finish(job, outputs, pruned, peak, &recorders[*at]);
-        let outcome = pruned.and_then(finish);
-        if let Err(error) = &outcome
-            && error.is::<Stopped>()
-        {
-            return outcome.map(drop);
+    for (mut cell, results) in cells.into_iter().zip(measured) {
+        let (job, outputs) = (cell.job, &mut cell.outputs);
+        match results.and_then(|results| finish(job, outputs, results, peak, cell.recorder)) {
+            Err(error) if error.is::<Stopped>() => return Err(error),
+            outcome => outcomes[cell.at] = Some(outcome),
         }
-        outcomes[*at] = Some(outcome);
     }
     Ok(())
-}
-
-/// The samples, and statistics that serve all cells.
-fn calibrator<'a>(
-    jobs: &'a [SettledCell],
-    samples: Option<crate::runtime::HiddenStates>,
-    events: &'a dyn Events,
-) -> Result<Calibrator<'a>> {
-    let pruning = jobs.iter().filter_map(|(_, job)| job.pruning());
-    let kind = Technique::statistics_of_all(pruning.map(|pruning| &pruning.technique));
-    let (_, first) = jobs.first().context("there is a cell")?;
-    let (config, clock) = (&first.model.config, &first.model.clock);
-    Ok(Calibrator::of(samples.zip(kind), config, clock, events))
-}
-
-/// The pruning part of a cell.
-fn pruning_of(job: &SettledRun) -> Result<&Pruning> {
-    job.pruning().context("a cell prunes")
-}
-
-/// A cell of the pass, with its clock.
-fn sharing_cell<'a>(
-    job: &'a SettledRun,
-    outputs: &'a mut Outputs<'_>,
-    windows: &'a mut [Perplexity<'_>],
-    events: &'a dyn Events,
-) -> Result<SharingCell<'a>> {
-    let pruning = pruning_of(job)?;
-    let (finished, before) = (outputs.finished()?, outputs.layers_before.clone());
-    let model = &job.model;
-    let calibrator = Calibrator::of(None, &model.config, &model.clock, events);
-    let output = outputs.receivers();
-    let pruner = Pruner::new(&pruning.technique, &pruning.targets, calibrator, output, before);
-    let passengers = windows.iter_mut();
-    Ok(SharingCell {
-        pruner: pruner.with_flow(pruning.flow),
-        passengers: passengers.map(|of| of as &mut dyn Passenger).collect(),
-        finished,
-        clock: Some(&model.clock),
-        events,
-        error: None,
-    })
 }
 
 /// Adds the shared phases, which the first cell's clock has measured, to the clock of `job`.

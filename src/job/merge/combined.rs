@@ -15,7 +15,7 @@ use anyhow::{Context, Result};
 
 use super::job::MergeJob;
 use super::models::{InputModelFiles, InputModels, open_adapter};
-use crate::adapter::{Adapter, AdapterShare, Combination, CombinationKind, MajoritySign};
+use crate::adapter::{Adapter, AdapterShare, Combination, CombinationKind};
 use crate::checkpoint::refuse_source_folder;
 use crate::failure::Failure;
 use crate::merging::methods::{self, MergeMethod, Semantics, Stream};
@@ -25,7 +25,7 @@ use crate::merging::recipe::{
 };
 use crate::run::merging::CombinedAdapter;
 use crate::run::{Events, Phase};
-use crate::settings::{MajorityOf, MergeSettings};
+use crate::settings::MergeSettings;
 
 /// The folder of the combined adapter, in the run folder.
 const FOLDER: &str = "adapter";
@@ -129,9 +129,8 @@ pub(super) fn method(
             .hint("leave --semantics peft out, or choose one of these methods")
             .into());
     };
-    let elects = matches!(kind, CombinationKind::Ties | CombinationKind::DareTies);
     for (flag, is_given) in [
-        ("--majority-sign", settings.majority_sign.is_some() && !elects),
+        ("--majority-sign", settings.majority_sign.is_some() && !kind.elects()),
         ("--trim-scope", settings.trim_scope.is_some()),
         ("--saliency", settings.saliency.is_some()),
     ] {
@@ -150,7 +149,8 @@ pub(super) fn method(
 /// The adapters of a merge and their combination.
 pub(super) struct CombinedJob {
     combination: Combination,
-    majority_sign: Option<MajorityOf>,
+    /// The election of signs, for a kind that elects.
+    majority_sign: Option<&'static str>,
     /// The folder of the result.
     folder: PathBuf,
 }
@@ -194,24 +194,17 @@ impl CombinedJob {
         }
         let share =
             |adapter: usize, tensor: &str| shares.get(&(adapter, tensor.to_owned())).copied();
-        let majority = match settings.majority_sign {
-            Some(MajorityOf::Frequency) => MajoritySign::Frequency,
-            Some(MajorityOf::Total) | None => MajoritySign::Total,
-        };
-        let elects = matches!(kind, CombinationKind::Ties | CombinationKind::DareTies);
         let majority_sign = settings.majority_sign.unwrap_or_default();
         Ok(Some(Self {
-            combination: Combination::new(adapters, kind, majority, &share)?,
-            majority_sign: elects.then_some(majority_sign),
+            combination: Combination::new(adapters, kind, majority_sign, &share)?,
+            majority_sign: kind.elects().then(|| majority_sign.name()),
             folder,
         }))
     }
 
     /// The settings that decide the outcome in addition to the recipe, by name.
-    pub(super) fn deciding(&self) -> BTreeMap<String, String> {
-        let majority = self.majority_sign.map(MajorityOf::name);
-        let named = majority.map(|name| ("majority_sign".to_string(), name.to_string()));
-        named.into_iter().collect()
+    pub(super) fn deciding(&self) -> Option<(String, String)> {
+        self.majority_sign.map(|name| ("majority_sign".to_string(), name.to_string()))
     }
 
     /// Refuses to write over an adapter that is there, unless a run is continued or replaced.
@@ -322,7 +315,7 @@ impl MergeJob {
     /// # Errors
     /// Fails when an adapter cannot be read or the result cannot be written.
     pub(super) fn combine(&self, events: &dyn Events) -> Result<Option<CombinedInputs<'_>>> {
-        let Some(job) = &self.combined else {
+        let Some(job) = &self.merge.combined else {
             return Ok(None);
         };
         let draws = |adapter: usize, factor: &str, numbers: &mut [u32]| {
@@ -331,16 +324,15 @@ impl MergeJob {
         let files =
             self.clock.measure(Phase::Merge, || job.combination.write(&job.folder, &draws))?;
         events.note(format!("adapter      {}", job.folder.display()));
-        let base = &self.inputs.models[0];
+        let base = &self.merge.inputs.models[0];
         let adapter = open_adapter(&job.folder, base.is_tied)?;
         adapter.check(&*base.checkpoint)?;
-        let majority = job.majority_sign.map(MajorityOf::name);
         Ok(Some(CombinedInputs {
-            base: &self.inputs,
+            base: &self.merge.inputs,
             adapter,
             report: CombinedAdapter {
                 folder: job.folder.display().to_string(),
-                majority_sign: majority.map(str::to_string),
+                majority_sign: job.majority_sign.map(str::to_string),
                 files,
             },
         }))

@@ -55,17 +55,3 @@ pub(super) fn open(
         })
         .collect())
 }
-
-/// The name of the devices that compute.
-pub(super) fn name(plan: &Plan) -> String {
-    let gpus: Vec<&str> = plan
-        .devices
-        .iter()
-        .map(|device| device.device.as_str())
-        .filter(|name| *name != "cpu")
-        .collect();
-    match gpus.as_slice() {
-        [] => "cpu".to_string(),
-        gpus => gpus.join("+"),
-    }
-}

@@ -8,7 +8,8 @@ use std::path::Path;
 use anyhow::{Context, Result};
 
 use super::job::MergeJob;
-use super::models::{open_adapter, put_on};
+use super::models::put_on;
+use crate::adapter::Adapter;
 use crate::job::device_records::DeviceRecords;
 use crate::job::folder::state_file::StateFile;
 use crate::job::opened::OpenedModel;
@@ -19,6 +20,13 @@ use crate::job::streams::Streams;
 use crate::run::Events;
 use crate::run::merging::{MERGED, ModelPerplexity};
 use crate::settings::{EvalSides, MergeEval, ModelSettings};
+
+/// A model to measure.
+struct EvaluatedModel<'a> {
+    name: String,
+    folder: &'a Path,
+    adapter: Option<&'a Adapter>,
+}
 
 impl MergeJob {
     /// Measures the models that are merged.
@@ -31,13 +39,11 @@ impl MergeJob {
         devices: &mut DeviceRecords,
         recorder: &Recorder<'_>,
     ) -> Result<()> {
-        if self.settings.eval != MergeEval::All {
-            return Ok(());
-        }
-        for model in &self.inputs.models {
-            let adapter = model.adapter.as_ref().map(|adapter| adapter.folder());
-            let name = model.spec.to_string();
-            self.evaluate(&name, &model.folder, adapter, state, devices, recorder)?;
+        let is_asked = self.settings.eval == MergeEval::All;
+        for input in self.merge.inputs.models.iter().filter(|_| is_asked) {
+            let (name, adapter) = (input.spec.to_string(), input.adapter.as_deref());
+            let model = EvaluatedModel { name, folder: &input.folder, adapter };
+            self.evaluate(&model, state, devices, recorder)?;
         }
         Ok(())
     }
@@ -55,46 +61,41 @@ impl MergeJob {
         if self.settings.eval == MergeEval::None {
             return Ok(());
         }
-        let folder = self.folder.model.as_ref().context("a merge has a folder")?;
-        self.evaluate(MERGED, folder, None, state, devices, recorder)
+        let (name, folder) = (MERGED.to_string(), self.folder.model_folder()?);
+        self.evaluate(&EvaluatedModel { name, folder, adapter: None }, state, devices, recorder)
     }
 
     /// Measures a model, unless the state has its perplexity.
     fn evaluate(
         &self,
-        name: &str,
-        folder: &Path,
-        adapter: Option<&Path>,
+        model: &EvaluatedModel<'_>,
         state: &mut StateFile<'_>,
         devices: &mut DeviceRecords,
         recorder: &Recorder<'_>,
     ) -> Result<()> {
-        let is_measured = |row: &ModelPerplexity| row.model == name;
-        if state.perplexities_of_models().iter().any(is_measured) {
+        let name = &model.name;
+        if state.run().perplexities_of_models.iter().any(|row| row.model == *name) {
             return Ok(());
         }
         let row = self
-            .perplexity(name, folder, adapter, devices, recorder)
+            .perplexity(model, devices, recorder)
             .with_context(|| format!("measuring the perplexity of `{name}`"))?;
         recorder.note(format!("perplexity   {:.4} of {name}", row.report.perplexity));
-        state.model_measured(row)
+        state.change(|run| run.perplexities_of_models.push(row))
     }
 
     fn perplexity(
         &self,
-        name: &str,
-        folder: &Path,
-        adapter: Option<&Path>,
+        of: &EvaluatedModel<'_>,
         devices: &mut DeviceRecords,
         events: &dyn Events,
     ) -> Result<ModelPerplexity> {
-        let mut settings = self.settings.measuring(ModelSettings::of(folder));
+        let mut settings = self.settings.measuring(ModelSettings::of(of.folder));
         settings.evaluation.eval = EvalSides::Dense;
         let mut model =
             OpenedModel::open(&settings.model, &settings.device, settings.seqlen, events)?;
-        if let Some(adapter) = adapter {
-            let adapter = open_adapter(adapter, model.config.tie_word_embeddings)?;
-            put_on(&mut model, adapter)?;
+        if let Some(adapter) = of.adapter {
+            put_on(&mut model, adapter.clone())?;
         }
         let job = settle_pass(settings, model, None, events)?;
         let mut streams = Streams::embed(&job, &Outputs::default(), events)?;
@@ -103,7 +104,7 @@ impl MergeJob {
         self.clock.add(&job.model.clock.report());
         let windows = job.texts.windows.as_ref();
         Ok(ModelPerplexity {
-            model: name.to_string(),
+            model: of.name.clone(),
             report: streams.perplexities(&job).dense.context("a model is measured")?,
             text: windows.context("a text is measured")?.protocol.clone(),
         })

@@ -14,35 +14,31 @@ use crate::pipeline::activations::{ActivationJournal, ActivationMeter, LayerSqua
 use crate::run::Events;
 use crate::runtime::{Clock, Finished};
 
-/// The statistics of a merge, and what measuring them took.
-#[derive(Default)]
-pub(super) struct MeasuredStatistics {
-    pub(super) file: SaliencyFile,
-    pub(super) devices: DeviceRecords,
-}
-
 impl Saliency {
-    /// Measures the models whose statistics the file does not have. Every finished layer is in the file at once, so a later process
-    /// continues there.
+    /// Measures the models whose statistics the file does not have, and returns the statistics of all models. Every finished layer is in
+    /// the file at once, so a later process continues there.
     ///
     /// # Errors
     /// Fails when a layer cannot be read, for activations that are not finite, when a device fails for a reason besides lack of
     /// memory, and when the file cannot be written.
-    pub(super) fn measure(&self, clock: &Clock, events: &dyn Events) -> Result<MeasuredStatistics> {
-        let mut activations =
-            MeasuredStatistics { file: self.found.clone(), ..MeasuredStatistics::default() };
+    pub(super) fn measure(
+        &self,
+        clock: &Clock,
+        devices: &mut DeviceRecords,
+        events: &dyn Events,
+    ) -> Result<SaliencyFile> {
+        let mut file = self.found.clone();
         for asked in &self.asked {
             let Some(job) = &asked.job else { continue };
-            let file = &mut activations.file;
             let at = file.begin(&asked.measurement);
-            let mut journal = FileJournal { path: &self.path, file, at };
+            let mut journal = FileJournal { path: &self.path, file: &mut file, at };
             let name = &asked.measurement.model;
             let swept = sweep(job, &mut journal, name, events)
                 .with_context(|| format!("measuring the activations of `{name}`"))?;
-            activations.devices.add(swept.fallbacks, swept.devices);
+            devices.add(swept.fallbacks, swept.devices);
             clock.add(&job.model.clock.report());
         }
-        Ok(activations)
+        Ok(file)
     }
 }
 
@@ -63,8 +59,7 @@ fn sweep(
         ),
     });
     let mut streams = Streams::embed(job, &Outputs::default(), events)?;
-    let samples = streams.calibration.take();
-    let samples = samples.context("a measurement has samples")?;
+    let samples = streams.samples()?;
     let finished = (layers > 0).then(|| Finished { layers, written: model.source.clone() });
     let mut meter = ActivationMeter::new(samples, journal, &model.config, &model.clock, events);
     streams.sweep(job, finished, Some(&mut meter), events)

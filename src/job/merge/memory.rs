@@ -2,19 +2,18 @@
 
 use std::collections::BTreeSet;
 
-use super::models::InputModels;
+use super::resolved::ResolvedMerge;
 use crate::bytes::ByteSize;
 use crate::checkpoint::CHUNK_BYTES;
 use crate::failure::Failure;
 use crate::merging::methods::Scope;
 use crate::merging::pass::MergeTensor;
-use crate::merging::recipe::{Declaration, Parameter};
+use crate::merging::recipe::Parameter;
 use crate::placement::Budget;
 use crate::placement::inventory::Rates;
-use crate::run::plan::{
-    DevicePlan, HiddenStatesPlan, MemoryPart, PartKind, PhasePlan, TimeEstimate,
-};
-use crate::run::{HiddenStatesStorage, MemorySettings, Phase, Plan};
+use crate::run::plan::{MemoryPart, PartKind, PhasePlan, TimeEstimate};
+use crate::run::{Phase, Plan};
+use crate::settings::MergeSettings;
 
 /// The program with opened models: thread stacks, headers.
 const PROGRAM: u64 = 6 << 20;
@@ -50,7 +49,7 @@ impl PassWork {
     pub(super) fn time(&self, output: ByteSize, threads: usize, rates: &Rates) -> TimeEstimate {
         let disk = (self.bytes + 2 * output.0) as f64 / (rates.disk_gb_s * 1e9);
         let compute = self.elements as f64 / (threads as f64 * ELEMENTS_PER_SECOND);
-        TimeEstimate { seconds: disk.max(compute), compute, disk, transfers: 0.0 }
+        TimeEstimate::overlapped(compute, disk)
     }
 }
 
@@ -90,15 +89,10 @@ pub(super) struct MergeShape {
 }
 
 impl MergeShape {
-    /// The numbers of a pass over these tensors.
-    pub(super) fn of(
-        tensors: &[MergeTensor],
-        declaration: &Declaration,
-        scope: Scope,
-        inputs: &InputModels,
-        keeps_zeros: bool,
-    ) -> Self {
-        let trims = |parameter| declaration.per_model.iter().any(|(of, _)| *of == parameter);
+    /// The numbers of the pass of a merge, as far as the tensors, the settings and a file of statistics decide them.
+    pub(super) fn of(merge: &ResolvedMerge, settings: &MergeSettings, scope: Scope) -> Self {
+        let ResolvedMerge { tensors, vocabulary, .. } = merge;
+        let per_model = merge.method.declaration().per_model;
         let groups = match scope {
             Scope::Tensor => 0,
             Scope::Layer => {
@@ -109,37 +103,31 @@ impl MergeShape {
         };
         let mut elements: Vec<u64> = tensors.iter().map(MergeTensor::elements).collect();
         elements.sort_unstable_by(|one, other| other.cmp(one));
+        let sources = || tensors.iter().map(|tensor| tensor.recipe.sources.len());
+        let experts = tensors.iter().map(|tensor| {
+            let bases = usize::from(tensor.recipe.base.is_some());
+            tensor.recipe.sources.len() - bases
+        });
+        let written = || tensors.iter().map(|tensor| tensor.dtype.bytes() as u64);
+        let bytes = tensors.iter().map(MergeTensor::elements).zip(written());
+        let statistics = settings.saliency_file.as_ref();
+        let statistics = statistics.and_then(|file| file.metadata().ok());
         Self {
             elements,
             longest_row: tensors.iter().map(|tensor| tensor.matrix().1).max().unwrap_or(1),
-            sources: tensors.iter().map(|tensor| tensor.recipe.sources.len()).max().unwrap_or(1),
-            experts: tensors
-                .iter()
-                .map(|tensor| {
-                    let bases = usize::from(tensor.recipe.base.is_some());
-                    tensor.recipe.sources.len() - bases
-                })
-                .max()
-                .unwrap_or(1),
-            listed: tensors.iter().map(|tensor| tensor.recipe.sources.len()).sum(),
-            stored_bytes: 4 + tensors
-                .iter()
-                .map(|tensor| tensor.dtype.bytes() as u64)
-                .max()
-                .unwrap_or(4),
-            largest_tensor: tensors
-                .iter()
-                .map(|tensor| tensor.elements() * tensor.dtype.bytes() as u64)
-                .max()
-                .unwrap_or(0),
-            keeps_zeros,
-            searches: trims(Parameter::Density),
+            sources: sources().max().unwrap_or(1),
+            experts: experts.max().unwrap_or(1),
+            listed: sources().sum(),
+            stored_bytes: 4 + written().max().unwrap_or(4),
+            largest_tensor: bytes.map(|(elements, bytes)| elements * bytes).max().unwrap_or(0),
+            keeps_zeros: settings.keep_zeros,
+            searches: per_model.iter().any(|(of, _)| *of == Parameter::Density),
             groups,
-            factor_bytes: inputs.factor_bytes(),
-            statistics_bytes: 0,
-            vocabulary_bytes: 0,
-            tokenizer_bytes: 0,
-            published_bytes: 0,
+            factor_bytes: merge.inputs.factor_bytes(),
+            statistics_bytes: statistics.map_or(0, |file| file.len()),
+            vocabulary_bytes: vocabulary.bytes(),
+            tokenizer_bytes: vocabulary.tokenizer_bytes(),
+            published_bytes: vocabulary.published_bytes(),
         }
     }
 
@@ -258,40 +246,16 @@ impl MergeShape {
         budget: Option<ByteSize>,
         time: TimeEstimate,
     ) -> Plan {
-        let phase = |phase, parts: Vec<MemoryPart>| PhasePlan {
-            phase,
-            device: "cpu".to_string(),
-            bytes: sum(&parts),
-            parts: parts.into_iter().filter(|part| part.bytes > ByteSize::ZERO).collect(),
-        };
         let mut phases = vec![
-            phase(Phase::Merge, self.parts(size)),
-            phase(Phase::SaveAndVerify, self.read_back()),
+            PhasePlan::on_cpu(Phase::Merge, self.parts(size)),
+            PhasePlan::on_cpu(Phase::SaveAndVerify, self.read_back()),
         ];
         if self.tokenizer_bytes > 0 {
-            phases.insert(0, phase(Phase::Tokenize, self.reading()));
+            phases.insert(0, PhasePlan::on_cpu(Phase::Tokenize, self.reading()));
         }
-        let most = phases.iter().max_by_key(|phase| phase.bytes);
-        Plan {
-            devices: vec![DevicePlan {
-                device: "cpu".to_string(),
-                budget,
-                peak: most.map_or(ByteSize::ZERO, |phase| phase.bytes),
-                peak_phase: most.map(|phase| phase.phase),
-            }],
-            layers: Vec::new(),
-            hidden_states: HiddenStatesPlan {
-                storage: HiddenStatesStorage::Ram,
-                bytes: ByteSize::ZERO,
-            },
-            memory_settings: MemorySettings::default(),
-            phases,
-            time,
-            notes: vec![format!(
-                "{} workers, pieces of {} elements",
-                size.workers, size.piece_elements
-            )],
-        }
+        let PassSize { workers, piece_elements } = size;
+        let note = format!("{workers} workers, pieces of {piece_elements} elements");
+        Plan::on_cpu(budget, phases, time, note)
     }
 }
 

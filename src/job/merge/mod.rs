@@ -4,9 +4,8 @@
 //! | --- | --- |
 //! | `combined` | `--semantics peft`: adapters, combined |
 //! | `job` | what a settled merge has |
-//! | `settle` | everything that can be wrong is checked |
+//! | `settle` | everything that can be wrong is checked; the settings that a continued run must share |
 //! | `resolved` | the recipe with its models, and every tensor |
-//! | `deciding` | the settings that a continued run must share |
 //! | `vocabulary` | the tokens of the output |
 //! | `models` | the input models and their adapters |
 //! | `devices` | the GPUs that compute |
@@ -20,7 +19,6 @@
 //! | `record` | `run.json` |
 
 mod combined;
-mod deciding;
 mod devices;
 mod evaluation;
 mod job;
@@ -41,12 +39,12 @@ mod weighing;
 use anyhow::Result;
 
 use super::recorder::Recorder;
+use super::settled_run::RunStart;
 use crate::merging::pass::{MergePass, MergeSources};
-use crate::run::command_line::quoted;
 use crate::run::{Event, Events, Manifest, Moment, Phase, Unfinished};
 use crate::settings::MergeSettings;
 pub use combined::peft_methods;
-use job::{MergeJob, SettledMerge};
+use job::MergeJob;
 use outputs::MergeOutputs;
 
 /// Merges models as the settings say, writes the result, and returns the record.
@@ -60,11 +58,15 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
         recorder.log_memory();
     }
     let job = match MergeJob::settle(settings, &recorder)? {
-        SettledMerge::Job(job) => job,
-        SettledMerge::Finished(manifest) => return Ok(*manifest),
+        RunStart::Run(job) => job,
+        RunStart::Finished(manifest) => return Ok(*manifest),
     };
     job.announce(&recorder);
-    if_interrupted(&job, &recorder);
+    let unfinished = job
+        .folder
+        .state()
+        .map(|folder| Unfinished::resumable("tensors", folder, "merge", &job.settings.arguments));
+    recorder.emit(Event::IfInterrupted(unfinished));
     let mut outputs = MergeOutputs::open(&job, &recorder)?;
     let mut weighed = job.weigh(&recorder)?;
     job.evaluate_inputs(&mut outputs.state, &mut weighed.devices, &recorder)?;
@@ -73,10 +75,10 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
     let combined = job.combine(&recorder)?;
     let inputs: &dyn MergeSources = match &combined {
         Some(combined) => combined,
-        None => &job.inputs,
+        None => &job.merge.inputs,
     };
     let pass = MergePass {
-        method: job.method,
+        method: job.merge.method,
         settings: job.method_settings,
         tensors: &weighed.tensors,
         inputs,
@@ -89,28 +91,17 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
     };
     job.clock.measure(Phase::Merge, || pass.run(&mut outputs.state))?;
     job.clock.mark(Moment::AfterPruning, &recorder);
-    weighed.devices.add_all(devices);
+    for device in devices {
+        let (fallbacks, memory) = device.report();
+        weighed.devices.add(fallbacks, vec![memory]);
+    }
     let mut report = job.report(&outputs, &weighed)?;
     report.combined_adapter = combined.map(|combined| combined.report);
     let (mut state, output) = outputs.finish(&job, &report, &recorder)?;
     job.evaluate_merged(&mut state, &mut weighed.devices, &recorder)?;
-    report.perplexities = state.perplexities_of_models().to_vec();
+    report.perplexities.clone_from(&state.run().perplexities_of_models);
     job.publish_perplexities(&report)?;
     let manifest = job.record(report, weighed.devices, (state, output), &recorder)?;
     events.emit(Event::IfInterrupted(None));
     Ok(manifest)
-}
-
-/// What an interruption leaves from now on.
-fn if_interrupted(job: &MergeJob, events: &dyn Events) {
-    let unfinished = job.folder.state().map(|folder| Unfinished {
-        text: format!(
-            "finished tensors are kept in `{}`; this command continues the merge:\n  {}",
-            folder.display(),
-            quoted(&job.settings.arguments)
-        ),
-        is_resumable: true,
-        has_begun: true,
-    });
-    events.emit(Event::IfInterrupted(unfinished));
 }

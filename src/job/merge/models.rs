@@ -10,16 +10,15 @@ use serde_json::Value;
 use crate::adapter::{AdaptedSource, Adapter, TensorChange};
 use crate::checkpoint::{CONFIG_FILE, Checkpoint, TensorEntry, WeightSource};
 use crate::failure::Failure;
-use crate::input::{read_settings, with_remedy};
 use crate::job::located::{self, HubModel};
 use crate::job::opened::OpenedModel;
 use crate::linalg::StoredDtype;
 use crate::merging::pass::{AdaptedRows, MappedRows, MergeSources, SourceRows, StoredRows};
-use crate::merging::recipe::{ModelShape, ModelSpec, TensorSource};
+use crate::merging::recipe::{ModelShape, ModelSpec};
 use crate::merging::vocabulary::RowMap;
 use crate::model::{EMBEDDING, HEAD, ModelConfig};
 use crate::run::Events;
-use crate::settings::{ComputeDtype, ModelSettings};
+use crate::settings::ModelSettings;
 
 /// Rows of a matrix that show that a base is pruned.
 const LOOKED_AT: usize = 16;
@@ -28,6 +27,7 @@ const LOOKED_AT: usize = 16;
 const SPARSE: f64 = 0.1;
 
 /// An input of a merge.
+#[derive(Clone)]
 pub(super) struct InputModelFiles {
     /// The model as the recipe names it.
     pub(super) spec: ModelSpec,
@@ -61,43 +61,25 @@ impl InputModels {
         cache_dir: Option<&Path>,
         events: &dyn Events,
     ) -> Result<Self> {
-        let mut opened: BTreeMap<(String, Option<String>), usize> = BTreeMap::new();
         let mut models: Vec<InputModelFiles> = Vec::with_capacity(specs.len());
         for spec in specs {
-            let key = (spec.model.clone(), spec.revision.clone());
-            let (folder, hub_model, checkpoint, config) = match opened.get(&key) {
-                Some(&at) => {
-                    let known = &models[at];
-                    (
-                        known.folder.clone(),
-                        known.hub_model.clone(),
-                        Arc::clone(&known.checkpoint),
-                        known.config.clone(),
-                    )
-                }
-                None => open_model(&spec, cache_dir, events)
-                    .with_context(|| format!("in the model `{spec}` of the recipe"))?,
+            let is_its = |of: &&InputModelFiles| {
+                (&of.spec.model, &of.spec.revision) == (&spec.model, &spec.revision)
             };
-            let is_tied = is_tied(&config, &checkpoint);
-            let adapter = match &spec.adapter {
-                Some((path, revision)) => {
-                    let folder = located::adapter(path, revision.as_deref(), cache_dir, events)?;
-                    let adapter = open_adapter(&folder, is_tied)?;
-                    adapter.check(&*checkpoint)?;
-                    Some(Arc::new(adapter))
+            let mut input = match models.iter().find(is_its) {
+                Some(known) => InputModelFiles { spec, adapter: None, ..known.clone() },
+                None => {
+                    let reading = format!("in the model `{spec}` of the recipe");
+                    open_model(spec, cache_dir, events).context(reading)?
                 }
-                None => None,
             };
-            opened.entry(key).or_insert(models.len());
-            models.push(InputModelFiles {
-                spec,
-                folder,
-                hub_model,
-                checkpoint,
-                config,
-                is_tied,
-                adapter,
-            });
+            if let Some((path, revision)) = &input.spec.adapter {
+                let folder = located::adapter(path, revision.as_deref(), cache_dir, events)?;
+                let adapter = open_adapter(&folder, input.is_tied)?;
+                adapter.check(&*input.checkpoint)?;
+                input.adapter = Some(Arc::new(adapter));
+            }
+            models.push(input);
         }
         Ok(Self { models, row_maps: BTreeMap::new(), dtype })
     }
@@ -113,12 +95,6 @@ impl InputModels {
     pub(super) fn factor_bytes(&self) -> u64 {
         let adapters = self.models.iter().filter_map(|model| model.adapter.as_ref());
         adapters.map(|adapter| adapter.largest_change_bytes()).sum()
-    }
-
-    /// Stored bytes of a source of a tensor.
-    pub(super) fn stored_bytes(&self, source: &TensorSource) -> u64 {
-        let entry = self.models[source.model].entry(&source.tensor);
-        entry.map_or(0, |entry| entry.bytes)
     }
 
     /// A model whose adapter fills zeros of its base: the model, a matrix, and the share of zeros in the first rows of the matrix.
@@ -245,12 +221,6 @@ impl MergeSources for InputModels {
     }
 }
 
-/// Returns whether the head of a model is its embedding.
-fn is_tied(config: &Value, checkpoint: &Checkpoint) -> bool {
-    let tied = config.get("tie_word_embeddings").and_then(Value::as_bool);
-    tied == Some(true) || checkpoint.entry(HEAD).is_none()
-}
-
 /// Opens an adapter of a base, which may be tied.
 ///
 /// # Errors
@@ -276,29 +246,21 @@ pub(super) fn put_on(model: &mut OpenedModel, adapter: Adapter) -> Result<()> {
     Ok(())
 }
 
-/// Folder, origin, weights and configuration of a model.
-type OpenedInput = (PathBuf, Option<HubModel>, Arc<Checkpoint>, Value);
-
+/// Opens the files of a model, without its adapter.
 fn open_model(
-    spec: &ModelSpec,
+    spec: ModelSpec,
     cache_dir: Option<&Path>,
     events: &dyn Events,
-) -> Result<OpenedInput> {
+) -> Result<InputModelFiles> {
     let settings = ModelSettings {
-        model: PathBuf::from(&spec.model),
         revision: spec.revision.clone(),
         cache_dir: cache_dir.map(Path::to_path_buf),
-        dtype: ComputeDtype::Auto,
+        ..ModelSettings::of(Path::new(&spec.model))
     };
     let (folder, hub_model) = located::model(&settings, events)?;
-    let path = folder.join(CONFIG_FILE);
-    let cannot = |why: String| {
-        Failure::new(format!("cannot read `{}`: {why}", path.display()))
-            .hint("a model is a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json")
-    };
-    let text =
-        read_settings(&path).map_err(|error| with_remedy(cannot(error.to_string()), &error))?;
-    let config = serde_json::from_str(&text).map_err(|error| cannot(error.to_string()))?;
+    let config = ModelConfig::read_json(&folder)?;
     let checkpoint = Arc::new(Checkpoint::open(&folder)?);
-    Ok((folder, hub_model, checkpoint, config))
+    let is_tied = config.get("tie_word_embeddings").and_then(Value::as_bool) == Some(true)
+        || checkpoint.entry(HEAD).is_none();
+    Ok(InputModelFiles { spec, folder, hub_model, checkpoint, config, is_tied, adapter: None })
 }

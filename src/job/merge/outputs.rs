@@ -1,7 +1,5 @@
 //! The output files of a merge: created, or reopened where an earlier process left the run unfinished; and finished at the end.
 
-use std::collections::{BTreeMap, BTreeSet};
-
 use anyhow::{Context, Result};
 
 use super::job::MergeJob;
@@ -9,10 +7,9 @@ use crate::checkpoint::MergedWriter;
 use crate::job::folder::memory_log;
 use crate::job::folder::state_file::StateFile;
 use crate::job::recorder::Recorder;
-use crate::merging::pass::MergeJournal;
+use crate::job::tensor_files::TensorFiles;
 use crate::run::manifest::OutputReport;
-use crate::run::merging::{MergeReport, MergedTensor};
-use crate::run::state::SCHEMA;
+use crate::run::merging::MergeReport;
 use crate::run::{Events, Moment, Phase, RunState};
 use crate::runtime::memory;
 
@@ -28,16 +25,30 @@ impl<'a> MergeOutputs<'a> {
     /// # Errors
     /// Fails when files cannot be created, read or renamed.
     pub(super) fn open(job: &'a MergeJob, recorder: &'a Recorder<'a>) -> Result<Self> {
-        let folder = job.folder.state().context("a merge has a folder")?;
-        let (writer, state) = match reopen(job, recorder)? {
-            Some(files) => files,
-            None => create(job, recorder)?,
+        let MergeJob { folder, clock, .. } = job;
+        let files = TensorFiles {
+            folder,
+            layout: &job.layout,
+            sources: job.merge.inputs.folders(),
+            clock,
+            work: ["merge", "merged"],
         };
-        if let Some(run) = &job.folder.run {
+        let started = job.started_unix_seconds;
+        let place = folder.state().context("a merge has a folder")?;
+        let (writer, state) = match reopen(job, &files, recorder)? {
+            Some(files) => files,
+            None => {
+                folder.prepare()?;
+                let state = RunState::begin(&job.settings.arguments, started, &job.deciding);
+                // The state comes first: files without a state are refused as foreign.
+                StateFile::create(place, &state)?;
+                (files.create(recorder)?, state)
+            }
+        };
+        if let Some(run) = &folder.run {
             recorder.write_memory_log(&run.join(memory_log::FILE))?;
         }
-        let started = job.started_unix_seconds;
-        Ok(Self { writer, state: StateFile::begin(folder, state, &job.clock, recorder, started)? })
+        Ok(Self { writer, state: StateFile::begin(place, state, clock, recorder, started)? })
     }
 
     /// Reads everything back and gives the files their names.
@@ -55,36 +66,18 @@ impl<'a> MergeOutputs<'a> {
             .clock
             .measure(Phase::SaveAndVerify, || self.writer.finish(published, &[], events))?;
         job.clock.mark(Moment::AfterSaving, events);
-        let model = job.folder.model.as_ref().context("a merge has a folder")?;
-        let output = OutputReport { model: model.display().to_string(), verification };
-        Ok((self.state, output))
+        let model = job.folder.model_folder()?.display().to_string();
+        Ok((self.state, OutputReport { model, verification }))
     }
-}
-
-/// Creates the files of a new run.
-fn create(job: &MergeJob, events: &dyn Events) -> Result<(MergedWriter, RunState)> {
-    job.folder.prepare()?;
-    let state = RunState {
-        schema: SCHEMA,
-        arguments: job.settings.arguments.clone(),
-        started_unix_seconds: job.started_unix_seconds,
-        settings: job.deciding.clone(),
-        ..RunState::default()
-    };
-    if let Some(folder) = job.folder.state() {
-        // The state comes first: files without a state are refused as foreign.
-        StateFile::create(folder, &state)?;
-    }
-    let model = job.folder.model.as_ref().context("a merge has a folder")?;
-    let writer = job.clock.measure(Phase::Allocate, || {
-        MergedWriter::create(job.layout.clone(), model, &job.inputs.folders(), events)
-    })?;
-    Ok((writer, state))
 }
 
 /// Reopens the files of the unfinished run; `None` where there is no such run, or a file of it is missing.
-fn reopen(job: &MergeJob, events: &dyn Events) -> Result<Option<(MergedWriter, RunState)>> {
-    let (Some(state), Some(model)) = (&job.unfinished, &job.folder.model) else {
+fn reopen(
+    job: &MergeJob,
+    files: &TensorFiles<'_>,
+    events: &dyn Events,
+) -> Result<Option<(MergedWriter, RunState)>> {
+    let Some(state) = &job.unfinished else {
         return Ok(None);
     };
     if state.merged.is_empty() {
@@ -92,43 +85,11 @@ fn reopen(job: &MergeJob, events: &dyn Events) -> Result<Option<(MergedWriter, R
         job.folder.refuse_files(false)?;
         return Ok(None);
     }
-    job.folder.tidy()?;
     let mut state = state.clone();
-    let counted: BTreeSet<&str> = state.merged.iter().map(|of| of.name.as_str()).collect();
     // Versions before recorded tensors whose counts were lost when they were killed.
-    state.tensors.retain(|name, _| counted.contains(name.as_str()));
-    let folders = job.inputs.folders();
-    let reopened = job.clock.measure(Phase::Check, || {
-        MergedWriter::reopen(job.layout.clone(), model, &folders, &state.tensors, events)
-    })?;
-    let Some((writer, damaged)) = reopened else {
-        job.folder.refuse_files(false)?;
-        events.warn(
-            "the model files of the unfinished run are not there any more, or are others: starting over"
-                .to_string(),
-        );
-        return Ok(None);
-    };
-    for name in &damaged {
-        events.warn(format!("`{name}` is not on the disk as it was written: it is merged again"));
-        state.tensors.remove(name);
-    }
+    state.keep_counted_tensors();
+    let writer = files.reopen(&mut state.tensors, events)?;
     let tensors = &state.tensors;
     state.merged.retain(|tensor| tensors.contains_key(&tensor.name));
-    events.note(format!(
-        "continuing an unfinished merge: {} of {} tensors are finished",
-        state.merged.len(),
-        job.tensors.len()
-    ));
-    Ok(Some((writer, state)))
-}
-
-impl MergeJournal for StateFile<'_> {
-    fn tensors_done(
-        &mut self,
-        tensors: Vec<MergedTensor>,
-        digests: BTreeMap<String, String>,
-    ) -> Result<()> {
-        self.merged(tensors, digests)
-    }
+    Ok(writer.map(|writer| (writer, state)))
 }

@@ -1,7 +1,5 @@
 //! The files beside the weights of a merged model: configuration, tokenizer, recipe, record and card.
 
-use std::path::PathBuf;
-
 use anyhow::{Context, Result};
 use serde_json::Value;
 
@@ -9,6 +7,7 @@ use super::job::MergeJob;
 use super::layer_settings;
 use super::models::InputModels;
 use super::vocabulary::OutputVocabulary;
+use crate::bytes::json_file;
 use crate::checkpoint::{
     CARD_FILE, CONFIG_FILE, INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE, Published,
     replace_published, sidecars_in,
@@ -27,7 +26,8 @@ use crate::settings::MergeEval;
 
 /// The model whose configuration and tokenizer the output gets: the base, else the first.
 pub(super) struct Donor {
-    pub(super) folder: PathBuf,
+    /// Its index among the models.
+    pub(super) model: usize,
     /// The configuration of the output.
     pub(super) config: Value,
 }
@@ -41,9 +41,9 @@ impl Donor {
         vocabulary: &OutputVocabulary,
     ) -> Result<Self> {
         let base = recipe.base_model.as_ref();
-        let models = &inputs.models;
-        let donor = models.iter().find(|model| Some(&model.spec) == base);
-        let donor = donor.or(models.first()).context("a merge has models")?;
+        let base = inputs.models.iter().position(|model| Some(&model.spec) == base);
+        let model = base.unwrap_or(0);
+        let donor = inputs.models.get(model).context("a merge has models")?;
         let mut config = donor.config.clone();
         let object = config.as_object_mut().with_context(|| {
             format!("`{}` is no object", donor.folder.join(CONFIG_FILE).display())
@@ -67,7 +67,7 @@ impl Donor {
         };
         object.insert(key.to_string(), widest(tensors).torch_name().into());
         vocabulary.configure(&donor.folder, &mut config)?;
-        Ok(Self { folder: donor.folder.clone(), config })
+        Ok(Self { model, config })
     }
 }
 
@@ -86,19 +86,18 @@ impl MergeJob {
         if report.perplexities.is_empty() || self.settings.no_model_card {
             return Ok(());
         }
-        let folder = self.folder.model.as_ref().context("a merge has a folder")?;
         let card = self.card(&self.without_paths(report));
-        replace_published(folder, CARD_FILE, card.text().as_bytes())
+        replace_published(self.folder.model_folder()?, CARD_FILE, card.text().as_bytes())
     }
 
     fn without_paths(&self, report: &MergeReport) -> MergeReport {
-        report.without_paths(self.recipe.to_yaml(without_folders), without_folders)
+        report.without_paths(self.merge.recipe.to_yaml(without_folders), without_folders)
     }
 
     /// The card, from a record without paths.
     fn card(&self, public: &MergeReport) -> Card {
         let source = CardSource {
-            front_matter: shared_front_matter(self.inputs.folders().into_iter()),
+            front_matter: shared_front_matter(self.merge.inputs.folders().into_iter()),
             kept_as: None,
             datasets: hub_datasets(self.datasets()),
         };
@@ -152,26 +151,20 @@ impl MergeJob {
 
     /// The files that are published with the merged model.
     pub(super) fn published(&self, report: &MergeReport) -> Result<Published> {
-        let mut config = serde_json::to_vec_pretty(&self.donor.config)?;
-        config.push(b'\n');
         let public = self.without_paths(report);
-        let mut record = serde_json::to_vec_pretty(&public)?;
-        record.push(b'\n');
         let mut written = vec![
-            (CONFIG_FILE.to_string(), config),
-            (MERGE_CONFIG_FILE.to_string(), public.recipe.clone().into_bytes()),
-            (MERGING_FILE.to_string(), record),
+            (CONFIG_FILE, json_file(&self.merge.donor.config)?),
+            (MERGE_CONFIG_FILE, public.recipe.clone().into_bytes()),
+            (MERGING_FILE, json_file(&public)?),
         ];
         if !self.settings.no_model_card {
-            written.push((CARD_FILE.to_string(), self.card(&public).text().into_bytes()));
+            written.push((CARD_FILE, self.card(&public).text().into_bytes()));
         }
-        if let Some(index) = self.layout.index_json() {
-            written.push((INDEX_FILE.to_string(), index));
-        }
-        let (tokenizer, edited) = self.vocabulary.files(&self.donor.folder)?;
+        let donor = &self.merge.donor().folder;
+        let (tokenizer, edited) = self.merge.vocabulary.files(donor)?;
         written.extend(edited.written);
         let mut copied = Vec::new();
-        for (folder, has_tokenizer) in [(&*self.donor.folder, false), (tokenizer, true)] {
+        for (folder, has_tokenizer) in [(&**donor, false), (tokenizer, true)] {
             let sidecars = sidecars_in(folder)?.into_iter().filter(|name| {
                 TOKENIZER_FILES.contains(&name.as_str()) == has_tokenizer
                     && name != INDEX_FILE

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result};
 
 use super::combined::{self, CombinedJob};
-use super::models::InputModels;
+use super::models::{InputModelFiles, InputModels};
 use super::published::Donor;
 use super::vocabulary::OutputVocabulary;
 use crate::failure::Failure;
@@ -73,6 +73,24 @@ impl ResolvedMerge {
             donor,
         })
     }
+
+    /// The index of the base model.
+    pub(super) fn base(&self) -> Option<usize> {
+        let mut models = self.inputs.models.iter();
+        models.position(|model| Some(&model.spec) == self.recipe.base_model.as_ref())
+    }
+
+    /// The model whose configuration and tokenizer the output gets.
+    pub(super) fn donor(&self) -> &InputModelFiles {
+        &self.inputs.models[self.donor.model]
+    }
+
+    /// Stored bytes of all sources of a tensor.
+    pub(super) fn read_bytes(&self, tensor: &MergeTensor) -> u64 {
+        let sources = tensor.recipe.sources.iter();
+        let entries = sources.filter_map(|of| self.inputs.models[of.model].entry(&of.tensor));
+        entries.map(|entry| entry.bytes).sum()
+    }
 }
 
 /// Reads the recipe of a file or of flags.
@@ -117,20 +135,18 @@ fn merge_tensor(
     recipe: &Recipe,
     inputs: &InputModels,
 ) -> Result<MergeTensor> {
-    let mut shape = Vec::new();
-    let mut dtype: Option<StoredDtype> = None;
-    for source in &tensor.sources {
-        let model = &inputs.models[source.model];
-        let entry = model.entry(&source.tensor);
-        let entry = entry.with_context(|| format!("tensor `{}` is missing", source.tensor))?;
-        let own = stored_dtype(entry)?;
-        dtype = Some(dtype.map_or(own, |dtype| promoted(dtype, own)));
-        if shape.is_empty() {
-            shape = entry.shape.clone();
-        }
-    }
+    let entries = tensor.sources.iter().map(|source| {
+        let entry = inputs.models[source.model].entry(&source.tensor);
+        entry.with_context(|| format!("tensor `{}` is missing", source.tensor))
+    });
+    let entries = entries.collect::<Result<Vec<_>>>()?;
+    let dtypes = entries.iter().map(|entry| stored_dtype(entry));
+    // PyTorch promotes different dtypes to f32.
+    let promoted = |one, other| if one == other { one } else { StoredDtype::F32 };
+    let dtype = dtypes.collect::<Result<Vec<_>>>()?.into_iter().reduce(promoted);
     let asked = recipe.out_dtype.or(recipe.dtype);
     let dtype = asked.or(dtype).unwrap_or(StoredDtype::F32);
+    let shape = entries.first().map_or(Vec::new(), |entry| entry.shape.clone());
     Ok(MergeTensor {
         squares: vec![None; tensor.sources.len()],
         observed: vec![None; tensor.sources.len()],
@@ -138,9 +154,4 @@ fn merge_tensor(
         shape,
         dtype,
     })
-}
-
-/// The dtype that holds both, as PyTorch promotes them.
-fn promoted(first: StoredDtype, second: StoredDtype) -> StoredDtype {
-    if first == second { first } else { StoredDtype::F32 }
 }

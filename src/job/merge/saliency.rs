@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 
 use super::models::{InputModelFiles, InputModels, put_on};
+use super::resolved::ResolvedMerge;
 use super::saliency_file::{Measurement, SaliencyFile};
 use crate::bytes::ByteSize;
 use crate::data::DatasetSpec;
@@ -17,13 +18,12 @@ use crate::job::model_report::arithmetic;
 use crate::job::opened::{OpenedModel, check_seqlen};
 use crate::job::pass::settle_pass;
 use crate::job::settled_run::SettledRun;
-use crate::merging::recipe::Recipe;
 use crate::model::{DecoderLayer, InputMap, ModelConfig, stored_dtypes};
 use crate::pipeline::Observed;
 use crate::pipeline::activations::SquareSumsKind;
 use crate::run::Events;
 use crate::run::merging::{MeasuredActivations, SaliencyReport};
-use crate::settings::{MergeSettings, ModelSettings, SaliencySource};
+use crate::settings::{MergeSettings, ModelSettings, SaliencySource, Settings};
 
 /// The file of the statistics in a run folder.
 const FILE: &str = "saliency.safetensors";
@@ -58,11 +58,6 @@ struct Wish {
 }
 
 impl Saliency {
-    /// Returns whether the merge asks for statistics that it may have to measure.
-    pub(super) fn is_measured(settings: &MergeSettings) -> bool {
-        settings.saliency.is_some()
-    }
-
     /// Finds the statistics that the merge needs: in the file, or by measurements that can begin. `None` for a merge without any.
     ///
     /// # Errors
@@ -70,27 +65,22 @@ impl Saliency {
     /// models and texts.
     pub(super) fn settle(
         settings: &MergeSettings,
-        recipe: &Recipe,
-        inputs: &InputModels,
+        merge: &ResolvedMerge,
         folder: &RunFolder,
         events: &dyn Events,
     ) -> Result<Option<Self>> {
-        if !Self::is_measured(settings) && settings.saliency_file.is_none() {
+        if settings.saliency.is_none() && settings.saliency_file.is_none() {
             return Ok(None);
         }
-        let wishes = wishes(settings, recipe, inputs)?;
+        let inputs = &merge.inputs;
+        let wishes = wishes(settings, merge)?;
         let path = path_of(settings, folder)?;
-        let configs = inputs.models.iter();
-        let configs: Result<Vec<ModelConfig>> =
-            configs.map(|model| ModelConfig::load(&model.folder)).collect();
-        let configs = configs?;
-        let measurements: Result<Vec<Measurement>> = wishes
-            .iter()
-            .map(|wish| {
-                measurement(settings, wish, &inputs.models[wish.model], &configs[wish.model])
-            })
-            .collect();
-        let measurements = measurements?;
+        let configs = inputs.models.iter().map(|model| ModelConfig::load(&model.folder));
+        let configs = configs.collect::<Result<Vec<_>>>()?;
+        let measurements = wishes.iter().map(|wish| {
+            measurement(settings, wish, &inputs.models[wish.model], &configs[wish.model])
+        });
+        let measurements = measurements.collect::<Result<Vec<_>>>()?;
         let found = SaliencyFile::read(&path).and_then(|file| {
             let file = file.unwrap_or_default();
             check(&file, &measurements, inputs, &configs, &path)?;
@@ -107,10 +97,11 @@ impl Saliency {
             let mut job = None;
             if found.asked(&measurement, &path)?.is_none() {
                 let input = &inputs.models[wish.model];
-                let settled = measuring_job(settings, wish, input, kept, folder, events)
+                let run = measuring_run(settings, wish, input, folder);
+                let settled = measuring_job(run, input, kept, events)
                     .with_context(|| format!("measuring the activations of `{}`", input.spec))?;
-                measurement = settled.1;
-                job = Some(Box::new(settled.0));
+                measurement.of_run(&settled)?;
+                job = Some(settled);
             }
             asked.push(Asked { measurement, job });
         }
@@ -194,15 +185,10 @@ impl Saliency {
     }
 }
 
-/// The index of the base model.
-pub(super) fn base_of(recipe: &Recipe, inputs: &InputModels) -> Option<usize> {
-    let mut models = inputs.models.iter();
-    models.position(|model| Some(&model.spec) == recipe.base_model.as_ref())
-}
-
 /// The models to measure, the base first, each with its text.
-fn wishes(settings: &MergeSettings, recipe: &Recipe, inputs: &InputModels) -> Result<Vec<Wish>> {
-    let base = base_of(recipe, inputs);
+fn wishes(settings: &MergeSettings, merge: &ResolvedMerge) -> Result<Vec<Wish>> {
+    let ResolvedMerge { recipe, inputs, .. } = merge;
+    let base = merge.base();
     let mut models = Vec::new();
     if settings.saliency == Some(SaliencySource::Base) {
         let none = || match &recipe.base_model {
@@ -331,15 +317,13 @@ fn found_bytes(found: &SaliencyFile) -> ByteSize {
     vectors.map(|means| ByteSize::of(means.len(), size_of::<f32>())).sum()
 }
 
-/// The run that measures a model, with everything that decides its statistics.
-fn measuring_job(
+/// The settings of the run that measures a model.
+fn measuring_run(
     settings: &MergeSettings,
     wish: &Wish,
     input: &InputModelFiles,
-    kept: ByteSize,
     folder: &RunFolder,
-    events: &dyn Events,
-) -> Result<(SettledRun, Measurement)> {
+) -> Settings {
     let mut run = settings.measuring(ModelSettings {
         cache_dir: settings.cache_dir.clone(),
         ..ModelSettings::of(&input.folder)
@@ -347,22 +331,32 @@ fn measuring_job(
     run.arguments.clone_from(&settings.arguments);
     run.calibration = Some(settings.calibration(wish.dataset.clone()));
     run.device.offload_folder = run.device.offload_folder.or_else(|| folder.run.clone());
+    run
+}
+
+/// The run that measures a model, settled.
+fn measuring_job(
+    run: Settings,
+    input: &InputModelFiles,
+    mut kept: ByteSize,
+    events: &dyn Events,
+) -> Result<Box<SettledRun>> {
     let mut model = OpenedModel::open(&run.model, &run.device, run.seqlen, events)?;
-    let mut kept = kept;
     if let Some(adapter) = &input.adapter {
         kept = kept + ADAPTER_CACHE + ByteSize(adapter.largest_change_bytes());
         put_on(&mut model, (**adapter).clone())?;
     }
     let observes = Observed { kind: Some(&SquareSumsKind), kept };
-    let job = settle_pass(run, model, Some(observes), events)?;
-    let samples = job.texts.calibration.as_ref();
-    let samples = samples.context("a measurement has samples")?;
-    let arithmetic = arithmetic(&job.model, &job.settings.device, &job.plan);
-    let config = &job.model.config;
-    let measurement = Measurement {
-        tokens_sha256: samples.protocol.tokens_sha256.clone(),
-        arithmetic: format!("{} by {}", arithmetic.dtype, arithmetic.kernel),
-        ..measurement(settings, wish, input, config)?
-    };
-    Ok((*job, measurement))
+    settle_pass(run, model, Some(observes), events)
+}
+
+impl Measurement {
+    /// Adds the tokens and the arithmetic of the run that measures.
+    fn of_run(&mut self, run: &SettledRun) -> Result<()> {
+        let samples = run.texts.calibration.as_ref().context("a measurement has samples")?;
+        let arithmetic = arithmetic(&run.model, &run.settings.device, &run.plan);
+        self.tokens_sha256.clone_from(&samples.protocol.tokens_sha256);
+        self.arithmetic = format!("{} by {}", arithmetic.dtype, arithmetic.kernel);
+        Ok(())
+    }
 }

@@ -13,13 +13,15 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 use safetensors::Dtype;
-use safetensors::tensor::TensorInfo;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::bytes::{ByteSize, hex};
-use crate::checkpoint::{Checkpoint, TensorEntry, WeightSource, encode_header, write_atomic};
+use crate::checkpoint::{
+    Checkpoint, TensorEntry, WeightSource, encode_header, in_a_row, write_atomic,
+};
 use crate::failure::Failure;
+use crate::job::same_run::with_differences;
 use crate::model::{InputId, ModelConfig};
 use crate::pipeline::activations::LayerSquares;
 
@@ -54,7 +56,7 @@ pub(super) struct Measurement {
 
 impl Measurement {
     /// The settings that differ: name, value here, value there.
-    fn differences(&self, other: &Self) -> Vec<(&'static str, String, String)> {
+    fn differences(&self, other: &Self) -> Vec<(String, String, String)> {
         let named = |of: &Self| {
             [
                 ("--dataset", of.dataset.clone()),
@@ -68,7 +70,7 @@ impl Measurement {
         let pairs = named(self).into_iter().zip(named(other));
         pairs
             .filter(|((_, this), (_, that))| this != that)
-            .map(|((name, this), (_, that))| (name, this, that))
+            .map(|((name, this), (_, that))| (name.to_string(), this, that))
             .collect()
     }
 }
@@ -116,8 +118,7 @@ impl SaliencyFile {
             let why = "its vectors are not the ones that were written: the hash differs";
             return Err(is_other(path, why.to_string()).into());
         }
-        let read =
-            |(at, measurement)| StatisticsReader { file: &file, path, at }.model(measurement);
+        let read = |(at, measurement)| read_model(&file, path, at, measurement);
         let models: Result<Vec<MeasuredModel>> = models.into_iter().enumerate().map(read).collect();
         Ok(Some(Self { models: models? }))
     }
@@ -127,22 +128,12 @@ impl SaliencyFile {
     /// # Errors
     /// Fails when it cannot be written; the old file stays then.
     pub(super) fn write(&self, path: &Path) -> Result<()> {
-        let mut tensors: Vec<(String, TensorInfo)> = Vec::new();
-        let mut data: Vec<u8> = Vec::new();
-        let mut add = |name: String, values: &[f32]| {
-            let start = data.len();
-            data.extend(values.iter().flat_map(|value| value.to_le_bytes()));
-            let info = TensorInfo {
-                dtype: Dtype::F32,
-                shape: vec![values.len()],
-                data_offsets: (start, data.len()),
-            };
-            tensors.push((name, info));
-        };
+        let (mut tensors, mut data) = (Vec::new(), Vec::new());
         for (at, model) in self.models.iter().enumerate() {
             for (layer, inputs) in model.layers.iter().enumerate() {
                 for (input, means) in INPUTS.iter().zip(inputs.values()) {
-                    add(name_of(at, layer, input), means);
+                    tensors.push((name_of(at, layer, input), Dtype::F32, vec![means.len()]));
+                    data.extend(means.iter().flat_map(|value| value.to_le_bytes()));
                 }
             }
         }
@@ -157,7 +148,7 @@ impl SaliencyFile {
             ]
             .map(|(name, text)| (name.to_string(), text)),
         );
-        let mut bytes = encode_header(&metadata, &tensors);
+        let mut bytes = encode_header(&metadata, &in_a_row(tensors));
         bytes.extend(data);
         write_atomic(path, &bytes)
     }
@@ -183,16 +174,13 @@ impl SaliencyFile {
         };
         let differences = found.measurement.differences(asked);
         if !differences.is_empty() {
-            let mut failure = Failure::new(format!(
+            let failure = Failure::new(format!(
                 "`{}` holds other statistics of `{}`",
                 path.display(),
                 asked.model
             ))
             .hint("use the same flags as then, or another --saliency-file");
-            for (name, then, now) in differences {
-                failure = failure.detail(format!("{name}: {then} there, {now} now"));
-            }
-            return Err(failure.into());
+            return Err(with_differences(failure, &differences).into());
         }
         Ok(Some(found).filter(|found| found.is_complete()))
     }
@@ -279,49 +267,43 @@ fn is_other(path: &Path, why: String) -> Failure {
         .hint("name another file with --saliency-file; a file that does not exist is written")
 }
 
-/// Reads the statistics of a model.
-struct StatisticsReader<'a> {
-    file: &'a Checkpoint,
-    path: &'a Path,
+/// Reads the statistics of model number `at`, up to the first missing layer.
+fn read_model(
+    file: &Checkpoint,
+    path: &Path,
     at: usize,
+    measurement: Measurement,
+) -> Result<MeasuredModel> {
+    let mut layers = Vec::new();
+    while layers.len() < measurement.num_hidden_layers {
+        let layer = layers.len();
+        let entries = INPUTS.iter().map(|input| file.entry(&name_of(at, layer, input)));
+        let Some(entries) = entries.collect::<Option<Vec<_>>>() else {
+            break;
+        };
+        let mut means = LayerSquares::default();
+        for ((_, means), entry) in means.iter_mut().zip(entries) {
+            *means = read_vector(file, path, entry)?;
+        }
+        layers.push(means);
+    }
+    Ok(MeasuredModel { measurement, layers })
 }
 
-impl StatisticsReader<'_> {
-    /// Reads the layers up to the first missing layer.
-    fn model(&self, measurement: Measurement) -> Result<MeasuredModel> {
-        let mut layers = Vec::new();
-        while layers.len() < measurement.num_hidden_layers {
-            let layer = layers.len();
-            let entries =
-                INPUTS.iter().map(|input| self.file.entry(&name_of(self.at, layer, input)));
-            let Some(entries) = entries.collect::<Option<Vec<_>>>() else {
-                break;
-            };
-            let mut means = LayerSquares::default();
-            for ((_, means), entry) in means.iter_mut().zip(entries) {
-                *means = self.vector(entry)?;
-            }
-            layers.push(means);
-        }
-        Ok(MeasuredModel { measurement, layers })
+fn read_vector(file: &Checkpoint, path: &Path, entry: &TensorEntry) -> Result<Vec<f32>> {
+    if entry.dtype != Dtype::F32 || entry.shape.len() != 1 {
+        return Err(is_other(path, format!("`{}` is no vector of f32", entry.name)).into());
     }
-
-    fn vector(&self, entry: &TensorEntry) -> Result<Vec<f32>> {
-        if entry.dtype != Dtype::F32 || entry.shape.len() != 1 {
-            let why = format!("`{}` is no vector of f32", entry.name);
-            return Err(is_other(self.path, why).into());
-        }
-        let mut bytes = vec![0; entry.bytes as usize];
-        self.file.read(entry, 0, &mut bytes)?;
-        let values = bytes.as_chunks::<4>().0.iter();
-        let values: Vec<f32> = values.map(|bytes| f32::from_le_bytes(*bytes)).collect();
-        let is_mean = |value: &&f32| value.is_finite() && **value >= 0.0;
-        match values.iter().find(|value| !is_mean(value)) {
-            None => Ok(values),
-            Some(bad) => {
-                let why = format!("`{}` holds {bad}, which is no mean of squares", entry.name);
-                Err(is_other(self.path, why).into())
-            }
+    let mut bytes = vec![0; entry.bytes as usize];
+    file.read(entry, 0, &mut bytes)?;
+    let values = bytes.as_chunks::<4>().0.iter();
+    let values: Vec<f32> = values.map(|bytes| f32::from_le_bytes(*bytes)).collect();
+    let is_mean = |value: &&f32| value.is_finite() && **value >= 0.0;
+    match values.iter().find(|value| !is_mean(value)) {
+        None => Ok(values),
+        Some(bad) => {
+            let why = format!("`{}` holds {bad}, which is no mean of squares", entry.name);
+            Err(is_other(path, why).into())
         }
     }
 }

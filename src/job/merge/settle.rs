@@ -1,31 +1,26 @@
 //! A merge that is settled and has not begun: everything that can be wrong is checked, and nothing is written.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 
 use anyhow::Result;
 
-use super::deciding::decide;
-use super::job::{MergeJob, SettledMerge};
+use super::job::MergeJob;
 use super::memory::{MergeShape, PassSize, PassWork};
-use super::models::InputModels;
 use super::resolved::ResolvedMerge;
 use super::saliency::Saliency;
-use crate::bytes::ByteSize;
 use crate::checkpoint::{Layout, PlannedTensor};
-use crate::disk;
 use crate::failure::Failure;
 use crate::job::device_records::joined;
 use crate::job::folder::RunFolder;
+use crate::job::settled_run::RunStart;
 use crate::job::{machine, same_run};
-use crate::linalg::StoredDtype;
-use crate::merging::methods::{MergeMethod, MethodSettings, Scope};
+use crate::merging::methods::{MethodSettings, Scope};
 use crate::merging::pass::MergeTensor;
-use crate::merging::recipe::Parameter;
+use crate::merging::recipe::{Parameter, without_folders};
 use crate::placement::cpu_budget;
 use crate::run::{Events, Moment};
 use crate::runtime::Clock;
-use crate::settings::{MergeSettings, PIECE_ELEMENTS, SaliencySource, check_device};
+use crate::settings::{MergeEval, MergeSettings, PIECE_ELEMENTS, SaliencySource, check_device};
 
 /// Workers per thread: while the first waits for the disk, the second computes.
 const WORKERS_PER_THREAD: usize = 2;
@@ -35,41 +30,31 @@ impl MergeJob {
     ///
     /// # Errors
     /// Fails for everything that can be wrong with recipe, models, flags and folders.
-    pub(super) fn settle(settings: MergeSettings, events: &dyn Events) -> Result<SettledMerge> {
+    pub(super) fn settle(settings: MergeSettings, events: &dyn Events) -> Result<RunStart<Self>> {
         check_device(&settings.device)?;
         let clock = Clock::new();
         clock.mark(Moment::Start, events);
         let started_unix_seconds = machine::unix_seconds();
-        let ResolvedMerge {
-            recipe,
-            method,
-            inputs,
-            combined,
-            tensors,
-            left_out,
-            num_hidden_layers,
-            vocabulary,
-            donor,
-        } = ResolvedMerge::of(&settings, events)?;
-        let layout = layout_of(&tensors, settings.out_shard_size.0)?;
+        let merge = ResolvedMerge::of(&settings, events)?;
+        let layout = layout_of(&merge.tensors, settings.out_shard_size.0)?;
         let method_settings = method_settings(&settings);
-        check_groups(&tensors, method.scope(&method_settings))?;
-        let work = check_values(&tensors, method, &method_settings, &inputs)?;
+        let scope = merge.method.scope(&method_settings);
+        check_groups(&merge.tensors, scope)?;
+        let work = check_values(&merge, &method_settings)?;
         let threads = machine::start_workers(settings.device.threads)?;
         let inventory = machine::inventory(&settings.device, threads)?;
         let budget = cpu_budget(&inventory, &settings.device.budget());
-        let wanted = wanted_size(&settings, threads);
-        let mut shape = shape_of(&settings, &tensors, method, &inputs);
-        shape.tokenizer_bytes = vocabulary.tokenizer_bytes();
-        shape.vocabulary_bytes = vocabulary.bytes();
-        shape.published_bytes = vocabulary.published_bytes();
+        let wanted = PassSize {
+            workers: threads * WORKERS_PER_THREAD,
+            piece_elements: settings.piece_elements.unwrap_or(PIECE_ELEMENTS),
+        };
+        let mut shape = MergeShape::of(&merge, &settings, scope);
         // A pass that does not fit fails before statistics are read and texts are found.
         let early = shape.fit(wanted, budget);
-        if !Saliency::is_measured(&settings) {
+        if settings.saliency.is_none() {
             early.clone()?;
         }
-        let folders: Vec<&Path> = inputs.folders();
-        let mut folder = RunFolder::at(&folders, &settings.output(), true)?;
+        let mut folder = RunFolder::at(&merge.inputs.folders(), &settings.output(), true)?;
         folder.lock(events)?;
         let mut unfinished = folder.look()?;
         if unfinished.is_none() && settings.resume {
@@ -79,18 +64,18 @@ impl MergeJob {
             Ok(_) => settings.clone(),
             Err(_) => with_enough_for(&shape, &settings),
         };
-        let saliency = Saliency::settle(&measured_within, &recipe, &inputs, &folder, events);
+        let saliency = Saliency::settle(&measured_within, &merge, &folder, events);
         let saliency = match (saliency, early) {
             (Err(measuring), Err(pass)) => return Err(with_advice_of(pass, measuring)),
             (saliency, _) => saliency?,
         };
         let mut deciding = BTreeMap::new();
         if folder.state().is_some() {
-            deciding = decide(&settings, &recipe, &inputs, &folder)?;
+            deciding = decide(&settings, &merge, &folder)?;
             deciding.extend(Saliency::deciding(saliency.as_ref()));
-            deciding.extend(vocabulary.deciding());
+            deciding.extend(merge.vocabulary.deciding());
         }
-        if let Some(combined) = &combined {
+        if let Some(combined) = &merge.combined {
             deciding.extend(combined.deciding());
             combined.check_folder(unfinished.is_some() || settings.force)?;
         }
@@ -98,7 +83,7 @@ impl MergeJob {
             unfinished = same_run::check(state, &deciding, &folder, &settings.output())?;
             if let Some(manifest) = folder.record_of_the_last_step(None)? {
                 events.note("this run is finished; only a file of its state was left".to_string());
-                return Ok(SettledMerge::Finished(Box::new(manifest)));
+                return Ok(RunStart::Finished(Box::new(manifest)));
             }
         }
         shape.statistics_bytes = saliency.as_ref().map_or(0, |of| of.bytes().0);
@@ -112,17 +97,9 @@ impl MergeJob {
         let job = Self {
             plan,
             settings,
-            recipe,
-            method,
+            merge,
             method_settings,
-            inputs,
-            combined,
-            tensors,
-            left_out,
-            num_hidden_layers,
             layout,
-            vocabulary,
-            donor,
             folder,
             size,
             threads,
@@ -132,41 +109,17 @@ impl MergeJob {
             clock,
             started_unix_seconds,
         };
-        job.check_disk()?;
-        Ok(SettledMerge::Job(Box::new(job)))
-    }
-
-    /// Bytes of all weight files of the output.
-    pub(super) fn output_bytes(&self) -> ByteSize {
-        self.layout.bytes()
-    }
-
-    /// Checks that the disk has room for the model.
-    fn check_disk(&self) -> Result<()> {
-        let (Some(model), None) = (&self.folder.model, &self.unfinished) else {
-            return Ok(());
-        };
-        let Some(room) = disk::room(model) else {
-            return Ok(());
-        };
-        let replaced = self.folder.replaced_bytes();
-        let needed = ByteSize(self.output_bytes().0.saturating_sub(replaced.0));
-        if needed <= room.free {
-            return Ok(());
+        if job.unfinished.is_none() {
+            job.folder.check_disk(job.layout.bytes())?;
         }
-        Err(Failure::new(format!(
-            "the disk of `{}` has too little room: {needed} are needed, {} are free",
-            model.display(),
-            room.free
-        ))
-        .hint("free some space, or choose a folder on another disk with --save")
-        .into())
+        Ok(RunStart::Run(Box::new(job)))
     }
 
     /// Tells the models, the method and the plan.
     pub(super) fn announce(&self, events: &dyn Events) {
-        for model in &self.inputs.models {
-            let is_base = self.recipe.base_model.as_ref() == Some(&model.spec);
+        let merge = &self.merge;
+        for model in &merge.inputs.models {
+            let is_base = merge.recipe.base_model.as_ref() == Some(&model.spec);
             events.note(format!(
                 "{:<12} {}: {}",
                 if is_base { "base" } else { "model" },
@@ -174,22 +127,22 @@ impl MergeJob {
                 model.checkpoint.total_bytes()
             ));
         }
-        let tensors = self.tensors.len();
+        let tensors = merge.tensors.len();
         events.note(format!(
             "merge        {}: {} layers, {tensors} tensors, {}",
-            self.recipe.merge_method,
-            self.num_hidden_layers,
-            self.output_bytes()
+            merge.recipe.merge_method,
+            merge.num_hidden_layers,
+            self.layout.bytes()
         ));
-        if let Some(first) = self.left_out.first() {
+        if let Some(first) = merge.left_out.first() {
             events.note(format!(
                 "left out     {} tensors that are no part of a decoder, `{first}` among them",
-                self.left_out.len()
+                merge.left_out.len()
             ));
         }
         // What cannot be read ends the pass, with its reason.
         if let (false, Ok(Some((model, tensor, share)))) =
-            (self.settings.keep_zeros, self.inputs.filled_zeros())
+            (self.settings.keep_zeros, merge.inputs.filled_zeros())
         {
             events.warn(format!(
                 "the base of `{model}` is pruned ({:.1} % of the first rows of `{tensor}` are zero), and the adapter fills its zeros: \
@@ -197,7 +150,7 @@ impl MergeJob {
                 100.0 * share
             ));
         }
-        self.vocabulary.announce(events);
+        merge.vocabulary.announce(events);
         if let Some(saliency) = &self.saliency {
             saliency.announce(events);
         }
@@ -206,14 +159,6 @@ impl MergeJob {
             Some(model) => events.note(format!("output       {}", model.display())),
             None => events.warn("nothing will be saved; name a run folder with --save".to_string()),
         }
-    }
-}
-
-/// The pass with all workers and the largest pieces.
-fn wanted_size(settings: &MergeSettings, threads: usize) -> PassSize {
-    PassSize {
-        workers: threads * WORKERS_PER_THREAD,
-        piece_elements: settings.piece_elements.unwrap_or(PIECE_ELEMENTS),
     }
 }
 
@@ -236,27 +181,11 @@ fn with_advice_of(pass: Failure, measuring: anyhow::Error) -> anyhow::Error {
     }
 }
 
-/// The numbers of the pass as far as the tensors, the settings and a file of statistics decide them.
-fn shape_of(
-    settings: &MergeSettings,
-    tensors: &[MergeTensor],
-    method: &dyn MergeMethod,
-    inputs: &InputModels,
-) -> MergeShape {
-    let scope = method.scope(&method_settings(settings));
-    let keeps_zeros = settings.keep_zeros;
-    let mut shape = MergeShape::of(tensors, &method.declaration(), scope, inputs, keeps_zeros);
-    let statistics = settings.saliency_file.as_ref();
-    let statistics = statistics.and_then(|file| file.metadata().ok());
-    shape.statistics_bytes = statistics.map_or(0, |file| file.len());
-    shape
-}
-
 /// The files of the output.
 fn layout_of(tensors: &[MergeTensor], shard_bytes: u64) -> Result<Layout> {
     let planned = tensors.iter().map(|tensor| PlannedTensor {
         name: tensor.recipe.name.clone(),
-        dtype: dtype_on_disk(tensor.dtype),
+        dtype: tensor.dtype.in_file(),
         shape: tensor.shape.clone(),
     });
     Layout::new(planned.collect(), shard_bytes)
@@ -269,15 +198,6 @@ fn method_settings(settings: &MergeSettings) -> MethodSettings {
         scope: settings.trim_scope,
         squares_vote: settings.saliency == Some(SaliencySource::Experts),
         seed: settings.seed,
-    }
-}
-
-/// The dtype in a file's header.
-pub(super) fn dtype_on_disk(dtype: StoredDtype) -> safetensors::Dtype {
-    match dtype {
-        StoredDtype::F32 => safetensors::Dtype::F32,
-        StoredDtype::F16 => safetensors::Dtype::F16,
-        StoredDtype::Bf16 => safetensors::Dtype::BF16,
     }
 }
 
@@ -313,19 +233,51 @@ fn check_groups(tensors: &[MergeTensor], scope: Scope) -> Result<()> {
 }
 
 /// Begins every tensor once, so that values without a result are refused before the pass, and adds up what will be read.
-fn check_values(
-    tensors: &[MergeTensor],
-    method: &dyn MergeMethod,
-    settings: &MethodSettings,
-    inputs: &InputModels,
-) -> Result<PassWork> {
+fn check_values(merge: &ResolvedMerge, settings: &MethodSettings) -> Result<PassWork> {
     let mut work = PassWork::default();
-    for tensor in tensors {
-        let reads = tensor.check(method, settings)? as u64;
-        let sources = &tensor.recipe.sources;
-        let bytes = sources.iter().map(|source| inputs.stored_bytes(source));
-        work.bytes += reads * bytes.sum::<u64>();
-        work.elements += reads * sources.len() as u64 * tensor.elements();
+    for tensor in &merge.tensors {
+        let reads = tensor.check(merge.method, settings)? as u64;
+        work.bytes += reads * merge.read_bytes(tensor);
+        work.elements += reads * tensor.recipe.sources.len() as u64 * tensor.elements();
     }
     Ok(work)
+}
+
+/// The measurements of perplexity; the state of a run keeps their results.
+fn evaluation_of(settings: &MergeSettings) -> String {
+    if settings.eval == MergeEval::None {
+        return "none".to_string();
+    }
+    let windows = settings.eval_windows.map_or("all".to_string(), |windows| windows.to_string());
+    let dataset = settings.evaluation_text();
+    let seqlen = settings.seqlen.map_or("default".to_string(), |seqlen| seqlen.to_string());
+    format!("{:?}, {}, windows: {windows}, seqlen: {seqlen}", settings.eval, dataset)
+}
+
+/// Everything that decides the outcome, by name.
+fn decide(
+    settings: &MergeSettings,
+    merge: &ResolvedMerge,
+    folder: &RunFolder,
+) -> Result<BTreeMap<String, String>> {
+    let fingerprints: Result<Vec<String>> =
+        merge.inputs.models.iter().map(|model| model.fingerprint()).collect();
+    let as_json = |value: serde_json::Value| match value {
+        serde_json::Value::String(text) => text,
+        other => other.to_string(),
+    };
+    let named = [
+        ("command", "merge".to_string()),
+        ("program", format!("prune {}", env!("CARGO_PKG_VERSION"))),
+        ("recipe", merge.recipe.to_yaml(without_folders)),
+        ("models", fingerprints?.join(" ")),
+        ("semantics", as_json(serde_json::to_value(settings.semantics)?)),
+        ("trim_scope", as_json(serde_json::to_value(settings.trim_scope)?)),
+        ("seed", settings.seed.to_string()),
+        ("keep_zeros", settings.keep_zeros.to_string()),
+        ("evaluation", evaluation_of(settings)),
+        ("out_shard_size", settings.out_shard_size.0.to_string()),
+        ("model folder", same_run::model_folder(folder)?),
+    ];
+    Ok(named.map(|(name, value)| (name.to_string(), value)).into())
 }

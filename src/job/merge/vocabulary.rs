@@ -12,9 +12,7 @@ use sha2::{Digest, Sha256};
 
 use super::models::InputModels;
 use crate::bytes::hex;
-use crate::checkpoint::CONFIG_FILE;
 use crate::failure::Failure;
-use crate::input::{read_settings, with_remedy};
 use crate::job::located;
 use crate::merging::methods::Semantics;
 use crate::merging::pass::MergeTensor;
@@ -23,7 +21,7 @@ use crate::merging::vocabulary::{
     EditedFiles, ModelTokens, RowMap, TOKENIZER_FILE, TokenModels, TokenizerEdit, Vocabulary,
     chat_template, limit_token_ids,
 };
-use crate::model::{EMBEDDING, HEAD};
+use crate::model::{EMBEDDING, HEAD, ModelConfig};
 use crate::run::Events;
 use crate::run::merging::VocabularyReport;
 use crate::settings::MergeSettings;
@@ -36,6 +34,7 @@ const RECORDED: usize = 1000;
 const MOST_TOKENS: usize = 1 << 24;
 
 /// The vocabulary of a merge.
+#[derive(Default)]
 pub(super) struct OutputVocabulary {
     /// The folder of the tokenizer, if it is not the donor's.
     tokenizer: Option<PathBuf>,
@@ -81,7 +80,8 @@ impl OutputVocabulary {
                 .into());
             }
             Some(tokenizer) => {
-                Self::of_recipe(tokenizer, settings, recipe, inputs, tensors, events)?
+                let other = other_folder(tokenizer, settings, inputs, events)?;
+                Self::of_recipe(tokenizer, recipe, inputs, other, tensors)?
             }
             None => Self::as_it_is(settings, inputs, tensors, events)?,
         };
@@ -143,30 +143,23 @@ impl OutputVocabulary {
                 dropped_tokens: first(removed, RECORDED),
                 ..VocabularyReport::default()
             }),
-            ..Self::kept()
+            ..Self::default()
         })
     }
 
+    /// The donor's vocabulary as it is.
     fn kept() -> Self {
-        Self {
-            tokenizer: None,
-            name: String::new(),
-            edit: TokenizerEdit { rows: usize::MAX, ..TokenizerEdit::default() },
-            maps: BTreeMap::new(),
-            report: None,
-            digest: None,
-            read_bytes: 0,
-        }
+        let edit = TokenizerEdit { rows: usize::MAX, ..TokenizerEdit::default() };
+        Self { edit, ..Self::default() }
     }
 
-    /// The vocabulary that a recipe describes.
+    /// The vocabulary that a recipe describes. `other` is the model of the tokenizer where it is not merged.
     fn of_recipe(
         tokenizer: &TokenizerRecipe,
-        settings: &MergeSettings,
         recipe: &Recipe,
         inputs: &InputModels,
+        other: Option<(ModelSpec, PathBuf)>,
         tensors: &mut [MergeTensor],
-        events: &dyn Events,
     ) -> Result<Self> {
         let rows = rows_by_model(inputs, tensors)?;
         let mut specs: Vec<ModelSpec> = Vec::new();
@@ -179,14 +172,10 @@ impl OutputVocabulary {
             tokens.push(ModelTokens::read(name, &model.folder, own)?);
             specs.push(model.spec.clone());
         }
-        if let TokenizerSource::Model(spec) = &tokenizer.source
-            && !specs.contains(spec)
-        {
-            let cache = settings.cache_dir.as_deref();
-            let folder = located::tokenizer(&spec.model, spec.revision.as_deref(), cache, events)?;
-            let rows = configured_rows(&config_of(&folder)?);
+        if let Some((spec, folder)) = other {
+            let rows = configured_rows(&ModelConfig::read_json(&folder)?);
             tokens.push(ModelTokens::read(spec.to_string(), &folder, rows)?);
-            specs.push(spec.clone());
+            specs.push(spec);
         }
         let base = recipe.base_model.as_ref();
         let models = TokenModels {
@@ -198,7 +187,8 @@ impl OutputVocabulary {
         let mut maps: BTreeMap<String, Arc<RowMap>> = BTreeMap::new();
         let mut known: BTreeMap<Vec<usize>, Arc<RowMap>> = BTreeMap::new();
         for tensor in tensors.iter().filter(|tensor| has_tokens(tensor)) {
-            let sources: Vec<usize> = sources_of(tensor).collect();
+            let sources = tensor.recipe.sources.iter().map(|source| source.model);
+            let sources: Vec<usize> = sources.collect();
             let map = match known.get(&sources) {
                 Some(map) => Arc::clone(map),
                 None => Arc::new(vocabulary.rows_of(tokenizer, &models, &sources)?),
@@ -294,7 +284,7 @@ impl OutputVocabulary {
             return Ok(());
         };
         if let Some(folder) = self.tokenizer.as_deref().filter(|folder| *folder != donor) {
-            let own = config_of(folder)?;
+            let own = ModelConfig::read_json(folder)?;
             for name in ["bos_token_id", "eos_token_id", "pad_token_id"] {
                 match own.get(name) {
                     Some(id) => config.insert(name.to_string(), id.clone()),
@@ -348,6 +338,24 @@ impl OutputVocabulary {
     }
 }
 
+/// The model of the tokenizer with its folder, where it is none of the models that are merged.
+fn other_folder(
+    tokenizer: &TokenizerRecipe,
+    settings: &MergeSettings,
+    inputs: &InputModels,
+    events: &dyn Events,
+) -> Result<Option<(ModelSpec, PathBuf)>> {
+    let TokenizerSource::Model(spec) = &tokenizer.source else {
+        return Ok(None);
+    };
+    if inputs.models.iter().any(|model| model.spec == *spec) {
+        return Ok(None);
+    }
+    let (revision, cache) = (spec.revision.as_deref(), settings.cache_dir.as_deref());
+    let folder = located::tokenizer(&spec.model, revision, cache, events)?;
+    Ok(Some((spec.clone(), folder)))
+}
+
 /// The first tokens of a list.
 fn listed(count: usize, tokens: &[String]) -> String {
     let shown: Vec<String> =
@@ -366,10 +374,6 @@ fn first(mut tokens: Vec<String>, count: usize) -> Vec<String> {
 /// Returns true for a tensor with a row per token.
 fn has_tokens(tensor: &MergeTensor) -> bool {
     [EMBEDDING, HEAD].contains(&tensor.recipe.name.as_str())
-}
-
-fn sources_of(tensor: &MergeTensor) -> impl Iterator<Item = usize> {
-    tensor.recipe.sources.iter().map(|source| source.model)
 }
 
 /// Rows of the embeddings and heads that are merged, by number of the model.
@@ -454,18 +458,6 @@ fn warn_of_other_tokens(
         }
     }
     read
-}
-
-/// Reads the configuration of a model.
-fn config_of(folder: &Path) -> Result<Value> {
-    let path = folder.join(CONFIG_FILE);
-    let cannot = |why: String| {
-        Failure::new(format!("cannot read `{}`: {why}", path.display()))
-            .hint("the folder of a tokenizer needs the config.json of its model")
-    };
-    let text =
-        read_settings(&path).map_err(|error| with_remedy(cannot(error.to_string()), &error))?;
-    Ok(serde_json::from_str(&text).map_err(|error| cannot(error.to_string()))?)
 }
 
 /// Rows of a model whose embedding is not merged, by its configuration.

@@ -7,10 +7,9 @@ use std::sync::Arc;
 use anyhow::Result;
 
 use super::job::MergeJob;
-use super::measuring::MeasuredStatistics;
-use super::models::InputModels;
-use super::saliency::{Saliency, base_of};
-use super::saliency_file::{MeasuredModel, Measurement};
+use super::resolved::ResolvedMerge;
+use super::saliency::Saliency;
+use super::saliency_file::{MeasuredModel, Measurement, SaliencyFile};
 use crate::failure::Failure;
 use crate::job::device_records::DeviceRecords;
 use crate::merging::pass::MergeTensor;
@@ -62,19 +61,13 @@ impl MergeJob {
     /// # Errors
     /// Fails as [`Saliency::measure`], and for statistics that do not fit.
     pub(super) fn weigh(&self, events: &dyn Events) -> Result<MeasuredTensors> {
-        let mut weighed = MeasuredTensors {
-            tensors: self.tensors.clone(),
-            used: Vec::new(),
-            devices: DeviceRecords::default(),
-        };
+        let (mut tensors, mut used) = (self.merge.tensors.clone(), Vec::new());
+        let mut devices = DeviceRecords::default();
         if let Some(saliency) = &self.saliency {
-            let activations = saliency.measure(&self.clock, events)?;
-            let base = base_of(&self.recipe, &self.inputs);
-            weighed.used =
-                saliency.weigh(&mut weighed.tensors, &activations, &self.inputs, base)?;
-            weighed.devices = activations.devices;
+            let file = saliency.measure(&self.clock, &mut devices, events)?;
+            used = saliency.weigh(&mut tensors, &file, &self.merge)?;
         }
-        Ok(weighed)
+        Ok(MeasuredTensors { tensors, used, devices })
     }
 }
 
@@ -85,18 +78,18 @@ impl Saliency {
     ///
     /// # Errors
     /// Fails for statistics whose width differs from a tensor's.
-    pub(super) fn weigh(
+    fn weigh(
         &self,
         tensors: &mut [MergeTensor],
-        activations: &MeasuredStatistics,
-        inputs: &InputModels,
-        base: Option<usize>,
+        file: &SaliencyFile,
+        merge: &ResolvedMerge,
     ) -> Result<Vec<Measurement>> {
         let mut models = Vec::new();
-        for (input, config) in inputs.models.iter().zip(&self.configs) {
-            let measured = activations.file.complete(&input.fingerprint()?);
+        for (input, config) in merge.inputs.models.iter().zip(&self.configs) {
+            let measured = file.complete(&input.fingerprint()?);
             models.push(measured.map(|model| Shared::new(model, config)));
         }
+        let base = merge.base();
         let of_base = base.and_then(|base| models[base].as_ref());
         for tensor in tensors {
             let base_tensor = tensor.recipe.base.map(|at| tensor.recipe.sources[at].tensor.clone());
@@ -117,14 +110,9 @@ impl Saliency {
             }
             check_widths(tensor)?;
         }
-        let used = std::iter::once(of_base).chain(
-            models
-                .iter()
-                .enumerate()
-                .filter(|(at, _)| Some(*at) != base)
-                .map(|(_, model)| model.as_ref()),
-        );
-        Ok(used.flatten().map(|model| model.measurement.clone()).collect())
+        let experts = models.iter().enumerate().filter(|(at, _)| Some(*at) != base);
+        let experts = experts.filter_map(|(_, model)| model.as_ref());
+        Ok(of_base.into_iter().chain(experts).map(|model| model.measurement.clone()).collect())
     }
 }
 

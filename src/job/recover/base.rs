@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use super::super::settled_run::{SettledRun, offload_folder};
 use super::resolved::Recovery;
 use crate::checkpoint::{CONFIG_FILE, Checkpoint, MergedWriter, Published, WeightSource};
-use crate::input::{cannot_read, read_settings};
+use crate::model::ModelConfig;
 use crate::quantized::{FourBitFormat, PIECE, QuantizePass, QuantizedSource, config};
 use crate::recovery::{BaseLayers, MaskFile};
 use crate::run::Events;
@@ -83,13 +83,7 @@ fn quantised(
     events: &dyn Events,
 ) -> Result<Arc<dyn WeightSource>> {
     let model = &job.model;
-    let layers = 0..model.config.num_hidden_layers;
-    let matrices: BTreeSet<String> = layers
-        .flat_map(|layer| {
-            let of_layer = model.config.linears();
-            of_layer.map(move |id| id.tensor_name(layer))
-        })
-        .collect();
+    let matrices: BTreeSet<String> = model.config.linear_names().collect();
     let checkpoint = &model.checkpoint;
     let known = BTreeMap::new();
     let mut pass =
@@ -98,16 +92,12 @@ fn quantised(
     std::fs::create_dir_all(folder).with_context(|| format!("creating `{}`", folder.display()))?;
     let writer = MergedWriter::create(pass.layout()?, folder, &[&*model.folder], events)?;
     pass.run(&writer, &mut (), events)?;
-    let path = model.folder.join(CONFIG_FILE);
-    let json = read_settings(&path).map_err(|error| cannot_read(&path, &error))?;
-    let mut json: serde_json::Value = serde_json::from_str(&json)?;
+    let mut json = ModelConfig::read_json(&model.folder)?;
     let dtype = matrices.first().and_then(|name| checkpoint.entry(name));
     let dtype = dtype.context("a model has matrices")?.dtype;
     json[config::KEY] = config::quantization_config(format, dtype);
-    let published = Published {
-        written: vec![(CONFIG_FILE.to_string(), serde_json::to_vec(&json)?)],
-        copied: Vec::new(),
-    };
+    let published =
+        Published { written: vec![(CONFIG_FILE, serde_json::to_vec(&json)?)], copied: Vec::new() };
     writer.finish(published, &[], events)?;
     let quantised = QuantizedSource::open(Arc::new(Checkpoint::open(folder)?))?;
     Ok(Arc::new(quantised))

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result};
 
 use super::super::outputs::Outputs;
-use super::super::record::{RunResults, Swept};
+use super::super::record::RunResults;
 use super::super::settled_run::SettledRun;
 use super::super::streams::Streams;
 use super::base::FrozenBase;
@@ -30,7 +30,7 @@ impl Recovery {
         (outputs, streams): (&mut Outputs<'_>, &mut Streams<'_>),
         trained: Option<&Trained>,
         events: &dyn Events,
-    ) -> Result<Swept> {
+    ) -> Result<RunResults> {
         let finished = outputs.finished()?;
         let measured = outputs.measured().cloned();
         let output = LayerOutput {
@@ -81,16 +81,13 @@ impl Recovery {
             state.measured(perplexity.clone(), &layers)?;
         }
         let report = report(job, self, &layers, trained)?;
-        Ok(Swept {
+        Ok(RunResults {
             expected: expected::expected_of(&layers, Pattern::Unstructured),
-            results: RunResults {
-                peak: None,
-                swept,
-                perplexity,
-                layers: Some(layers),
-                output: None,
-                recovery: Some(report),
-            },
+            swept,
+            perplexity,
+            layers: Some(layers),
+            recovery: Some(report),
+            ..RunResults::default()
         })
     }
 }
@@ -158,8 +155,6 @@ fn report(
 ) -> Result<RecoveryReport> {
     let config = &job.model.config;
     let settings = &recovery.settings;
-    let specs = recovery.part.parameters(config);
-    let each: usize = specs.iter().map(|spec| spec.elements()).sum();
     let matrices = layers.iter().flat_map(|layer| &layer.matrices);
     let new_zeros = matrices.map(|matrix| matrix.zeros.saturating_sub(matrix.zeros_before));
     let texts = &job.texts;
@@ -180,7 +175,7 @@ fn report(
         trains: settings.trains.name().to_string(),
         rank: is_factors.then_some(settings.rank),
         target_modules: recovery.part.ids.iter().map(|id| id.module().to_string()).collect(),
-        parameters: (each * config.num_hidden_layers) as u64,
+        parameters: recovery.trained_parameters(config),
         optim: settings.optim.clone(),
         rate: schedule.rate,
         steps_of: schedule.steps,

@@ -25,14 +25,13 @@ mod teacher;
 use anyhow::Result;
 
 use super::outputs::Outputs;
-use super::record::Swept;
+use super::record::RunResults;
 use super::settled_run::SettledRun;
 use super::streams::Streams;
 use crate::run::Events;
 use crate::settings::Settings;
 pub use given::{GivenTraining, InitialParameters};
 pub(in crate::job) use resolved::Recovery;
-pub(in crate::job) use shape::TrainedModel;
 use steps::Trained;
 
 /// Checks the settings of a training. Activations are kept by the CPU alone, so a training that keeps them uses no GPU; a flag that
@@ -56,11 +55,11 @@ pub(super) fn train(
     recovery: &Recovery,
     outputs: &mut Outputs<'_>,
     events: &dyn Events,
-) -> Result<Swept> {
+) -> Result<RunResults> {
     let trained = recovery.is_whole().then(|| steps::train(job, recovery, events)).transpose()?;
     let divergence = trained.as_ref().and_then(Trained::divergence);
     if let Some((divergence, state)) = divergence.zip(outputs.state.as_mut()) {
-        state.diverged(divergence.clone())?;
+        state.change(|run| run.divergence = Some(divergence.clone()))?;
     }
     let mut streams = Streams::embed(job, outputs, events)?;
     let swept = recovery.sweep_layers(job, (outputs, &mut streams), trained.as_ref(), events)?;

@@ -7,11 +7,10 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde::Serialize;
 
-use super::super::published::SourceCards;
 use super::super::record::RunResults;
 use super::super::settled_run::SettledRun;
-use crate::bytes::LARGEST_RECORD;
-use crate::checkpoint::{CARD_FILE, OwnFiles};
+use crate::bytes::{LARGEST_RECORD, json_file};
+use crate::checkpoint::Published;
 use crate::input::{self, Expected};
 use crate::report::cards::{self, CardMeasures, CardModel};
 use crate::run::RecoveryReport;
@@ -34,10 +33,7 @@ struct PublishedRecovery<'a> {
 
 impl SettledRun {
     /// Returns the files that are published with the recovered model.
-    pub(in crate::job) fn published_recovery(&self, results: &RunResults) -> Result<OwnFiles> {
-        if self.folder.model.is_none() {
-            return Ok(OwnFiles::default());
-        }
+    pub(in crate::job) fn published_recovery(&self, results: &RunResults) -> Result<Published> {
         let folder = &self.model.folder;
         let mut report = results.recovery.clone().context("a training has a report")?;
         report.teacher = report.teacher.as_deref().map(last_component);
@@ -49,29 +45,24 @@ impl SettledRun {
             recovery: report,
             perplexity: &results.perplexity,
         };
-        let mut json = serde_json::to_vec_pretty(&published).context("writing recovery.json")?;
-        json.push(b'\n');
-        let mut written = vec![(RECOVERY_FILE, json)];
+        let mut written = vec![(RECOVERY_FILE, json_file(&published)?)];
         let pruning = folder.join(PRUNING_FILE);
         if pruning.is_file() {
             let bytes = input::read(&pruning, LARGEST_RECORD, Expected::Json)
                 .map_err(|error| input::cannot_read(&pruning, &error))?;
             written.push((PRUNING_FILE, bytes));
         }
-        let cards = SourceCards::of(folder, self.settings.output.no_model_card);
-        if !self.settings.output.no_model_card {
-            let id = self.model.hub_model.as_ref().map(|hub| hub.id.as_str());
-            let on = self.texts.windows.as_ref().map(|text| &text.protocol);
-            let card = cards::recovered(
+        let id = self.model.hub_model.as_ref().map(|hub| hub.id.as_str());
+        let on = self.texts.windows.as_ref().map(|text| &text.protocol);
+        self.with_cards(written, |source| {
+            Ok(cards::recovered(
                 CardModel { name: &published.model, id },
                 &published.recovery,
                 CardMeasures { perplexity: published.perplexity, on },
-                cards.source(self.settings.calibration.iter().map(|of| &of.dataset)),
+                source,
                 self.command()?,
-            );
-            written.push((CARD_FILE, card.text().into_bytes()));
-        }
-        Ok(OwnFiles { written, copied: cards.copied })
+            ))
+        })
     }
 }
 

@@ -2,56 +2,22 @@
 
 use std::path::PathBuf;
 
-use super::super::opened::OpenedModel;
 use super::super::settled_run::{RunTask, SettledRun, offload_folder};
 use super::resolved::Recovery;
 use super::saved;
 use super::steps::states_dtype;
 use crate::bytes::ByteSize;
-use crate::linalg::{Products, StoredDtype, factor_parts_elements};
+use crate::linalg::{StoredDtype, factor_parts_elements};
 use crate::model::on_device::TrainedSizes;
 use crate::model::{LinearId, ModelConfig, footprint, stored_dtypes};
-use crate::pipeline::TrainingShape;
+use crate::pipeline::{RunShape, TrainingShape};
 use crate::recovery::{ParameterSpec, ParameterStore, TrainedForm};
 use crate::run::{Events, MemorySettings};
-use crate::settings::Settings;
-
-/// The facts of a model that the memory of its training depends on.
-#[derive(Clone, Copy)]
-pub(in crate::job) struct TrainedModel<'a> {
-    pub(in crate::job) config: &'a ModelConfig,
-    /// Dtype of the decoder's weights.
-    pub(in crate::job) dtype: StoredDtype,
-    pub(in crate::job) products: Products,
-    /// Tokens per example.
-    pub(in crate::job) seqlen: usize,
-}
-
-impl<'a> From<&'a OpenedModel> for TrainedModel<'a> {
-    fn from(model: &'a OpenedModel) -> Self {
-        Self {
-            config: &model.config,
-            dtype: model.dtype(),
-            products: model.products,
-            seqlen: model.seqlen,
-        }
-    }
-}
 
 impl Recovery {
-    /// The training of these settings in numbers, before its text is known; `None` where nothing is trained.
-    pub(in crate::job) fn shape_of(
-        recovery: Option<&Self>,
-        settings: &Settings,
-        model: &OpenedModel,
-    ) -> Option<TrainingShape> {
-        let nsamples = settings.calibration.as_ref().map_or(0, |of| of.nsamples);
-        recovery.map(|recovery| recovery.shape(model.into(), nsamples as usize))
-    }
-
-    /// The training in numbers. `samples` is the number of samples of a training by layers.
-    pub(in crate::job) fn shape(&self, model: TrainedModel<'_>, samples: usize) -> TrainingShape {
-        let (config, optimizer) = (model.config, self.optimizer());
+    /// The training of a run in numbers, before its text is known. `samples` is the number of samples of a training by layers.
+    pub(in crate::job) fn shape(&self, run: &RunShape<'_>, samples: usize) -> TrainingShape {
+        let (config, optimizer) = (run.config, self.optimizer());
         let specs = self.part.parameters(config);
         let mask = |spec: &ParameterSpec| {
             if spec.has_mask() { spec.elements() / 8 } else { 0 }
@@ -79,7 +45,7 @@ impl Recovery {
             per_step: if is_whole { self.settings.per_step() } else { 0 },
             examples: self.settings.per_step() + self.settings.held_out,
             held_out: self.settings.held_out,
-            state_element: states_dtype(model.products).bytes(),
+            state_element: states_dtype(run.products).bytes(),
             store: ByteSize(store),
             values: ByteSize(match (is_whole, self.is_paged()) {
                 (true, false) => 0,
@@ -87,7 +53,7 @@ impl Recovery {
                 // The values of the layer that is trained, and its states.
                 (false, _) => (values + states) as u64,
             }),
-            gradients: ByteSize::of(self.gradient_elements(model), 4),
+            gradients: ByteSize::of(self.gradient_elements(run), 4),
             update: ByteSize(match (is_whole, self.is_paged()) {
                 (true, true) => specs.iter().map(whole).max().unwrap_or(0) as u64,
                 _ => 0,
@@ -98,8 +64,8 @@ impl Recovery {
                 .as_ref()
                 .filter(|_| is_whole)
                 .map(|teacher| stored_dtypes(&*teacher.source, config)),
-            kept: self.kept_bytes(model),
-            base: self.base_bytes(model),
+            kept: self.kept_bytes(run),
+            base: self.base_bytes(run),
             masks: self.mask_bytes(config),
             resident_layers: 0,
             sizes: self.trained_sizes(config),
@@ -159,14 +125,14 @@ impl Recovery {
     }
 
     /// Elements of the gradients of a layer, and for factors of their parts of the largest matrix.
-    fn gradient_elements(&self, model: TrainedModel<'_>) -> usize {
-        let config = model.config;
+    fn gradient_elements(&self, run: &RunShape<'_>) -> usize {
+        let config = run.config;
         let specs = self.part.parameters(config);
         let own: usize = specs.iter().map(ParameterSpec::elements).sum();
         match self.part.form {
             TrainedForm::Weights => own,
             TrainedForm::Factors { rank, .. } => {
-                let kernel = model.products.of_gradients(model.dtype);
+                let kernel = run.products.of_gradients(run.dtypes.layers);
                 let parts = |id: &LinearId| {
                     let (out, inner) = id.shape(config);
                     factor_parts_elements(kernel, [out, inner], rank)
@@ -179,11 +145,11 @@ impl Recovery {
     }
 
     /// Bytes of the layers whose weights and activations stay for the backward pass, but for the weights of the layer in use.
-    fn kept_bytes(&self, model: TrainedModel<'_>) -> ByteSize {
-        let config = model.config;
+    fn kept_bytes(&self, run: &RunShape<'_>) -> ByteSize {
+        let config = run.config;
         let layers = self.settings.keep_activations.min(config.num_hidden_layers);
-        let layer = footprint::layer_weights(config, model.dtype, &MemorySettings::default());
-        let of_example = footprint::kept_activations(config, model.seqlen);
+        let layer = footprint::layer_weights(config, run.dtypes.layers, &MemorySettings::default());
+        let of_example = footprint::kept_activations(config, run.seqlen);
         let activations = of_example.0.saturating_mul(self.settings.per_step() as u64);
         let kept = activations.saturating_mul(layers as u64);
         let weights = layer.0.saturating_mul(layers.saturating_sub(1) as u64);
@@ -191,14 +157,14 @@ impl Recovery {
     }
 
     /// Bytes of a layer's frozen weights in memory.
-    fn base_bytes(&self, model: TrainedModel<'_>) -> ByteSize {
-        let config = model.config;
-        let layer = footprint::layer_weights(config, model.dtype, &MemorySettings::default());
+    fn base_bytes(&self, run: &RunShape<'_>) -> ByteSize {
+        let config = run.config;
+        let layer = footprint::layer_weights(config, run.dtypes.layers, &MemorySettings::default());
         let trained = self.part.ids.iter();
         let trained: usize = trained.map(|id| id.elements(config)).sum();
         match self.part.form {
             TrainedForm::Weights => {
-                let stored = ByteSize::of(trained, model.dtype.bytes());
+                let stored = ByteSize::of(trained, run.dtypes.layers.bytes());
                 ByteSize(layer.0.saturating_sub(stored.0))
             }
             TrainedForm::Factors { .. } => layer + self.mask_bytes(config),

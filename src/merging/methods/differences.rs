@@ -21,7 +21,8 @@ use pulp::{Arch, Simd, WithSimd};
 
 use super::group::Group;
 use super::method::{
-    MergeMethod, MethodSettings, RowBlock, Scope, Semantics, SourceTask, TensorMerge, TensorTask,
+    BoxedMerge, MergeMethod, MethodSettings, RowBlock, Scope, Semantics, SourceTask, TensorMerge,
+    TensorTask,
 };
 use super::mixer::{Divisor, Formula, Mixer, Mixture, Share};
 use super::ranks::Counts;
@@ -89,11 +90,7 @@ impl MergeMethod for DifferenceMethod {
         matches!(self.trimming, Trimming::Magnitude | Trimming::Random | Trimming::Ramp)
     }
 
-    fn begin<'a>(
-        &self,
-        task: &TensorTask<'a>,
-        group: &'a Group,
-    ) -> Result<Box<dyn TensorMerge + 'a>> {
+    fn begin<'a>(&self, task: &TensorTask<'a>, group: &'a Group) -> Result<BoxedMerge<'a>> {
         let experts: Result<Vec<Expert>> =
             task.experts().map(|(at, source)| Expert::new(self, task, at, source, group)).collect();
         let experts = experts?;

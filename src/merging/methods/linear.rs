@@ -6,7 +6,7 @@
 use anyhow::Result;
 
 use super::group::Group;
-use super::method::{MergeMethod, RowBlock, TensorMerge, TensorTask};
+use super::method::{BoxedMerge, MergeMethod, RowBlock, TensorMerge, TensorTask};
 use super::mixer::{Formula, Mixer, WeightedSum};
 use crate::failure::Failure;
 use crate::merging::recipe::{BaseModel, Declaration, Parameter, WhenMissing};
@@ -29,11 +29,7 @@ impl MergeMethod for LinearAverage {
         "averages the models"
     }
 
-    fn begin<'a>(
-        &self,
-        task: &TensorTask<'a>,
-        _group: &'a Group,
-    ) -> Result<Box<dyn TensorMerge + 'a>> {
+    fn begin<'a>(&self, task: &TensorTask<'a>, _group: &'a Group) -> Result<BoxedMerge<'a>> {
         let weights = task.sources.iter();
         let weights: Vec<f32> =
             weights.map(|source| source.values.number(Parameter::Weight) as f32).collect();

@@ -8,6 +8,9 @@ use super::group::Group;
 use super::mixer::Mixer;
 use crate::merging::recipe::{Declaration, ParameterValues};
 
+/// The merge of a tensor by any method.
+pub type BoxedMerge<'a> = Box<dyn TensorMerge + 'a>;
+
 /// A merge method.
 pub trait MergeMethod: Sync {
     /// Its name, parameters and inputs.
@@ -30,11 +33,7 @@ pub trait MergeMethod: Sync {
     ///
     /// # Errors
     /// Fails for values that the method has no result for, naming tensor and value.
-    fn begin<'a>(
-        &self,
-        task: &TensorTask<'a>,
-        group: &'a Group,
-    ) -> Result<Box<dyn TensorMerge + 'a>>;
+    fn begin<'a>(&self, task: &TensorTask<'a>, group: &'a Group) -> Result<BoxedMerge<'a>>;
 }
 
 /// The merge of a tensor. Rows come in order, in pieces of any size; every read begins with row 0.

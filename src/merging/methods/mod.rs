@@ -40,7 +40,8 @@ mod trim_plan;
 
 pub use group::Group;
 pub use method::{
-    MergeMethod, MethodSettings, RowBlock, Scope, Semantics, SourceTask, TensorMerge, TensorTask,
+    BoxedMerge, MergeMethod, MethodSettings, RowBlock, Scope, Semantics, SourceTask, TensorMerge,
+    TensorTask,
 };
 pub use mixer::{Divisor, Formula, Mixer, Mixture, OnCpu, Share, WeightedSum};
 pub use random::{Stream, uniform};

@@ -13,7 +13,7 @@
 use anyhow::Result;
 
 use super::group::Group;
-use super::method::{MergeMethod, RowBlock, TensorMerge, TensorTask};
+use super::method::{BoxedMerge, MergeMethod, RowBlock, TensorMerge, TensorTask};
 use super::mixer::Mixer;
 use super::sums::dot;
 use crate::failure::Failure;
@@ -40,11 +40,7 @@ impl MergeMethod for ModelStock {
         "moves from the base towards the average, by the angle between the experts"
     }
 
-    fn begin<'a>(
-        &self,
-        task: &TensorTask<'a>,
-        _group: &'a Group,
-    ) -> Result<Box<dyn TensorMerge + 'a>> {
+    fn begin<'a>(&self, task: &TensorTask<'a>, _group: &'a Group) -> Result<BoxedMerge<'a>> {
         let experts: Vec<usize> = task.experts().map(|(at, _)| at).collect();
         let Some(base) = task.base.filter(|_| experts.len() > 1) else {
             return Err(Failure::new(format!(

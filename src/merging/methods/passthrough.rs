@@ -6,7 +6,7 @@ use anyhow::Result;
 
 use super::group::Group;
 use super::linear::Average;
-use super::method::{MergeMethod, TensorMerge, TensorTask};
+use super::method::{BoxedMerge, MergeMethod, TensorTask};
 use crate::merging::recipe::{BaseModel, Declaration, Parameter, WhenMissing};
 
 /// `passthrough`.
@@ -27,11 +27,7 @@ impl MergeMethod for Passthrough {
         "copies tensors, to stack layers of several models"
     }
 
-    fn begin<'a>(
-        &self,
-        task: &TensorTask<'a>,
-        _group: &'a Group,
-    ) -> Result<Box<dyn TensorMerge + 'a>> {
+    fn begin<'a>(&self, task: &TensorTask<'a>, _group: &'a Group) -> Result<BoxedMerge<'a>> {
         let scales = task.sources.iter();
         let scales = scales.map(|source| source.values.get(Parameter::Scale));
         Ok(Box::new(Average {

@@ -14,7 +14,7 @@ use anyhow::Result;
 use pulp::{Arch, Simd, WithSimd};
 
 use super::group::Group;
-use super::method::{MergeMethod, RowBlock, TensorMerge, TensorTask};
+use super::method::{BoxedMerge, MergeMethod, RowBlock, TensorMerge, TensorTask};
 use super::mixer::Mixer;
 use crate::failure::Failure;
 use crate::merging::recipe::{BaseModel, Declaration, Parameter, WhenMissing};
@@ -41,11 +41,7 @@ impl MergeMethod for RegmeanDiag {
         true
     }
 
-    fn begin<'a>(
-        &self,
-        task: &TensorTask<'a>,
-        _group: &'a Group,
-    ) -> Result<Box<dyn TensorMerge + 'a>> {
+    fn begin<'a>(&self, task: &TensorTask<'a>, _group: &'a Group) -> Result<BoxedMerge<'a>> {
         let experts: Vec<_> = task.experts().collect();
         let weight = |at: usize| experts[at].1.values.number(Parameter::Weight);
         let total: f64 = (0..experts.len()).map(weight).sum();

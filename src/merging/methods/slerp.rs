@@ -13,7 +13,7 @@ use anyhow::Result;
 
 use super::group::Group;
 use super::linear::Average;
-use super::method::{MergeMethod, RowBlock, TensorMerge, TensorTask};
+use super::method::{BoxedMerge, MergeMethod, RowBlock, TensorMerge, TensorTask};
 use super::mixer::Mixer;
 use super::sums::dot;
 use crate::failure::Failure;
@@ -42,11 +42,7 @@ impl MergeMethod for Slerp {
         "interpolates between two models along an arc"
     }
 
-    fn begin<'a>(
-        &self,
-        task: &TensorTask<'a>,
-        _group: &'a Group,
-    ) -> Result<Box<dyn TensorMerge + 'a>> {
+    fn begin<'a>(&self, task: &TensorTask<'a>, _group: &'a Group) -> Result<BoxedMerge<'a>> {
         let (Some(base), Some((other, _))) = (task.base, task.experts().next()) else {
             return Err(Failure::new(format!(
                 "slerp of tensor `{}` needs the base model and another one",

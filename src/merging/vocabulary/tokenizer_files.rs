@@ -15,6 +15,7 @@ use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Map, Value};
 
 use super::tokens::{TOKENIZER_FILE, read_tokenizer};
+use crate::bytes::json_file;
 use crate::failure::Failure;
 use crate::input::{read_settings, with_remedy};
 
@@ -58,7 +59,7 @@ pub struct TokenizerEdit {
 #[derive(Debug)]
 pub struct EditedFiles {
     /// Names and contents.
-    pub written: Vec<(String, Vec<u8>)>,
+    pub written: Vec<(&'static str, Vec<u8>)>,
     /// Names of files that the output has not.
     pub left_out: &'static [&'static str],
 }
@@ -70,10 +71,8 @@ impl TokenizerEdit {
     /// Fails when a file cannot be read or is not what its name says, and for a tokenizer whose tokens cannot be removed.
     pub fn files(&self, name: &str, folder: &Path) -> Result<EditedFiles> {
         let mut written = Vec::new();
-        let mut write = |name: &str, value: Value| {
-            let mut bytes = serde_json::to_vec_pretty(&value)?;
-            bytes.push(b'\n');
-            written.push((name.to_string(), bytes));
+        let mut write = |name, value: Value| {
+            written.push((name, json_file(&value)?));
             anyhow::Ok(())
         };
         let removed: HashSet<&str> = self.removed.iter().map(String::as_str).collect();
@@ -114,7 +113,7 @@ impl TokenizerEdit {
             let edited = self
                 .edit_tokenizer(&bytes, &removed)
                 .with_context(|| format!("changing the tokenizer of `{name}`"))?;
-            written.push((TOKENIZER_FILE.to_string(), edited));
+            written.push((TOKENIZER_FILE, edited));
         }
         Ok(EditedFiles {
             written,
@@ -327,7 +326,7 @@ mod tests {
 
     fn written(edit: &TokenizerEdit, folder: &Path, name: &str) -> Value {
         let files = edit.files("m", folder).unwrap().written;
-        let (_, bytes) = files.iter().find(|(of, _)| of == name).unwrap();
+        let (_, bytes) = files.iter().find(|(of, _)| *of == name).unwrap();
         serde_json::from_slice(bytes).unwrap()
     }
 

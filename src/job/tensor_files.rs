@@ -1,0 +1,72 @@
+//! The files of an output whose tensors are finished in any order: of a merge, and of a quantisation.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use anyhow::Result;
+
+use super::folder::RunFolder;
+use crate::checkpoint::{Layout, MergedWriter};
+use crate::run::{Events, Phase};
+use crate::runtime::Clock;
+
+/// The end of the warning for files that are gone.
+pub(super) const GONE: &str =
+    "of the unfinished run are not there any more, or are others: starting over";
+
+/// An output whose files are not open yet.
+pub(super) struct TensorFiles<'a> {
+    pub(super) folder: &'a RunFolder,
+    pub(super) layout: &'a Layout,
+    /// Folders that are read, and must not be written to.
+    pub(super) sources: Vec<&'a Path>,
+    pub(super) clock: &'a Clock,
+    /// The name of the work, and of what it does to a tensor.
+    pub(super) work: [&'static str; 2],
+}
+
+impl TensorFiles<'_> {
+    /// Creates the files of a run that begins.
+    ///
+    /// # Errors
+    /// Fails as [`MergedWriter::create`].
+    pub(super) fn create(&self, events: &dyn Events) -> Result<MergedWriter> {
+        let (layout, model) = (self.layout.clone(), self.folder.model_folder()?);
+        self.clock
+            .measure(Phase::Allocate, || MergedWriter::create(layout, model, &self.sources, events))
+    }
+
+    /// Reopens the files of the unfinished run, and removes damaged tensors from `finished`, the hashes of tensors by name. `None`
+    /// where a file is missing.
+    ///
+    /// # Errors
+    /// Fails for files that no run explains, and as [`MergedWriter::reopen`].
+    pub(super) fn reopen(
+        &self,
+        finished: &mut BTreeMap<String, String>,
+        events: &dyn Events,
+    ) -> Result<Option<MergedWriter>> {
+        self.folder.tidy()?;
+        let (layout, model) = (self.layout.clone(), self.folder.model_folder()?);
+        let reopened = self.clock.measure(Phase::Check, || {
+            MergedWriter::reopen(layout, model, &self.sources, finished, events)
+        })?;
+        let Some((writer, damaged)) = reopened else {
+            self.folder.refuse_files(false)?;
+            events.warn(format!("the model files {GONE}"));
+            return Ok(None);
+        };
+        let [work, done] = self.work;
+        for name in &damaged {
+            events
+                .warn(format!("`{name}` is not on the disk as it was written: it is {done} again"));
+            finished.remove(name);
+        }
+        events.note(format!(
+            "continuing an unfinished {work}: {} of {} tensors are finished",
+            finished.len(),
+            self.layout.tensors().len()
+        ));
+        Ok(Some(writer))
+    }
+}
