@@ -7,6 +7,7 @@
 //! runs (locks, caches, records) are read through [`crate::bytes`].
 
 mod content;
+mod in_order;
 
 use std::fmt;
 use std::fs::File;
@@ -17,6 +18,7 @@ use crate::bytes::{ByteSize, LARGEST_SETTINGS, read_up_to, regular_file};
 use crate::failure::Failure;
 pub use content::{ContentKind, Expected};
 use content::{LOOKED_AT, beginning};
+pub use in_order::InOrder;
 
 /// ContentKind that does not agree with the role and the name of its file. It travels inside an [`io::Error`].
 #[derive(Debug)]

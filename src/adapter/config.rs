@@ -9,16 +9,14 @@
 //! name, so an adapter with such factors is refused: peft and this program would make different models.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::path::Path;
 
 use anyhow::Result;
-use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 use serde_json::{Value, json};
 
 use super::patterns::{MOST_KEYS, Patterns};
 use crate::failure::Failure;
-use crate::input::{read_settings, with_remedy};
+use crate::input::{InOrder, read_settings, with_remedy};
 
 /// The name of the file in an adapter's folder.
 pub(super) const CONFIG_FILE: &str = "adapter_config.json";
@@ -66,31 +64,6 @@ struct Raw {
 enum Tokens {
     OfEmbedding(Vec<usize>),
     ByModule(BTreeMap<String, Vec<usize>>),
-}
-
-/// The entries of an object in the order of the file: the first match counts.
-struct InOrder<T>(Vec<(String, T)>);
-
-impl<'de, T: Deserialize<'de>> Deserialize<'de> for InOrder<T> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct OrderedVisitor<T>(std::marker::PhantomData<T>);
-        impl<'de, T: Deserialize<'de>> Visitor<'de> for OrderedVisitor<T> {
-            type Value = InOrder<T>;
-
-            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-                formatter.write_str("an object of patterns and numbers")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<InOrder<T>, A::Error> {
-                let mut entries = Vec::new();
-                while let Some(entry) = map.next_entry()? {
-                    entries.push(entry);
-                }
-                Ok(InOrder(entries))
-            }
-        }
-        deserializer.deserialize_map(OrderedVisitor(std::marker::PhantomData))
-    }
 }
 
 /// The file of an adapter that this program writes.

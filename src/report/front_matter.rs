@@ -1,11 +1,15 @@
 //! The front matter of a model card: the block of YAML between two lines `---` at its beginning.
 //!
-//! Only keys at the top level are read, with a value on their line or a list below. Everything else is passed over: cards
-//! come from strangers. Values are written as JSON strings, which are YAML for every text.
+//! Only texts and lists of texts at the top level are read. Everything else is passed over: cards come from strangers. Values are
+//! written as JSON strings, which are YAML for every text.
 
 use std::collections::BTreeMap;
 
-use crate::failure::printable;
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+use serde_saphyr::options::DuplicateKeyPolicy;
+
+use crate::failure::{Failure, blaming, printable};
 
 /// Bytes of a card that are read; front matters have a few hundred.
 pub const LONGEST: usize = 64 << 10;
@@ -18,6 +22,14 @@ const LONGEST_LIST: usize = 100;
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct FrontMatter(BTreeMap<String, Vec<String>>);
 
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum CardValue {
+    One(String),
+    List(Vec<String>),
+    Other(IgnoredAny),
+}
+
 impl FrontMatter {
     /// Reads the beginning of a card; empty for a card without front matter.
     pub fn of(card: &[u8]) -> Self {
@@ -27,38 +39,38 @@ impl FrontMatter {
         let lines: Vec<&str> = text.lines().map(str::trim_end).collect();
         match &lines[..] {
             ["---", rest @ ..] => match rest.iter().position(|line| *line == "---") {
-                Some(end) => Self::of_lines(&rest[..end]),
+                Some(end) => Self::of_yaml(&rest[..end].join("\n")),
                 None => Self::default(),
             },
             _ => Self::default(),
         }
     }
 
-    fn of_lines(lines: &[&str]) -> Self {
-        let mut entries = BTreeMap::new();
-        let is_content = |line: &&str| !line.is_empty() && !line.trim_start().starts_with('#');
-        let mut lines = lines.iter().copied().filter(is_content).peekable();
-        while let Some(line) = lines.next() {
-            let mut below = Vec::new();
-            // A list may stand at the same depth as its key.
-            while let Some(next) = lines.next_if(|next| next.starts_with([' ', '\t', '-'])) {
-                below.push(next);
-            }
-            let Some((key, value)) = entry(line) else {
-                continue;
+    fn of_yaml(text: &str) -> Self {
+        let options = serde_saphyr::options! {
+            duplicate_keys: DuplicateKeyPolicy::LastWins,
+            leading_zero_numbers_as_strings: true,
+            // `no` is a language.
+            strict_booleans: true,
+            with_snippet: false,
+        };
+        let unreadable = Failure::new("the front matter of a model card cannot be read");
+        let read = blaming(unreadable, || serde_saphyr::from_str_with_options(text, options));
+        let entries: BTreeMap<String, CardValue> = match read {
+            Ok(Ok(entries)) => entries,
+            _ => return Self::default(),
+        };
+        let understood = entries.into_iter().filter_map(|(key, value)| {
+            let values = match value {
+                CardValue::One(value) => vec![value],
+                CardValue::List(values) => values,
+                CardValue::Other(_) => return None,
             };
-            let values = match (value, &below[..]) {
-                ("", below) => below.iter().map(|item| item_of(item)).collect(),
-                (value, []) => values_of(value),
-                // The value continues on the next lines.
-                _ => None,
-            };
-            entries.remove(key);
-            if let Some(values) = values.filter(|v| (1..=LONGEST_LIST).contains(&v.len())) {
-                entries.insert(key.to_string(), values);
-            }
-        }
-        Self(entries)
+            let fits = |value: &String| (1..=LONGEST_VALUE).contains(&value.chars().count());
+            let fit = (1..=LONGEST_LIST).contains(&values.len()) && values.iter().all(fits);
+            fit.then_some((key, values))
+        });
+        Self(understood.collect())
     }
 
     /// The entries that both cards have, with equal values.
@@ -90,78 +102,6 @@ pub(super) fn list_of(key: &str, values: &[String]) -> String {
     }
     let items = values.iter().map(|value| format!("- {}\n", quoted(value)));
     format!("{key}:\n{}", items.collect::<String>())
-}
-
-/// Key and rest of a line `key: value`.
-fn entry(line: &str) -> Option<(&str, &str)> {
-    let (key, value) = line.split_once(':')?;
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-".contains(c);
-    let is_key = !key.is_empty() && key.chars().all(is_plain);
-    (is_key && (value.is_empty() || value.starts_with([' ', '\t']))).then(|| (key, value.trim()))
-}
-
-/// A line `- value` of a list.
-fn item_of(line: &str) -> Option<String> {
-    let item = line.trim_start().strip_prefix('-')?;
-    item.starts_with([' ', '\t']).then(|| scalar(item)).flatten()
-}
-
-/// A value, or a list in brackets.
-fn values_of(value: &str) -> Option<Vec<String>> {
-    match value.strip_prefix('[') {
-        None => scalar(value).map(|value| vec![value]),
-        Some(list) => {
-            let list = list.strip_suffix(']')?.trim().trim_end_matches(',');
-            list.split(',').map(scalar).collect()
-        }
-    }
-}
-
-/// A plain or quoted value; `None` for everything else, also for nothing and null.
-fn scalar(text: &str) -> Option<String> {
-    let text = text.trim();
-    let (value, rest) = match text.chars().next()? {
-        '"' => {
-            let mut strings = serde_json::Deserializer::from_str(text).into_iter::<String>();
-            let value = strings.next()?.ok()?;
-            (value, &text[strings.byte_offset()..])
-        }
-        '\'' => single_quoted(&text[1..])?,
-        _ => (plain(text)?.to_string(), ""),
-    };
-    let rest = rest.trim_start();
-    let is_whole = rest.is_empty() || rest.starts_with('#');
-    let fits = (1..=LONGEST_VALUE).contains(&value.chars().count());
-    (is_whole && fits).then_some(value)
-}
-
-/// The value of `a ''b'''` without its first quote, and the text after its last quote.
-fn single_quoted(text: &str) -> Option<(String, &str)> {
-    let (mut value, mut rest) = (String::new(), text);
-    loop {
-        let (part, after) = rest.split_once('\'')?;
-        value.push_str(part);
-        match after.strip_prefix('\'') {
-            Some(more) => {
-                value.push('\'');
-                rest = more;
-            }
-            None => return Some((value, after)),
-        }
-    }
-}
-
-/// A value without quotes, and without the comment after it.
-fn plain(text: &str) -> Option<&str> {
-    let end = text.find(" #").unwrap_or(text.len());
-    let value = text[..end].trim_end();
-    let is_other = value.starts_with([
-        '[', ']', '{', '}', '&', '*', '!', '|', '>', '@', '`', '%', '#', ',', '?', '"', '\'',
-    ]) || value.starts_with("- ")
-        || value.contains(": ")
-        || value.ends_with(':')
-        || matches!(value, "~" | "null" | "Null" | "NULL" | "-");
-    (!is_other).then_some(value)
 }
 
 /// A text as a value of YAML on a single line: a JSON string that also escapes the characters that YAML does not take or takes as the
@@ -213,32 +153,20 @@ mod tests {
     }
 
     #[test]
-    fn unknown_forms_are_passed_over() {
+    fn other_forms_are_passed_over_and_what_is_no_yaml_is_no_front_matter() {
         let long = "x".repeat(LONGEST_VALUE + 1);
         let many = "- a\n".repeat(LONGEST_LIST + 1);
         for value in [
             "",
             "null",
             "~",
-            "|\n  mit",
-            ">-\n  mit",
-            "&a mit",
-            "*a",
-            "!!str mit",
+            "true",
             "{a: b}",
-            "[a",
             "[a, {b: c}]",
             "[]",
-            "\"open",
-            "'open",
-            "\"a\" b",
-            "\"\\q\"",
-            "a: b",
-            "mit\n  and more",
             "\n  sub: mit",
             "\n- a: b",
             "\n- - a",
-            "\n-a",
             "''",
             long.as_str(),
             &format!("\n{many}"),
@@ -247,6 +175,18 @@ mod tests {
             assert_eq!(get(&card, "license"), Vec::<String>::new(), "{value}");
             assert_eq!(get(&card, "language"), ["en"], "{value}");
             assert_eq!(get(&card, "license_name"), ["x"], "{value}");
+        }
+        for (value, text) in [
+            ("!!str mit", "mit"),
+            ("mit\n  and more", "mit and more"),
+            (">-\n  mit\n  or apache", "mit or apache"),
+            ("no", "no"),
+        ] {
+            assert_eq!(get(&format!("---\nlicense: {value}\n---\n"), "license"), [text]);
+        }
+        for value in ["*a", "[a", "\"open", "'open", "\"a\" b", "\"\\q\"", "a: b"] {
+            let card = format!("---\nlanguage: en\nlicense: {value}\n---\n");
+            assert_eq!(FrontMatter::of(card.as_bytes()), FrontMatter::default(), "{value}");
         }
         // The last value counts, and a form that is not understood is no reason to trust the first.
         assert_eq!(get("---\nlicense: a\nlicense: b\n---\n", "license"), ["b"]);

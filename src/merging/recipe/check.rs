@@ -4,10 +4,10 @@ use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 
-use super::contents::{MergeInputs, Recipe, SliceRecipe, SliceSource};
+use super::contents::{MergeInputs, PlacedSlice, Recipe, SliceRecipe, SliceSource};
 use super::model_spec::ModelSpec;
 use super::parameter::{BaseModel, Declaration, Declared, Parameter};
-use super::place::{Place, listed};
+use super::place::{Place, Placed, listed};
 use super::setting::Parameters;
 use crate::failure::Failure;
 
@@ -30,19 +30,21 @@ impl Recipe {
 
     /// The slices of the output. `models` form a single slice over `num_hidden_layers` layers, with the base model at the end if it is
     /// not in the list.
-    pub(super) fn slices(&self, num_hidden_layers: usize) -> Cow<'_, [SliceRecipe]> {
+    pub(super) fn slices(&self, num_hidden_layers: usize) -> Cow<'_, [PlacedSlice]> {
         let inputs = match &self.inputs {
             MergeInputs::Slices(slices) => return Cow::Borrowed(slices),
             MergeInputs::Models(inputs) => inputs,
         };
         let place = inputs.first().map_or(&Place::Flags, |input| &input.place);
-        let source = |place: &Place, model: &ModelSpec, parameters: &Parameters| SliceSource {
+        let source = |place: &Place, model: &ModelSpec, parameters: &Parameters| Placed {
             place: place.clone(),
-            model: model.clone(),
-            layer_range: 0..num_hidden_layers,
-            parameters: parameters.clone(),
+            value: SliceSource {
+                model: model.clone(),
+                layer_range: 0..num_hidden_layers,
+                parameters: parameters.clone(),
+            },
         };
-        let mut sources: Vec<SliceSource> = inputs
+        let mut sources: Vec<_> = inputs
             .iter()
             .map(|input| source(&input.place, &input.model, &input.parameters))
             .collect();
@@ -51,12 +53,8 @@ impl Recipe {
         {
             sources.push(source(place, base, &Parameters::default()));
         }
-        Cow::Owned(vec![SliceRecipe {
-            place: place.clone(),
-            sources,
-            base_model: None,
-            parameters: Parameters::default(),
-        }])
+        let value = SliceRecipe { sources, base_model: None, parameters: Parameters::default() };
+        Cow::Owned(vec![Placed { place: place.clone(), value }])
     }
 
     /// The base model of a slice.
@@ -64,7 +62,7 @@ impl Recipe {
         slice.base_model.as_ref().or(self.base_model.as_ref())
     }
 
-    fn check_models(&self, declaration: &Declaration, slice: &SliceRecipe) -> Result<(), Failure> {
+    fn check_models(&self, declaration: &Declaration, slice: &PlacedSlice) -> Result<(), Failure> {
         let method = declaration.name;
         let mut models = BTreeSet::new();
         for source in &slice.sources {

@@ -3,18 +3,18 @@
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::Arc;
 
 use anyhow::Result;
 use clap::ValueEnum;
+use serde::Deserialize;
+use serde::de::{Deserializer, Error as _};
 
-use super::fields::{Fields, unknown};
 use super::model_spec::ModelSpec;
 use super::parameter::Declaration;
-use super::place::{Place, listed};
+use super::place::{Place, Placed, listed, unknown};
 use super::setting::Parameters;
 use super::tokenizer::{TokenizerRecipe, TokenizerSource};
-use super::yaml::{self, Node};
+use super::yaml;
 use crate::failure::Failure;
 use crate::input::{Expected, read_given, with_remedy};
 use crate::linalg::StoredDtype;
@@ -63,52 +63,113 @@ pub struct Recipe {
 #[derive(Debug, Clone, PartialEq)]
 pub enum MergeInputs {
     /// Models with all their layers. The base model is included, listed or not.
-    Models(Vec<ModelInput>),
+    Models(Vec<Placed<ModelInput>>),
     /// Groups of layers, stacked in this order.
-    Slices(Vec<SliceRecipe>),
+    Slices(Vec<Placed<SliceRecipe>>),
 }
 
 /// A model with all its layers.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct ModelInput {
-    /// Its place in the recipe.
-    pub place: Place,
     /// The model.
     pub model: ModelSpec,
     /// Its parameters, the narrowest scope.
+    #[serde(default)]
     pub parameters: Parameters,
 }
 
 /// Layers of the output that are merged from as many layers of each source.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct SliceRecipe {
-    /// Its place in the recipe.
-    pub place: Place,
     /// The models and their layers.
-    pub sources: Vec<SliceSource>,
+    pub sources: Vec<Placed<SliceSource>>,
     /// The base model of this slice, if it is not the recipe's base model.
     pub base_model: Option<ModelSpec>,
     /// Parameters of this slice.
+    #[serde(default)]
     pub parameters: Parameters,
 }
 
+/// A slice and its place.
+pub(super) type PlacedSlice = Placed<SliceRecipe>;
+
 /// Layers of a model.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct SliceSource {
-    /// Its place in the recipe.
-    pub place: Place,
     /// The model.
     pub model: ModelSpec,
     /// Its layers, never empty.
+    #[serde(deserialize_with = "layer_range")]
     pub layer_range: Range<usize>,
     /// Its parameters in this slice, the narrowest scope.
+    #[serde(default)]
     pub parameters: Parameters,
 }
 
+/// A recipe as its file holds it.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RecipeFile {
+    merge_method: Placed<String>,
+    base_model: Option<ModelSpec>,
+    models: Option<Vec<Placed<ModelInput>>>,
+    slices: Option<Vec<Placed<SliceRecipe>>>,
+    modules: Option<ModulesFile>,
+    #[serde(default)]
+    parameters: Parameters,
+    #[serde(default, deserialize_with = "dtype")]
+    dtype: Option<StoredDtype>,
+    #[serde(default, deserialize_with = "dtype")]
+    out_dtype: Option<StoredDtype>,
+    tokenizer_source: Option<Placed<TokenizerSource>>,
+    tokenizer: Option<TokenizerRecipe>,
+    chat_template: Option<String>,
+}
+
+/// The method of any recipe.
+#[derive(Deserialize)]
+struct MethodFile {
+    merge_method: Placed<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ModulesFile {
+    default: ModuleFile,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ModuleFile {
+    models: Option<Vec<Placed<ModelInput>>>,
+    slices: Option<Vec<Placed<SliceRecipe>>>,
+    #[serde(default)]
+    parameters: Parameters,
+}
+
 /// The dtype that a recipe asks for: PyTorch's name, or a short name.
-fn dtype(node: Node) -> Result<StoredDtype, Failure> {
-    let named = node.scalar().and_then(|scalar| StoredDtype::from_str(&scalar.text, false).ok());
-    named.ok_or_else(|| node.wrong("a dtype", "`float32`, `float16` or `bfloat16`"))
+fn dtype<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<StoredDtype>, D::Error> {
+    let Some(name) = Option::<String>::deserialize(deserializer)? else {
+        return Ok(None);
+    };
+    let unknown = |_| {
+        let known = "`float32`, `float16` or `bfloat16`";
+        D::Error::custom(format!("a dtype must be {known}, found `{name}`"))
+    };
+    StoredDtype::from_str(&name, false).map(Some).map_err(unknown)
+}
+
+/// `[first layer, layer after the last]`.
+fn layer_range<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Range<usize>, D::Error> {
+    match Vec::deserialize(deserializer)?.as_slice() {
+        &[start, end] if start < end => Ok(start..end),
+        ends => Err(D::Error::custom(format!(
+            "the layer range {ends:?} is not [first layer, layer after the last]"
+        ))),
+    }
 }
 
 impl Recipe {
@@ -132,38 +193,48 @@ impl Recipe {
     /// Fails, with file and line, for text that is not YAML, for keys and parameters that are unknown, values of the wrong kind or out
     /// of range, methods that do not exist, and models, slices or parameters that the method cannot have.
     pub fn from_yaml(text: &str, file: &str, methods: &[Declaration]) -> Result<Self> {
-        let root = yaml::compose(text, &Arc::from(file))?;
-        let known = [
-            "merge_method",
-            "base_model",
-            "models",
-            "slices",
-            "modules",
-            "parameters",
-            "dtype",
-            "out_dtype",
-            "tokenizer_source",
-            "tokenizer",
-            "chat_template",
-        ];
-        let mut fields = Fields::open(root, "a recipe", &known)?;
-        let method = fields.require("merge_method", "a recipe")?;
-        let name = method.text("`merge_method`")?;
-        let declaration = declaration(&name, methods, &method.place)?;
-        let (inputs, module_parameters) = inputs(&mut fields)?;
+        let read = yaml::read::<Placed<RecipeFile>>(text, file).or_else(|failure| {
+            // Another method's parameters are unknown; the method is the reason then.
+            if let Ok(MethodFile { merge_method: name }) = yaml::read(text, file) {
+                declaration(&name, methods, &name.place)?;
+            }
+            Err(failure)
+        });
+        let Placed { place, value: read } = read?;
+        let declaration = declaration(&read.merge_method, methods, &read.merge_method.place)?;
+        let (inputs, module_parameters) = match (read.models, read.slices, read.modules) {
+            (None, None, Some(ModulesFile { default: module })) => {
+                (inputs(module.models, module.slices), module.parameters)
+            }
+            (models, slices, None) => (inputs(models, slices), Parameters::default()),
+            _ => (None, Parameters::default()),
+        };
+        let inputs = inputs.ok_or_else(|| {
+            place
+                .failure("a recipe holds exactly one of `models`, `slices` and `modules`")
+                .detail("a module holds one of `models` and `slices`; none of the lists is empty")
+        })?;
+        let tokenizer = match (read.tokenizer_source, read.tokenizer) {
+            (Some(source), None) => Some(TokenizerRecipe::of(source.value)),
+            (None, tokenizer) => tokenizer,
+            (Some(source), Some(_)) => {
+                return Err(source
+                    .place
+                    .failure("`tokenizer_source` and `tokenizer` exclude one another")
+                    .hint("write `tokenizer: {source: ...}` alone")
+                    .into());
+            }
+        };
         let recipe = Self {
-            merge_method: name,
-            base_model: fields.take("base_model").map(ModelSpec::from_node).transpose()?,
+            merge_method: read.merge_method.value,
+            base_model: read.base_model,
             inputs,
             module_parameters,
-            parameters: Parameters::from_node(fields.take("parameters"))?,
-            dtype: fields.take("dtype").map(dtype).transpose()?,
-            out_dtype: fields.take("out_dtype").map(dtype).transpose()?,
-            tokenizer: tokenizer(&mut fields)?,
-            chat_template: fields
-                .take("chat_template")
-                .map(|template| template.text("`chat_template`"))
-                .transpose()?,
+            parameters: read.parameters,
+            dtype: read.dtype,
+            out_dtype: read.out_dtype,
+            tokenizer,
+            chat_template: read.chat_template,
         };
         recipe.check(declaration)?;
         Ok(recipe)
@@ -210,105 +281,14 @@ pub(super) fn declaration<'a>(
     Err(unknown(place, &message, name, &known))
 }
 
-/// The inputs under `models`, `slices` or `modules`, and the parameters under `modules`.
-fn inputs(fields: &mut Fields) -> Result<(MergeInputs, Parameters), Failure> {
-    let given = ["models", "slices", "modules"].map(|key| fields.take(key));
-    match given {
-        [Some(models), None, None] => Ok((models_of(models)?, Parameters::default())),
-        [None, Some(slices), None] => Ok((slices_of(slices)?, Parameters::default())),
-        [None, None, Some(modules)] => {
-            let mut modules = Fields::open(modules, "`modules`", &["default"])?;
-            let module = modules.require("default", "`modules`")?;
-            let known = ["models", "slices", "parameters"];
-            let mut module = Fields::open(module, "a module", &known)?;
-            let parameters = Parameters::from_node(module.take("parameters"))?;
-            match [module.take("models"), module.take("slices")] {
-                [Some(models), None] => Ok((models_of(models)?, parameters)),
-                [None, Some(slices)] => Ok((slices_of(slices)?, parameters)),
-                _ => Err(module.place.failure("a module holds either `models` or `slices`")),
-            }
-        }
-        _ => Err(fields
-            .place
-            .failure("a recipe holds exactly one of `models`, `slices` and `modules`")),
-    }
-}
-
-fn models_of(node: Node) -> Result<MergeInputs, Failure> {
-    let items = some_of(node, "`models`")?.into_iter();
-    let inputs = items.map(|node| {
-        let mut fields = Fields::open(node, "a model", &["model", "parameters"])?;
-        Ok(ModelInput {
-            model: ModelSpec::from_node(fields.require("model", "a model")?)?,
-            parameters: Parameters::from_node(fields.take("parameters"))?,
-            place: fields.place,
-        })
-    });
-    Ok(MergeInputs::Models(inputs.collect::<Result<_, Failure>>()?))
-}
-
-fn slices_of(node: Node) -> Result<MergeInputs, Failure> {
-    let items = some_of(node, "`slices`")?.into_iter();
-    let slices = items.map(|node| {
-        let known = ["sources", "base_model", "parameters"];
-        let mut fields = Fields::open(node, "a slice", &known)?;
-        let sources = some_of(fields.require("sources", "a slice")?, "`sources`")?;
-        let base_model = fields.take("base_model").map(ModelSpec::from_node);
-        Ok(SliceRecipe {
-            sources: sources.into_iter().map(slice_source).collect::<Result<_, _>>()?,
-            base_model: base_model.transpose()?,
-            parameters: Parameters::from_node(fields.take("parameters"))?,
-            place: fields.place,
-        })
-    });
-    Ok(MergeInputs::Slices(slices.collect::<Result<_, Failure>>()?))
-}
-
-fn slice_source(node: Node) -> Result<SliceSource, Failure> {
-    let known = ["model", "layer_range", "parameters"];
-    let mut fields = Fields::open(node, "a source", &known)?;
-    let range = fields.require("layer_range", "a source")?;
-    let place = range.place.clone();
-    let ends = range.list("`layer_range`")?;
-    let ends: Vec<usize> = ends.iter().map(|end| end.count("a layer")).collect::<Result<_, _>>()?;
-    let &[start, end] = ends.as_slice() else {
-        return Err(place.failure(format!(
-            "`layer_range` holds {} numbers; it is [first layer, layer after the last]",
-            ends.len()
-        )));
-    };
-    if start >= end {
-        return Err(place.failure(format!("the layer range [{start}, {end}] is empty")));
-    }
-    Ok(SliceSource {
-        model: ModelSpec::from_node(fields.require("model", "a source")?)?,
-        layer_range: start..end,
-        parameters: Parameters::from_node(fields.take("parameters"))?,
-        place: fields.place,
-    })
-}
-
-/// The items of a list that is not empty.
-fn some_of(node: Node, what: &str) -> Result<Vec<Node>, Failure> {
-    let place = node.place.clone();
-    let items = node.list(what)?;
-    if items.is_empty() {
-        return Err(place.failure(format!("{what} is an empty list")));
-    }
-    Ok(items)
-}
-
-/// The tokenizer under `tokenizer_source` or `tokenizer`.
-fn tokenizer(fields: &mut Fields) -> Result<Option<TokenizerRecipe>, Failure> {
-    match (fields.take("tokenizer_source"), fields.take("tokenizer")) {
-        (Some(source), None) => {
-            let source = TokenizerSource::from_node(source)?;
-            Ok(Some(TokenizerRecipe::of(source)))
-        }
-        (None, tokenizer) => tokenizer.map(TokenizerRecipe::from_node).transpose(),
-        (Some(source), Some(_)) => Err(source
-            .place
-            .failure("`tokenizer_source` and `tokenizer` exclude one another")
-            .hint("write `tokenizer: {source: ...}` alone")),
+/// The only list given, if it is not empty.
+fn inputs(
+    models: Option<Vec<Placed<ModelInput>>>,
+    slices: Option<Vec<Placed<SliceRecipe>>>,
+) -> Option<MergeInputs> {
+    match (models, slices) {
+        (Some(models), None) if !models.is_empty() => Some(MergeInputs::Models(models)),
+        (None, Some(slices)) if !slices.is_empty() => Some(MergeInputs::Slices(slices)),
+        _ => None,
     }
 }

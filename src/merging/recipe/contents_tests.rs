@@ -7,6 +7,7 @@ use proptest::prelude::*;
 
 use super::testing::{method, methods, read};
 use super::*;
+use crate::input::InOrder;
 use crate::linalg::StoredDtype;
 
 fn model(text: &str) -> ModelSpec {
@@ -75,7 +76,7 @@ tokenizer:
     <|user|>: {source: {kind: model_token, model: a, token: </s>}}
     '7': {source: {kind: model_token, model: a, token_id: 7}, force: true}
     x: {source: {kind: zero}}
-    y: {source: b@c}
+    'y': {source: b@c}
     z:
       force: false
   pad_to_multiple_of: 8
@@ -104,7 +105,7 @@ chat_template: auto
     let row = |source, force| TokenRecipe { source, force };
     let token = |name| TokenRow::Token(model("a"), name);
     assert_eq!(
-        tokenizer.tokens,
+        tokenizer.tokens.0,
         [
             ("<|user|>".into(), row(Some(token(TokenName::Text("</s>".into()))), false)),
             ("7".into(), row(Some(token(TokenName::Id(7))), true)),
@@ -172,49 +173,28 @@ fn refuses(cases: &[(&str, &str)]) {
 #[test]
 fn unknown_keys_and_wrong_kinds_are_refused_with_their_line() {
     refuses(&[
-        ("parmeters: {}", "line 4: a recipe has no key `parmeters`"),
+        ("parmeters: {}", "line 4: `parmeters` is not known here"),
         ("parmeters: {}", "hint: write `parameters`"),
         ("parmeters: {}", "known here: `merge_method`, `base_model`, `models`"),
-        ("name: x", "line 4: a recipe has no key `name`"),
-        ("parameters: {lamda: 1}", "line 4: no parameter is called `lamda`"),
+        ("name: x", "line 4: `name` is not known here"),
+        ("parameters: {lamda: 1}", "line 4: `lamda` is not known here"),
         ("parameters: {lamda: 1}", "hint: write `lambda`"),
         ("parameters: {t: 1}", "line 4: the method `ties` has no parameter `t`"),
         ("parameters: {t: 1}", "it has `weight`, `density`, `normalize`, `rescale`, `lambda`"),
-        (
-            "parameters: [1]",
-            "line 4: `parameters` must be a map of keys and values, found a list of 1",
-        ),
-        ("parameters: {lambda: x}", "line 4: `lambda` must be a finite decimal number, found `x`"),
-        (
-            "parameters: {lambda: true}",
-            "line 4: `lambda` must be a finite decimal number, found `true`",
-        ),
-        (
-            "parameters:\n  lambda:\n",
-            "line 5: `lambda` must be a finite decimal number, found nothing",
-        ),
-        (
-            "parameters: {lambda: .nan}",
-            "line 4: `lambda` must be a finite decimal number, found `.nan`",
-        ),
-        (
-            "parameters: {lambda: []}",
-            "line 4: `lambda` must be a value or a list of values, found a list of 0",
-        ),
-        (
-            "parameters: {lambda: [1, [2]]}",
-            "line 4: `lambda` must be a finite decimal number, found a list of 1",
-        ),
-        (
-            "parameters: {lambda: [{value: 1}, 2]}",
-            "line 4: a filter must be a map of keys and values, found `2`",
-        ),
-        ("parameters: {lambda: [{vaule: 1}]}", "hint: write `value`"),
-        ("parameters: {lambda: [{filter: x}]}", "line 4: a filter needs `value`"),
+        ("parameters: [1]", "line 4: expected a map of keys and values"),
+        ("parameters: {lambda: x}", "line 4: expected a number (finite, decimal), true, false"),
+        ("parameters: {lambda: true}", "line 4: `lambda` must be a number, found `true`"),
+        ("parameters:\n  lambda:\n", "line 5: expected a number (finite, decimal)"),
+        ("parameters: {lambda: .nan}", "line 4: non-finite float `.nan`"),
+        ("parameters: {lambda: []}", "line 4: `lambda` is an empty list"),
+        ("parameters: {lambda: [1, [2]]}", "line 4: expected a number (finite, decimal)"),
+        ("parameters: {lambda: [{value: 1}, 2]}", "or a list of {filter: TEXT, value: VALUE}"),
+        ("parameters: {lambda: [{vaule: 1}]}", "line 4: expected a number (finite, decimal)"),
+        ("parameters: {lambda: [{filter: x}]}", "line 4: expected a number (finite, decimal)"),
         ("parameters: {density: 1.5}", "line 4: `density` is 1.5; it lies between 0 and 1"),
         (
             "parameters:\n  density:\n    - 0.5\n    - -1",
-            "line 7: `density` is -1; it lies between 0 and 1",
+            "line 6: `density` is -1; it lies between 0 and 1",
         ),
         ("parameters: {normalize: 2}", "line 4: `normalize` must be true or false, found `2`"),
     ]);
@@ -241,13 +221,13 @@ fn wrong_dtypes_tokenizers_and_templates_are_refused_with_their_line() {
         ),
         (
             "tokenizer: {tokens: {x: {source: {kind: other}}}}",
-            "line 4: `kind` must be `zero` or `model_token`, found `other`",
+            "line 4: expected a token's source: a model, {kind: zero}",
         ),
         (
             "tokenizer: {tokens: {x: {source: {kind: zero, model: a}}}}",
-            "the kind `zero` has no other key",
+            "line 4: expected a token's source: a model, {kind: zero}",
         ),
-        ("chat_template: 7", "line 4: `chat_template` must be text, found `7`"),
+        ("chat_template: 7", "line 4: expected text, found `7`"),
         ("chat_template: 7", "hint: write it in quotes: \"7\""),
         ("slices: []", "a recipe holds exactly one of `models`, `slices` and `modules`"),
     ]);
@@ -264,8 +244,8 @@ fn methods_models_and_slices_that_do_not_fit_are_refused() {
         format!("merge_method: {method}\nmodels: [{{model: a}}, {{model: b}}]\n{rest}\n")
     };
     for (text, error) in [
-        ("- 1".to_string(), "line 1: a recipe must be a map of keys and values, found a list of 1"),
-        ("models: [{model: a}]".into(), "line 1: a recipe needs `merge_method`"),
+        ("- 1".to_string(), "line 1: expected a map of keys and values"),
+        ("models: [{model: a}]".into(), "line 1: missing field `merge_method`"),
         (models("arcee_fusion", ""), "line 1: the method `arcee_fusion` does not exist in this version"),
         (models("tise", ""), "hint: write `ties`"),
         (models("tise", ""), "line 1: no merge method is called `tise`"),
@@ -276,12 +256,12 @@ fn methods_models_and_slices_that_do_not_fit_are_refused() {
         ("merge_method: linear\nmodels:\n- model: a+b+c\n".into(), "line 3: `a+b+c` does not name a model: it holds more than one `+`"),
         ("merge_method: linear\nmodels:\n- {model: a, parameters: {normalize: true}}\n".into(), "line 3: `normalize` has one value for all models of a slice"),
         ("merge_method: linear\nmodels:\n- {modle: a}\n".into(), "hint: write `model`"),
-        ("merge_method: linear\nmodels: []\n".into(), "line 2: `models` is an empty list"),
-        ("merge_method: linear\nmodules: {vision: {}}\n".into(), "line 2: `modules` has no key `vision`"),
-        (slices("{model: a}"), "line 3: a source needs `layer_range`"),
-        (slices("{model: a, layer_range: [0]}"), "line 3: `layer_range` holds 1 numbers"),
-        (slices("{model: a, layer_range: [-1, 2]}"), "line 3: a layer must be a whole number from 0 on, found `-1`"),
-        (slices("{model: a, layer_range: [2, 2]}"), "line 3: the layer range [2, 2] is empty"),
+        ("merge_method: linear\nmodels: []\n".into(), "line 1: a recipe holds exactly one of `models`, `slices` and `modules`\n  a module holds one of `models` and `slices`; none of the lists is empty"),
+        ("merge_method: linear\nmodules: {vision: {}}\n".into(), "line 2: `vision` is not known here"),
+        (slices("{model: a}"), "line 3: missing field `layer_range`"),
+        (slices("{model: a, layer_range: [0]}"), "line 3: the layer range [0] is not [first layer, layer after the last]"),
+        (slices("{model: a, layer_range: [-1, 2]}"), "line 3: expected a whole number from 0 on"),
+        (slices("{model: a, layer_range: [2, 2]}"), "line 3: the layer range [2, 2] is not [first layer, layer after the last]"),
         (slices("{model: a, layer_range: [0, 2]}, {model: b, layer_range: [0, 3]}"), "line 3: the sources of a slice have different numbers of layers: 2 of `a`, 3 of `b`"),
         ("merge_method: slerp\nbase_model: c\nslices:\n- sources: [{model: a, layer_range: [0, 1]}, {model: b, layer_range: [0, 1]}]\n".into(), "line 4: the base model `c` is no source of this slice"),
     ] {
@@ -308,7 +288,7 @@ fn any_setting() -> impl Strategy<Value = Setting> {
         filter: filter.filter(|filter| filter != "*"),
         points,
     });
-    prop::collection::vec(case, 1..4).prop_map(|cases| Setting { place: Place::Flags, cases })
+    prop::collection::vec(case, 1..4).prop_map(|cases| Setting { cases })
 }
 
 proptest! {
@@ -323,11 +303,9 @@ proptest! {
         template in "[^\u{0}]{1,40}",
     ) {
         let mut parameters = Parameters::default();
-        parameters.set(Parameter::Weight, setting);
-        let inputs = models.into_iter().map(|model| ModelInput {
-            place: Place::Flags,
-            model,
-            parameters: parameters.clone(),
+        parameters.set(Parameter::Weight, Placed { place: Place::Flags, value: setting });
+        let inputs = models.into_iter().map(|model| {
+            Placed { place: Place::Flags, value: ModelInput { model, parameters: parameters.clone() } }
         });
         let token = (token, TokenRecipe { source: Some(TokenRow::Model(row)), force: true });
         let recipe = Recipe {
@@ -338,7 +316,7 @@ proptest! {
             parameters: Parameters::default(),
             dtype: Some(StoredDtype::F16),
             out_dtype: None,
-            tokenizer: Some(TokenizerRecipe { tokens: vec![token], ..TokenizerRecipe::of(TokenizerSource::Base) }),
+            tokenizer: Some(TokenizerRecipe { tokens: InOrder(vec![token]), ..TokenizerRecipe::of(TokenizerSource::Base) }),
             chat_template: Some(template),
         };
         let written = recipe.to_yaml(str::to_string);

@@ -7,7 +7,7 @@ use super::check::not_of;
 use super::contents::{MergeInputs, ModelInput, Recipe, declaration};
 use super::model_spec::ModelSpec;
 use super::parameter::{BaseModel, Declaration, Parameter, WhenMissing};
-use super::place::Place;
+use super::place::{Place, Placed};
 use super::setting::{Parameters, Setting, check_range};
 use super::tokenizer::{TokenizerRecipe, TokenizerSource};
 use crate::failure::Failure;
@@ -140,8 +140,10 @@ impl Recipe {
             (source, _) => source,
         });
         let inputs = specs.into_iter().zip(per_model);
-        let inputs =
-            inputs.map(|(model, parameters)| ModelInput { place: Place::Flags, model, parameters });
+        let inputs = inputs.map(|(model, parameters)| Placed {
+            place: Place::Flags,
+            value: ModelInput { model, parameters },
+        });
         let recipe = Self {
             inputs: MergeInputs::Models(inputs.collect()),
             base_model,
@@ -226,8 +228,8 @@ fn set(
     if declared.all(|(of, _)| *of != parameter) {
         return Err(not_of(declaration, parameter, &Place::Flags));
     }
-    check_range(parameter, value, &Place::Flags)?;
-    parameters.set(parameter, Setting::scalar(value, Place::Flags));
+    check_range(parameter, value).map_err(|reason| Place::Flags.failure(reason))?;
+    parameters.set(parameter, Placed { place: Place::Flags, value: Setting::scalar(value) });
     Ok(())
 }
 

@@ -11,11 +11,11 @@
 //! | `model_spec` | `model@revision+adapter` |
 //! | `tokenizer` | the vocabulary that a recipe asks for |
 //! | `check` | what a method can have |
-//! | `fields`, `yaml`, `place` | typed reading of YAML with lines |
+//! | `yaml` | YAML as values of serde, within limits |
+//! | `place` | values with their lines |
 
 mod check;
 mod contents;
-mod fields;
 mod flags;
 mod model_spec;
 mod parameter;
@@ -39,7 +39,7 @@ pub use contents::{MergeInputs, ModelInput, OTHER_METHODS, Recipe, SliceRecipe, 
 pub use flags::FlagRecipe;
 pub use model_spec::ModelSpec;
 pub use parameter::{BaseModel, Declaration, Declared, Parameter, ParameterValues, WhenMissing};
-pub use place::Place;
+pub use place::{Place, Placed};
 pub use resolve::{ModelShape, Resolved, TensorRecipe, TensorSource};
 pub use setting::{Case, Parameters, Setting};
 pub use tokenizer::{TokenName, TokenRecipe, TokenRow, TokenizerRecipe, TokenizerSource};

@@ -8,14 +8,15 @@ use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
 
-use super::fields::Fields;
-use super::yaml::{Content, Node};
+use serde::Deserialize;
+
 use crate::failure::Failure;
 
 const HINT: &str = "write MODEL, MODEL@REVISION or MODEL+ADAPTER; in a file, {model: {path: PATH}, lora: {path: PATH}} takes every path";
 
 /// A model, alone or with an adapter.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Deserialize)]
+#[serde(try_from = "ModelForm")]
 pub struct ModelSpec {
     /// A folder or a hub id.
     pub model: String,
@@ -23,6 +24,48 @@ pub struct ModelSpec {
     pub revision: Option<String>,
     /// The folder or hub id of a LoRA adapter, and its revision.
     pub adapter: Option<(String, Option<String>)>,
+}
+
+/// A model as a recipe writes it.
+#[derive(Deserialize)]
+#[serde(
+    untagged,
+    deny_unknown_fields,
+    expecting = "expected a model: MODEL, MODEL@REVISION or MODEL+ADAPTER (a number or a switch in quotes), or {model: {path: PATH, revision: REVISION}, lora: {path: PATH}}"
+)]
+pub(super) enum ModelForm {
+    Text(String),
+    Map { model: PathForm, lora: Option<PathForm> },
+}
+
+#[derive(Deserialize)]
+#[serde(untagged, deny_unknown_fields)]
+pub(super) enum PathForm {
+    Text(String),
+    Map { path: String, revision: Option<String> },
+}
+
+impl PathForm {
+    fn parts(self) -> Result<(String, Option<String>), Failure> {
+        match self {
+            Self::Text(text) => path_and_revision(&text),
+            Self::Map { path, revision } => Ok((path, revision)),
+        }
+    }
+}
+
+impl TryFrom<ModelForm> for ModelSpec {
+    type Error = Failure;
+
+    fn try_from(form: ModelForm) -> Result<Self, Failure> {
+        match form {
+            ModelForm::Text(text) => text.parse(),
+            ModelForm::Map { model, lora } => {
+                let (model, revision) = model.parts()?;
+                Ok(Self { model, revision, adapter: lora.map(PathForm::parts).transpose()? })
+            }
+        }
+    }
 }
 
 impl FromStr for ModelSpec {
@@ -61,21 +104,6 @@ impl fmt::Display for ModelSpec {
 }
 
 impl ModelSpec {
-    /// Reads the form of text or the form of a map.
-    pub(super) fn from_node(node: Node) -> Result<Self, Failure> {
-        if !matches!(node.content, Content::Map(_)) {
-            let text = node.text("a model")?;
-            let spec = text.parse::<Self>();
-            return spec.map_err(|failure| Failure {
-                message: node.place.failure(&failure.message).message,
-                ..failure
-            });
-        }
-        let mut fields = Fields::open(node, "a model", &["model", "lora"])?;
-        let (model, revision) = path_of(fields.require("model", "a model")?)?;
-        Ok(Self { model, revision, adapter: fields.take("lora").map(path_of).transpose()? })
-    }
-
     /// True where the form of text says the same to every reader.
     pub(super) fn is_plain(&self) -> bool {
         let adapter = self.adapter.iter();
@@ -87,19 +115,6 @@ impl ModelSpec {
             .all(|part| !part.contains(['+', '@']))
             && self.to_string().parse().as_ref() == Ok(self)
     }
-}
-
-/// Reads a path of the form of a map: `path@revision` or `{path: …, revision: …}`.
-fn path_of(node: Node) -> Result<(String, Option<String>), Failure> {
-    if !matches!(node.content, Content::Map(_)) {
-        return path_and_revision(&node.text("a path")?)
-            .map_err(|failure| node.place.failure(failure.message).hint(HINT));
-    }
-    let mut fields = Fields::open(node, "a path", &["path", "revision"])?;
-    let path = fields.require("path", "a path")?.text("`path`")?;
-    let revision = fields.take("revision");
-    let revision = revision.map(|revision| revision.text("`revision`"));
-    Ok((path, revision.transpose()?))
 }
 
 /// Splits `path@revision`.

@@ -3,8 +3,11 @@
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 
+use serde::Deserialize;
+
 /// A number that a recipe gives to a method. Switches are 0 or 1.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Parameter {
     /// The factor of a model or of its difference from the base.
     Weight,
@@ -61,11 +64,6 @@ impl Parameter {
             Self::FilterWise => "filter_wise",
             Self::Int8Mask => "int8_mask",
         }
-    }
-
-    /// The parameter of this name.
-    pub fn named(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|parameter| parameter.name() == name)
     }
 
     /// True for a parameter that is `true` or `false`.

@@ -1,9 +1,19 @@
-//! The place of a value in a recipe: the beginning of every error about it.
+//! Values of a recipe and their places: the beginning of every error about them.
 
+use std::cell::RefCell;
 use std::fmt;
+use std::ops::Deref;
 use std::sync::Arc;
 
+use serde::Deserialize;
+use serde_saphyr::Spanned;
+
 use crate::failure::Failure;
+
+thread_local! {
+    /// The file that this thread reads: serde hands nothing down to the values it makes.
+    static FILE: RefCell<Arc<str>> = RefCell::new(Arc::from(""));
+}
 
 /// The origin of a part of a recipe. It is no part of the content: two recipes with different places are equal.
 #[derive(Debug, Clone)]
@@ -14,6 +24,30 @@ pub enum Place {
     Flags,
 }
 
+/// A value and its place.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(from = "Spanned<T>", bound(deserialize = "T: Deserialize<'de>"))]
+pub struct Placed<T> {
+    /// Its place in the recipe.
+    pub place: Place,
+    /// The value itself.
+    pub value: T,
+}
+
+impl<T> From<Spanned<T>> for Placed<T> {
+    fn from(spanned: Spanned<T>) -> Self {
+        Self { place: Place::line(spanned.referenced.line()), value: spanned.value }
+    }
+}
+
+impl<T> Deref for Placed<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.value
+    }
+}
+
 impl PartialEq for Place {
     fn eq(&self, _: &Self) -> bool {
         true
@@ -21,6 +55,16 @@ impl PartialEq for Place {
 }
 
 impl Place {
+    /// Names the file that this thread reads from here on.
+    pub(super) fn begin(file: &str) {
+        FILE.set(Arc::from(file));
+    }
+
+    /// A line of the file that this thread reads.
+    pub(super) fn line(line: u64) -> Self {
+        Self::Line(FILE.with_borrow(Arc::clone), usize::try_from(line).unwrap_or(usize::MAX))
+    }
+
     /// A failure at this place. Mistakes on the command line are of usage.
     pub fn failure(&self, message: impl fmt::Display) -> Failure {
         match self {
@@ -56,6 +100,16 @@ pub(super) fn meant<'a>(
         .filter(|(wrong, _)| *wrong <= wrong_at_most)
         .min_by_key(|(wrong, _)| *wrong)
         .map(|(_, candidate)| candidate)
+}
+
+/// The refusal of a name, with a proposal and the list of known names.
+pub(super) fn unknown(place: &Place, message: &str, given: &str, known: &[&str]) -> Failure {
+    let failure =
+        place.failure(message).detail(format!("known here: {}", listed(known.iter().copied())));
+    match meant(given, known.iter().copied()) {
+        Some(name) => failure.hint(format!("write `{name}`")),
+        None => failure,
+    }
 }
 
 /// Names in backticks, separated by commas.

@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::Result;
 
-use super::contents::{MergeInputs, Recipe, SliceRecipe};
+use super::contents::{MergeInputs, PlacedSlice, Recipe};
 use super::model_spec::ModelSpec;
 use super::parameter::{BaseModel, Declaration, Declared, Parameter, ParameterValues, WhenMissing};
 use super::place::Place;
@@ -211,7 +211,7 @@ struct Resolver<'a> {
 
 impl Resolver<'_> {
     /// Adds a tensor outside the layers, with the values that the recipe has for the tensor `valued`.
-    fn outside(&mut self, name: &str, valued: &str, slice: &SliceRecipe) -> Result<(), Failure> {
+    fn outside(&mut self, name: &str, valued: &str, slice: &PlacedSlice) -> Result<(), Failure> {
         for source in &slice.sources {
             let (_, shape) = self.models[&source.model];
             match shape.outside(name) {
@@ -231,7 +231,7 @@ impl Resolver<'_> {
     }
 
     /// Adds the head, unless it is the embedding of the output.
-    fn head(&mut self, last: &SliceRecipe) -> Result<(), Failure> {
+    fn head(&mut self, last: &PlacedSlice) -> Result<(), Failure> {
         let mut sources = last.sources.iter();
         if sources.any(|source| self.models[&source.model].1.has_head()) {
             return self.outside(HEAD, HEAD, last);
@@ -246,7 +246,7 @@ impl Resolver<'_> {
     }
 
     /// Adds the layers of a slice, from layer `layer` of the output on.
-    fn slice(&mut self, slice: &SliceRecipe, layer: &mut usize) -> Result<(), Failure> {
+    fn slice(&mut self, slice: &PlacedSlice, layer: &mut usize) -> Result<(), Failure> {
         let count = slice.sources.first().map_or(0, |source| source.layer_range.len());
         for i in 0..count {
             let t = if count > 1 { i as f64 / (count - 1) as f64 } else { 1.0 };
@@ -265,7 +265,7 @@ impl Resolver<'_> {
     }
 
     /// The tensors of a layer that any source has, without the beginning of their names. Differences are recorded.
-    fn layer_tensors(&mut self, slice: &SliceRecipe, prefixes: &[String]) -> BTreeSet<String> {
+    fn layer_tensors(&mut self, slice: &PlacedSlice, prefixes: &[String]) -> BTreeSet<String> {
         let mut names = BTreeSet::new();
         for (source, prefix) in slice.sources.iter().zip(prefixes) {
             let (_, shape) = self.models[&source.model];
@@ -296,7 +296,7 @@ impl Resolver<'_> {
         name: String,
         layer: Option<usize>,
         t: f64,
-        slice: &SliceRecipe,
+        slice: &PlacedSlice,
         names: Vec<String>,
     ) -> Result<(), Failure> {
         let base = self.recipe.base_of(slice);

@@ -13,17 +13,15 @@
 
 use std::collections::BTreeMap;
 
-use super::fields::{Fields, entries, unknown};
+use serde::Deserialize;
+
 use super::parameter::Parameter;
-use super::place::Place;
-use super::yaml::{Content, Node};
+use super::place::Placed;
 use crate::failure::Failure;
 
 /// The values of a parameter in a scope.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Setting {
-    /// Its place in the recipe.
-    pub place: Place,
     /// The first case that takes a tensor gives its value. Never empty.
     pub cases: Vec<Case>,
 }
@@ -39,9 +37,8 @@ pub struct Case {
 
 impl Setting {
     /// The same value for all tensors.
-    pub fn scalar(value: f64, place: Place) -> Self {
-        let case = Case { filter: None, points: vec![value] };
-        Self { place, cases: vec![case] }
+    pub fn scalar(value: f64) -> Self {
+        Self { cases: vec![Case { filter: None, points: vec![value] }] }
     }
 
     /// Returns the value for a tensor at depth `t` (0..=1), or nothing where no filter matches.
@@ -51,21 +48,6 @@ impl Setting {
             None => true,
         })?;
         Some(case.at(t, is_switch))
-    }
-
-    /// Reads a scalar, a list of points, a case or a list of cases.
-    fn from_node(parameter: Parameter, node: Node) -> Result<Self, Failure> {
-        let place = node.place.clone();
-        let cases = match node.content {
-            Content::Map(_) => vec![Case::from_node(parameter, node)?],
-            Content::List(items) if items.iter().any(Node::is_map) => {
-                let cases = items.into_iter();
-                let cases = cases.map(|item| Case::from_node(parameter, item));
-                cases.collect::<Result<_, _>>()?
-            }
-            _ => vec![Case { filter: None, points: points(parameter, node)? }],
-        };
-        Ok(Self { place, cases })
     }
 }
 
@@ -80,103 +62,134 @@ impl Case {
         let f = x - i as f64;
         (1.0 - f) * self.points[i] + f * self.points[(i + 1).min(last)]
     }
-
-    fn from_node(parameter: Parameter, node: Node) -> Result<Self, Failure> {
-        let mut fields = Fields::open(node, "a filter", &["filter", "value"])?;
-        let filter = fields.take("filter");
-        let filter = filter.map(|filter| filter.text("`filter`")).transpose()?;
-        Ok(Self {
-            filter: filter.filter(|filter| filter != "*"),
-            points: points(parameter, fields.require("value", "a filter")?)?,
-        })
-    }
 }
 
-impl Node {
-    fn is_map(&self) -> bool {
-        matches!(self.content, Content::Map(_))
-    }
-}
-
-/// Reads a scalar or a list of scalars within the parameter's range.
-fn points(parameter: Parameter, node: Node) -> Result<Vec<f64>, Failure> {
-    let what = format!("`{}`", parameter.name());
-    let point = |node: &Node| {
-        let value = if parameter.is_switch() {
-            // mergekit takes 0 and 1 for a switch.
-            let number = node.scalar().and_then(|scalar| scalar.number());
-            match number.filter(|number| [0.0, 1.0].contains(number)) {
-                Some(number) => number,
-                None => f64::from(u8::from(node.switch(&what)?)),
-            }
-        } else {
-            node.number(&what)?
-        };
-        check_range(parameter, value, &node.place)?;
-        Ok(value)
-    };
-    match &node.content {
-        Content::List(items) if items.is_empty() => {
-            Err(node.wrong(&what, "a value or a list of values"))
-        }
-        Content::List(items) => items.iter().map(point).collect(),
-        _ => Ok(vec![point(&node)?]),
-    }
-}
-
-/// Refuses a value outside its parameter's range.
-pub(super) fn check_range(parameter: Parameter, value: f64, place: &Place) -> Result<(), Failure> {
+/// Refuses a value outside its parameter's range with a reason.
+pub(super) fn check_range(parameter: Parameter, value: f64) -> Result<(), String> {
     let (name, range) = (parameter.name(), parameter.range());
     if range.contains(&value) {
         return Ok(());
     }
     if !value.is_finite() {
-        return Err(place.failure(format!("`{name}` is {value}; it must be a finite number")));
+        return Err(format!("`{name}` is {value}; it must be a finite number"));
     }
-    let (start, end) = (range.start(), range.end());
-    Err(place.failure(format!("`{name}` is {value}; it lies between {start} and {end}")))
+    Err(format!("`{name}` is {value}; it lies between {} and {}", range.start(), range.end()))
+}
+
+/// A number or a switch.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum PointForm {
+    Number(f64),
+    Switch(bool),
+}
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum OneOrMore<T> {
+    One(T),
+    More(Vec<T>),
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct CaseForm {
+    filter: Option<String>,
+    value: OneOrMore<PointForm>,
+}
+
+/// A setting as a recipe writes it.
+#[derive(Deserialize)]
+#[serde(
+    untagged,
+    expecting = "expected a number (finite, decimal), true, false, a list of them, or a list of {filter: TEXT, value: VALUE}"
+)]
+enum SettingForm {
+    Points(OneOrMore<PointForm>),
+    Cases(OneOrMore<CaseForm>),
+}
+
+impl<T> OneOrMore<T> {
+    fn into_vec(self) -> Vec<T> {
+        match self {
+            Self::One(item) => vec![item],
+            Self::More(items) => items,
+        }
+    }
+}
+
+impl SettingForm {
+    /// The cases of a parameter, or the reason against them.
+    fn cases(self, parameter: Parameter) -> Result<Vec<Case>, String> {
+        let cases = match self {
+            Self::Points(value) => vec![CaseForm { filter: None, value }],
+            Self::Cases(cases) => cases.into_vec(),
+        };
+        let case = |case: CaseForm| {
+            let points = case.value.into_vec().into_iter().map(|point| value(parameter, &point));
+            let points: Vec<f64> = points.collect::<Result<_, _>>()?;
+            if points.is_empty() {
+                return Err(format!("`{}` is an empty list", parameter.name()));
+            }
+            Ok(Case { filter: case.filter.filter(|filter| filter != "*"), points })
+        };
+        cases.into_iter().map(case).collect()
+    }
+}
+
+/// The value of a point, or the reason against it.
+fn value(parameter: Parameter, point: &PointForm) -> Result<f64, String> {
+    let name = parameter.name();
+    match *point {
+        PointForm::Switch(is_on) if parameter.is_switch() => Ok(f64::from(u8::from(is_on))),
+        PointForm::Switch(is_on) => Err(format!("`{name}` must be a number, found `{is_on}`")),
+        // mergekit takes 0 and 1 for a switch.
+        PointForm::Number(number) if parameter.is_switch() && ![0.0, 1.0].contains(&number) => {
+            Err(format!("`{name}` must be true or false, found `{number}`"))
+        }
+        PointForm::Number(number) => check_range(parameter, number).map(|()| number),
+    }
 }
 
 /// The settings of a scope, by parameter.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub struct Parameters(BTreeMap<Parameter, Setting>);
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+#[serde(try_from = "ParametersForm")]
+pub struct Parameters(BTreeMap<Parameter, Placed<Setting>>);
+
+/// The settings of a scope as a recipe writes them; nothing is none.
+type ParametersForm = Option<BTreeMap<Parameter, Placed<SettingForm>>>;
+
+impl TryFrom<ParametersForm> for Parameters {
+    type Error = Failure;
+
+    fn try_from(forms: ParametersForm) -> Result<Self, Failure> {
+        let setting = |(parameter, Placed { place, value }): (Parameter, Placed<SettingForm>)| {
+            let cases = value.cases(parameter).map_err(|reason| place.failure(reason))?;
+            Ok((parameter, Placed { place, value: Setting { cases } }))
+        };
+        forms.unwrap_or_default().into_iter().map(setting).collect::<Result<_, _>>().map(Self)
+    }
+}
 
 impl Parameters {
     /// The setting of a parameter.
-    pub fn get(&self, parameter: Parameter) -> Option<&Setting> {
+    pub fn get(&self, parameter: Parameter) -> Option<&Placed<Setting>> {
         self.0.get(&parameter)
     }
 
     /// Sets a parameter.
-    pub fn set(&mut self, parameter: Parameter, setting: Setting) {
+    pub fn set(&mut self, parameter: Parameter, setting: Placed<Setting>) {
         self.0.insert(parameter, setting);
     }
 
     /// All settings, ordered by parameter.
-    pub fn iter(&self) -> impl Iterator<Item = (Parameter, &Setting)> {
+    pub fn iter(&self) -> impl Iterator<Item = (Parameter, &Placed<Setting>)> {
         self.0.iter().map(|(parameter, setting)| (*parameter, setting))
     }
 
     /// True for a scope that sets nothing.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
-    }
-
-    /// Reads the map under `parameters`.
-    pub(super) fn from_node(node: Option<Node>) -> Result<Self, Failure> {
-        let mut parameters = Self::default();
-        let Some(node) = node else {
-            return Ok(parameters);
-        };
-        for entry in entries(node, "`parameters`")? {
-            let Some(parameter) = Parameter::named(&entry.key) else {
-                let message = format!("no parameter is called `{}`", entry.key);
-                let known = Parameter::ALL.map(Parameter::name);
-                return Err(unknown(&entry.place, &message, &entry.key, &known));
-            };
-            parameters.set(parameter, Setting::from_node(parameter, entry.value)?);
-        }
-        Ok(parameters)
     }
 }
 
@@ -191,7 +204,7 @@ mod tests {
             filter: filter.map(str::to_string),
             points: points.to_vec(),
         });
-        Setting { place: Place::Flags, cases: cases.collect() }
+        Setting { cases: cases.collect() }
     }
 
     #[test]

@@ -8,7 +8,6 @@ use super::model_spec::ModelSpec;
 use super::parameter::Parameter;
 use super::setting::{Parameters, Setting};
 use super::tokenizer::{TokenName, TokenRow, TokenizerRecipe, TokenizerSource};
-use super::yaml::Scalar;
 
 /// The last component of the path of a folder, for files that are published; a hub id stays. A relative path of two components
 /// counts as a hub id if no such folder exists.
@@ -139,7 +138,7 @@ impl YamlWriter<'_> {
             TokenizerSource::Union => "union".into(),
             TokenizerSource::Model(model) => self.model(model),
         };
-        if tokenizer.tokens.is_empty() && tokenizer.pad_to_multiple_of.is_none() {
+        if tokenizer.tokens.0.is_empty() && tokenizer.pad_to_multiple_of.is_none() {
             return self.entry(0, "tokenizer_source", &source);
         }
         self.key(0, "tokenizer");
@@ -147,11 +146,11 @@ impl YamlWriter<'_> {
         if let Some(multiple) = tokenizer.pad_to_multiple_of {
             self.entry(2, "pad_to_multiple_of", &multiple.to_string());
         }
-        if tokenizer.tokens.is_empty() {
+        if tokenizer.tokens.0.is_empty() {
             return;
         }
         self.key(2, "tokens");
-        for (name, token) in &tokenizer.tokens {
+        for (name, token) in &tokenizer.tokens.0 {
             self.key(4, &quoted(name));
             if let Some(row) = &token.source {
                 let row = self.token_row(row);
@@ -232,16 +231,15 @@ fn points(parameter: Parameter, points: &[f64]) -> String {
 
 /// Text as a scalar: without quotes where every reader takes it for text.
 fn quoted(text: &str) -> String {
-    let scalar = Scalar { text: text.to_string(), is_plain: true };
+    const NO_TEXT: [&str; 9] = ["false", "n", "no", "null", "off", "on", "true", "y", "yes"];
     let is_word = text.starts_with(|first: char| first.is_ascii_alphabetic() || first == '/')
         || text.starts_with("./")
         || text.starts_with("../");
     let is_plain = is_word
         && text.chars().all(|c| c.is_ascii_alphanumeric() || "_./+@-".contains(c))
-        && !scalar.is_null()
-        && scalar.switch().is_none();
+        && !NO_TEXT.contains(&text.to_ascii_lowercase().as_str());
     if is_plain {
-        return scalar.text;
+        return text.to_string();
     }
     let mut quoted = String::from('"');
     for c in text.chars() {

@@ -103,7 +103,7 @@ impl Vocabulary {
                 add(text, Some(entry));
             }
         }
-        for (text, _) in &recipe.tokens {
+        for (text, _) in &recipe.tokens.0 {
             add(text, None);
         }
         let multiple = recipe.pad_to_multiple_of.unwrap_or(1);
@@ -141,7 +141,7 @@ impl Vocabulary {
             ..RowMap::default()
         };
         let single: HashMap<&str, &TokenRecipe> =
-            recipe.tokens.iter().map(|(text, token)| (text.as_str(), token)).collect();
+            recipe.tokens.0.iter().map(|(text, token)| (text.as_str(), token)).collect();
         let mut texts: Vec<(&String, &usize)> = self.ids.iter().collect();
         texts.sort_unstable_by_key(|(_, id)| **id);
         for (text, &id) in texts {
