@@ -49,7 +49,7 @@ mod tensors;
 pub mod training_footprint;
 
 pub use backward::{LayerGradients, TeacherStates};
-pub use config::{LayerKind, ModelConfig, Rope, RopeScaling, text_settings};
+pub use config::{LayerKind, ModelConfig, Rope, RopeScaling, text_settings, text_settings_mut};
 pub use context::LayerContext;
 pub use embedding::{EMBEDDING, Embedding};
 pub use footprint::{Dtypes, stored_dtypes};

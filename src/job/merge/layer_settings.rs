@@ -60,7 +60,7 @@ pub(super) fn write(
     let mut lists: BTreeMap<usize, Lists> = BTreeMap::new();
     for model in used {
         let input = &inputs.models[model];
-        let Some(own) = input.config.as_object() else {
+        let Some(own) = input.settings().as_object() else {
             continue;
         };
         let of_model = lists_of(own, layers_of(own).unwrap_or(0));

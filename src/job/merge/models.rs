@@ -16,7 +16,7 @@ use crate::linalg::StoredDtype;
 use crate::merging::pass::{AdaptedRows, MappedRows, MergeSources, SourceRows, StoredRows};
 use crate::merging::recipe::{ModelShape, ModelSpec};
 use crate::merging::vocabulary::RowMap;
-use crate::model::{EMBEDDING, HEAD, ModelConfig};
+use crate::model::{EMBEDDING, HEAD, ModelConfig, text_settings};
 use crate::run::Events;
 use crate::settings::ModelSettings;
 
@@ -135,8 +135,13 @@ impl InputModels {
 }
 
 impl InputModelFiles {
+    /// The settings of the language model, which a model of several media has inside its configuration.
+    pub(super) fn settings(&self) -> &Value {
+        text_settings(&self.config).unwrap_or(&self.config)
+    }
+
     fn shape(&self) -> Result<ModelShape> {
-        let layers = self.config.get("num_hidden_layers").and_then(Value::as_u64);
+        let layers = self.settings().get("num_hidden_layers").and_then(Value::as_u64);
         let layers = layers.filter(|&layers| layers > 0).ok_or_else(|| {
             Failure::new(format!(
                 "`{}` has no number of layers",
@@ -260,7 +265,17 @@ fn open_model(
     let (folder, hub_model) = located::model(&settings, events)?;
     let config = ModelConfig::read_json(&folder)?;
     let checkpoint = Arc::new(Checkpoint::open(&folder)?);
-    let is_tied = config.get("tie_word_embeddings").and_then(Value::as_bool) == Some(true)
-        || checkpoint.entry(HEAD).is_none();
-    Ok(InputModelFiles { spec, folder, hub_model, checkpoint, config, is_tied, adapter: None })
+    let mut model = InputModelFiles {
+        spec,
+        folder,
+        hub_model,
+        checkpoint,
+        config,
+        is_tied: true,
+        adapter: None,
+    };
+    let is_set = |settings: &Value| settings.get("tie_word_embeddings").and_then(Value::as_bool);
+    let is_set = is_set(&model.config).or_else(|| is_set(model.settings()));
+    model.is_tied = is_set == Some(true) || model.checkpoint.entry(HEAD).is_none();
+    Ok(model)
 }

@@ -18,7 +18,7 @@ use crate::linalg::StoredDtype;
 use crate::merging::pass::MergeTensor;
 use crate::merging::recipe::{Recipe, without_folders};
 use crate::merging::vocabulary::TOKENIZER_FILES;
-use crate::model::{EMBEDDING, HEAD};
+use crate::model::{EMBEDDING, HEAD, text_settings_mut};
 use crate::report::card::{Card, CardSource};
 use crate::report::cards;
 use crate::run::merging::MergeReport;
@@ -50,15 +50,16 @@ impl Donor {
         })?;
         let layers = tensors.iter().filter_map(|tensor| tensor.recipe.layer);
         let layers = layers.max().map_or(0, |last| last + 1);
-        layer_settings::write(object, tensors, inputs)?;
-        object.insert("num_hidden_layers".to_string(), layers.into());
+        let settings = text_settings_mut(object);
+        layer_settings::write(settings, tensors, inputs)?;
+        settings.insert("num_hidden_layers".to_string(), layers.into());
+        let embedding = tensors.iter().find(|tensor| tensor.recipe.name == EMBEDDING);
+        if let Some(rows) = embedding.and_then(|embedding| embedding.shape.first()) {
+            settings.insert("vocab_size".to_string(), (*rows).into());
+        }
         let has_head = tensors.iter().any(|tensor| tensor.recipe.name == HEAD);
         if has_head == donor.is_tied {
             object.insert("tie_word_embeddings".to_string(), (!has_head).into());
-        }
-        let embedding = tensors.iter().find(|tensor| tensor.recipe.name == EMBEDDING);
-        if let Some(rows) = embedding.and_then(|embedding| embedding.shape.first()) {
-            object.insert("vocab_size".to_string(), (*rows).into());
         }
         // transformers 5 writes `dtype`, 4 wrote `torch_dtype`; both read either.
         let key = match object.contains_key("dtype") {

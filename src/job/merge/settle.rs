@@ -8,7 +8,7 @@ use super::job::MergeJob;
 use super::memory::{MergeShape, PassSize, PassWork};
 use super::resolved::ResolvedMerge;
 use super::saliency::Saliency;
-use crate::checkpoint::{Layout, PlannedTensor};
+use crate::checkpoint::{Checkpoint, Layout, PlannedTensor};
 use crate::failure::Failure;
 use crate::job::device_records::joined;
 use crate::job::folder::RunFolder;
@@ -36,7 +36,8 @@ impl MergeJob {
         clock.mark(Moment::Start, events);
         let started_unix_seconds = machine::unix_seconds();
         let merge = ResolvedMerge::of(&settings, events)?;
-        let layout = layout_of(&merge.tensors, settings.out_shard_size.0)?;
+        let layout =
+            layout_of(&merge.donor().checkpoint, &merge.tensors, settings.out_shard_size.0)?;
         let method_settings = method_settings(&settings);
         let scope = merge.method.scope(&method_settings);
         check_groups(&merge.tensors, scope)?;
@@ -181,14 +182,14 @@ fn with_advice_of(pass: Failure, measuring: anyhow::Error) -> anyhow::Error {
     }
 }
 
-/// The files of the output.
-fn layout_of(tensors: &[MergeTensor], shard_bytes: u64) -> Result<Layout> {
+/// The files of the output, with the names of the donor's files.
+fn layout_of(donor: &Checkpoint, tensors: &[MergeTensor], shard_bytes: u64) -> Result<Layout> {
     let planned = tensors.iter().map(|tensor| PlannedTensor {
         name: tensor.recipe.name.clone(),
         dtype: tensor.dtype.in_file(),
         shape: tensor.shape.clone(),
     });
-    Layout::new(planned.collect(), shard_bytes)
+    Layout::named_as(donor, planned.collect(), shard_bytes)
 }
 
 /// The settings of the method.

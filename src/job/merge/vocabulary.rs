@@ -21,7 +21,7 @@ use crate::merging::vocabulary::{
     EditedFiles, ModelTokens, RowMap, TOKENIZER_FILE, TokenModels, TokenizerEdit, Vocabulary,
     chat_template, limit_token_ids,
 };
-use crate::model::{EMBEDDING, HEAD, ModelConfig};
+use crate::model::{EMBEDDING, HEAD, ModelConfig, text_settings};
 use crate::run::Events;
 use crate::run::merging::VocabularyReport;
 use crate::settings::MergeSettings;
@@ -168,12 +168,13 @@ impl OutputVocabulary {
             let name = model.spec.to_string();
             // A model whose embedding is not merged may still give its tokenizer.
             let own = rows.get(&number).copied();
-            let own = own.unwrap_or_else(|| configured_rows(&model.config));
+            let own = own.unwrap_or_else(|| configured_rows(model.settings()));
             tokens.push(ModelTokens::read(name, &model.folder, own)?);
             specs.push(model.spec.clone());
         }
         if let Some((spec, folder)) = other {
-            let rows = configured_rows(&ModelConfig::read_json(&folder)?);
+            let config = ModelConfig::read_json(&folder)?;
+            let rows = configured_rows(text_settings(&config).unwrap_or(&config));
             tokens.push(ModelTokens::read(spec.to_string(), &folder, rows)?);
             specs.push(spec);
         }
