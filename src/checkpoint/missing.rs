@@ -27,21 +27,13 @@ pub(super) fn missing(
 ) -> Failure {
     let failure = Failure::new(format!("tensor `{name}` is missing in `{place}`"))
         .detail(format!("expected a tensor of shape {shape:?}"));
-    match name {
-        HEAD if has(EMBEDDING) => {
-            return failure
-                .detail("config.json says that the head is no copy of the embedding (`tie_word_embeddings` is false, or absent)")
-                .hint(
-                    "if the model was trained with the embedding as its head, write \"tie_word_embeddings\": true into config.json; else download \
-                     the checkpoint again",
-                );
-        }
-        EMBEDDING if has(HEAD) => {
-            return failure
-                .detail("`lm_head.weight` is there; a model whose head is its embedding (`tie_word_embeddings`) is stored under the embedding's name")
-                .hint(rename(place, &format!("{{'{HEAD}': '{EMBEDDING}'}}.get(k, k)")));
-        }
-        _ => {}
+    if name == HEAD && has(EMBEDDING) {
+        return failure
+            .detail("config.json says that the head is no copy of the embedding (`tie_word_embeddings` is false, or absent)")
+            .hint(
+                "if the model was trained with the embedding as its head, write \"tie_word_embeddings\": true into config.json; else download \
+                 the checkpoint again",
+            );
     }
     let layer = |name: &str| {
         name.strip_suffix(".weight").map(|module| format!("{module}.base_layer.weight"))
@@ -63,12 +55,6 @@ pub(super) fn missing(
             ),
             _ => failure.hint(rename(place, &format!("k.removeprefix('{prefix}')"))),
         };
-    }
-    // The names of a model without its head have no `model.`.
-    if let Some(bare) = name.strip_prefix("model.").filter(|bare| has(bare)) {
-        return failure
-            .detail(format!("`{bare}` is there: the model was saved without its head (AutoModel), which is not a language model"))
-            .hint("save it with AutoModelForCausalLM, or download the checkpoint with its head");
     }
     failure.hint("check that config.json and the weights belong together, or download them again")
 }

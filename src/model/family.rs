@@ -416,11 +416,11 @@ pub fn identify(config: &Value) -> Result<&'static Family> {
         (Some(name), _) if !architecture_is_known(name) => format!("`{name}`"),
         (Some(name), Some(model_type)) => format!("`{name}` of model type `{model_type}`"),
     };
-    let supported = FAMILIES.iter().map(|one| format!("{}: {}", one.architectures[0], one.models));
-    let supported = supported.collect::<Vec<_>>().join("; ");
+    let supported = FAMILIES.iter().map(|one| one.architectures[0]);
+    let supported = supported.collect::<Vec<_>>().join(", ");
     // With the name of a supported family, the weights of an unsupported model would be computed, wrongly.
     Err(Failure::new(format!("the architecture {refused} is not supported"))
         .detail(format!("supported: {supported}"))
-        .hint("choose a model of a supported family; a changed config.json does not make it one")
+        .hint("choose a model of a supported family (docs/families.md); a changed config.json does not make it one")
         .into())
 }

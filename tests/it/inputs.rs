@@ -1,6 +1,7 @@
 //! Input files whose content is not what their role and name promise: each is refused with a remedy, by every command that reads it.
 //! And a rule of the sources: input files are opened in `src/input.rs` alone.
 
+mod inside;
 mod models;
 mod templates;
 

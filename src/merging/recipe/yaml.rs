@@ -44,6 +44,7 @@ fn options() -> Options {
         budget: serde_saphyr::budget! {
             max_depth: DEEPEST,
             max_nodes: MOST_NODES,
+            max_recorded_anchor_events: MOST_NODES,
             max_total_scalar_bytes: LARGEST_UNFOLDED,
             // The sizes above bound what aliases can do.
             enforce_alias_anchor_ratio: false,

@@ -11,19 +11,11 @@ use super::{LAYOUT_HINT, TOGETHER_HINT, edit_config, refuses_at_once};
 use crate::support::{Place, arguments, edit_json, refuses, rewrite, sharded};
 
 #[test]
-fn a_sequence_longer_than_the_sliding_window_is_refused() {
+fn a_sequence_may_be_longer_than_the_attention_window() {
     let mistral = RandomCheckpoint::of_family("mistral").expect("Mistral has a record");
     let place = Place::with(&mistral);
     // The samples of this place have 64 tokens.
-    edit_config(&place, |config| config["sliding_window"] = json!(48));
-    refuses_at_once(
-        &place,
-        "",
-        2,
-        "error: --seqlen 64 is longer than the model's sliding window of 48 tokens",
-        "hint: use --seqlen 48 or less",
-    );
-    for window in [json!(64), json!(null)] {
+    for window in [json!(48), json!(64), json!(null)] {
         edit_config(&place, |config| config["sliding_window"] = window.clone());
         let ran = place.run(&arguments("--force"));
         assert_eq!(ran.code, 0, "{window}: {}", ran.stderr);
@@ -31,15 +23,34 @@ fn a_sequence_longer_than_the_sliding_window_is_refused() {
 }
 
 #[test]
+fn architectures_that_are_not_computed_yet_are_refused_with_the_reason() {
+    let place = Place::new();
+    for (model_type, architecture, reason) in [
+        ("mixtral", "MixtralForCausalLM", "a mixture of experts"),
+        ("qwen3_moe", "Qwen3MoeForCausalLM", "a mixture of experts"),
+        ("qwen3_5_text", "Qwen3_5ForCausalLM", "gated delta nets"),
+        ("gemma4_text", "Gemma4ForCausalLM", "heads of another width"),
+    ] {
+        edit_config(&place, |config| {
+            config["model_type"] = json!(model_type);
+            config["architectures"] = json!([architecture]);
+        });
+        let ran = place.run("eval m --eval-dataset test.txt");
+        let first = format!("error: the architecture `{architecture}` is not supported yet");
+        assert!(ran.stderr.starts_with(&first) && ran.stderr.contains(reason), "{}", ran.stderr);
+    }
+}
+
+#[test]
 fn another_architecture_is_refused_by_name() {
     let place = Place::new();
-    edit_config(&place, |config| config["architectures"] = json!(["Qwen2ForCausalLM"]));
+    edit_config(&place, |config| config["architectures"] = json!(["GPT2LMHeadModel"]));
     refuses_at_once(
         &place,
         "",
         1,
-        "error: the architecture `Qwen2ForCausalLM` is not supported",
-        "hint: choose a model of a supported family; a changed config.json does not make it one",
+        "error: the architecture `GPT2LMHeadModel` is not supported",
+        "hint: choose a model of a supported family (docs/families.md); a changed config.json does not make it one",
     );
 }
 
@@ -47,7 +58,7 @@ fn another_architecture_is_refused_by_name() {
 fn the_refusal_of_an_architecture_names_file_and_families_and_asks_for_no_edit() {
     let place = Place::new();
     for (model_type, architecture, refused) in [
-        ("qwen2", "Qwen2ForCausalLM", "`Qwen2ForCausalLM`"),
+        ("gpt2", "GPT2LMHeadModel", "`GPT2LMHeadModel`"),
         ("qwen2", "LlamaForCausalLM", "`LlamaForCausalLM` of model type `qwen2`"),
     ] {
         edit_config(&place, |config| {
@@ -59,10 +70,10 @@ fn the_refusal_of_an_architecture_names_file_and_families_and_asks_for_no_edit()
             ran.stderr,
             format!(
                 "error: the architecture {refused} is not supported\n  \
-                 supported: LlamaForCausalLM: Llama 1, 2, 3, 3.1, 3.2, TinyLlama, and others with Llama's decoder; \
-                 MistralForCausalLM: Mistral 7B, Mistral Nemo, Mistral Small 24B, and others with Mistral's decoder\n  \
+                 supported: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Gemma2ForCausalLM, \
+                 Gemma3ForCausalLM, Phi3ForCausalLM, Olmo2ForCausalLM, SmolLM3ForCausalLM\n  \
                  in `m/config.json`\n\
-                 hint: choose a model of a supported family; a changed config.json does not make it one\n"
+                 hint: choose a model of a supported family (docs/families.md); a changed config.json does not make it one\n"
             )
         );
     }
@@ -73,13 +84,14 @@ fn arithmetic_that_is_not_computed_is_refused_without_an_invitation_to_edit() {
     let place = Place::new();
     let hint = "hint: choose another model; a changed config.json would give wrong results";
     edit_config(&place, |config| config["hidden_act"] = json!("gelu"));
-    let first = "error: `hidden_act` is \"gelu\"; the MLP of LlamaForCausalLM uses \"silu\"";
+    let first =
+        "error: `hidden_act` is \"gelu\"; an MLP is computed with silu or gelu_pytorch_tanh";
     refuses_at_once(&place, "", 1, first, hint);
     edit_config(&place, |config| {
         config["hidden_act"] = json!("silu");
-        config["rope_scaling"] = json!({"rope_type": "yarn", "factor": 4.0});
+        config["rope_scaling"] = json!({"rope_type": "proportional", "factor": 4.0});
     });
-    let first = "error: rotary scaling `yarn` is not supported";
+    let first = "error: rotary scaling `proportional` is not supported";
     refuses_at_once(&place, "", 1, first, hint);
 }
 
