@@ -132,13 +132,7 @@ impl Bench {
     }
 
     fn engine(&self, model: &Model, dtype: DType) -> Result<OnCandle> {
-        OnCandle::new(
-            self.device.clone(),
-            dtype,
-            self.driver_name.clone(),
-            &model.config,
-            &model.context,
-        )
+        OnCandle::new(self.device.clone(), dtype, self.driver_name.clone(), &model.context)
     }
 
     fn loaded(&self, model: &Model, dtype: DType) -> Result<OnCandle> {
