@@ -208,7 +208,7 @@ fn the_selftest_passes_with_candle_on_the_cpu() {
     }
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     let count = |mark: &str| ran.stderr.lines().filter(|line| line.starts_with(mark)).count();
-    assert_eq!((count("ok "), count("skipped ")), (6, 2), "{}", ran.stderr);
+    assert_eq!((count("ok "), count("skipped ")), (7, 2), "{}", ran.stderr);
     assert_eq!(place.run("selftest --device tpu").code, 2);
 }
 

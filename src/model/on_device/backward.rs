@@ -104,6 +104,7 @@ impl DeviceLayer {
         let Some(factor) = self.norm(norm) else {
             return Ok(gradient.clone());
         };
+        let factor = &factor.to_dtype(self.dtype)?;
         let (x, eps, has_norms) = (x()?, self.spec.rms_norm_eps, pass.training.has_norms);
         let mut parts = Vec::new();
         for first in (0..x.dim(0)?).step_by(pass.cut.mlp_tokens) {

@@ -11,7 +11,7 @@ use candle_nn::ops;
 use rayon::prelude::*;
 
 use super::training::piece;
-use super::{Tiling, bounded, bounded_backward, copy, upload_vector};
+use super::{Tiling, bounded, bounded_backward, copy, rms_norm, upload_factor};
 use crate::linalg::exp;
 use crate::model::LayerContext;
 use crate::model::head::HeadChunk;
@@ -80,10 +80,10 @@ impl DeviceHead {
     /// # Errors
     /// Fails when the device has too little memory, and for a chunk whose rows are not in memory.
     pub fn new(chunk: &HeadChunk<'_>, dtype: DType, device: &Device) -> Result<Self> {
-        let (norm, rms_norm_eps) = chunk.head().norm();
+        let (_, rms_norm_eps) = chunk.head().norm();
         let weight = chunk.weight().context("a device copies a head that is in memory")?;
         Ok(Self {
-            norm: upload_vector(norm, dtype, device)?,
+            norm: upload_factor(chunk.head().norm_weight(), dtype, device)?,
             rms_norm_eps,
             logit_cap: chunk.head().logit_cap(),
             weight: copy(weight, device)?.to_dtype(dtype)?,
@@ -98,7 +98,7 @@ impl DeviceHead {
 
     /// Logits of some tokens in f32.
     fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
-        let normed = ops::rms_norm(hidden, &self.norm, self.rms_norm_eps)?;
+        let normed = rms_norm(hidden, &self.norm, self.rms_norm_eps)?;
         let logits = normed.matmul(&self.weight.t()?)?.to_dtype(DType::F32)?;
         Ok(match self.logit_cap {
             None => logits,
@@ -215,8 +215,9 @@ impl DeviceHead {
             }
             let dnormed = dlogits.to_dtype(dtype)?.matmul(&self.weight)?;
             drop(dlogits);
+            let factor = self.norm.to_dtype(dtype)?;
             let (of_hidden, _) = piece(&[&hidden], &dnormed, |inputs| {
-                Ok(ops::rms_norm_slow(&inputs[0], &self.norm, self.rms_norm_eps)?)
+                Ok(ops::rms_norm_slow(&inputs[0], &factor, self.rms_norm_eps)?)
             })?;
             gradients.extend(of_hidden);
         }

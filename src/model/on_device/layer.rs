@@ -12,13 +12,12 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
-use candle_nn::ops;
 
 use super::gram::DeviceGrams;
 use super::observing::{Observing, SampleSums};
 use super::tables::DeviceTables;
 use super::tiling::PRODUCT_FEATURES;
-use super::{CopyMatrix, Tiling, kernels, upload_vector};
+use super::{CopyMatrix, Tiling, kernels, rms_norm, upload_factor, upload_vector};
 use crate::linalg::select::Quota;
 use crate::model::norms::NormRole;
 use crate::model::observe::Observer;
@@ -78,7 +77,7 @@ impl DeviceLayer {
     /// Copies a layer's norms. The matrices follow with [`DeviceLayer::take_up`].
     pub fn begin(layer: &DecoderLayer, dtype: DType, device: &Device) -> Result<Self> {
         let norms = layer.norms().map(|(role, norm)| {
-            let factor = upload_vector(norm.factor(), dtype, device)?;
+            let factor = upload_factor(norm, dtype, device)?;
             Ok((role, factor))
         });
         Ok(Self {
@@ -140,7 +139,7 @@ impl DeviceLayer {
             return Ok(x);
         };
         let parts = x.contiguous()?.reshape(((), factor.elem_count()))?;
-        let normed = ops::rms_norm(&parts, factor, self.spec.rms_norm_eps)?;
+        let normed = rms_norm(&parts, factor, self.spec.rms_norm_eps)?;
         Ok(normed.reshape(x.shape())?)
     }
 

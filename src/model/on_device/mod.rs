@@ -40,8 +40,10 @@ pub use training::DeviceTraining;
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
+use candle_nn::ops;
 
 use crate::linalg::{StoredDtype, StoredMatrix};
+use crate::model::norms::NormWeight;
 
 /// A result of candle's.
 type CandleResult<T> = candle_core::Result<T>;
@@ -70,6 +72,31 @@ pub fn copy(matrix: &StoredMatrix, device: &Device) -> Result<Tensor> {
 
 fn upload_vector(values: &[f32], dtype: DType, device: &Device) -> Result<Tensor> {
     Ok(Tensor::from_slice(values, values.len(), device)?.to_dtype(dtype)?)
+}
+
+/// Elements of a norm in f32 at once.
+const NORMED_AT_ONCE: usize = 1 << 20;
+
+/// Copies the factor of a norm onto a device. A factor 1 + w stays f32: it has more digits than w.
+fn upload_factor(norm: &NormWeight, dtype: DType, device: &Device) -> Result<Tensor> {
+    let dtype = if norm.adds_one() { DType::F32 } else { dtype };
+    upload_vector(norm.factor(), dtype, device)
+}
+
+/// x / √(mean(x²) + ε) ∘ factor over rows `[rows, columns]` in one piece, which are rounded once.
+fn rms_norm(x: &Tensor, factor: &Tensor, epsilon: f32) -> Result<Tensor> {
+    if factor.dtype() == x.dtype() {
+        return Ok(ops::rms_norm(x, factor, epsilon)?);
+    }
+    let (rows, columns) = x.dims2()?;
+    let out = Tensor::zeros((rows, columns), x.dtype(), x.device())?;
+    let at_once = (NORMED_AT_ONCE / columns.max(1)).max(1);
+    for first in (0..rows).step_by(at_once) {
+        let wide = x.narrow(0, first, at_once.min(rows - first))?.to_dtype(DType::F32)?;
+        let normed = ops::rms_norm(&wide, factor, epsilon)?;
+        out.slice_set(&normed.to_dtype(x.dtype())?, 0, first)?;
+    }
+    Ok(out)
 }
 
 /// c·tanh(x / c)

@@ -22,12 +22,14 @@
 //!              (16 + 2e + [bound: 4])·h·b·min(S, w + b) its scores and their gradients;  [norm: t·(56 + 4e)·q] the graph of q's norm
 //!            e·t·(4H + 28I) the graph of the MLP's activation
 //!            t·(56 + 4e)·H + [norm after: 2·e·t·I] the graph of a norm, with gate and up
+//! norms      [factor 1 + w: (8 + e)·min(S·H, 2²⁰) rows in f32, in f16 and bf16], in all but products and grams
 //! trained    4·(2P + p) the sums and a sample's gradients, of P parameters each, and a matrix's new sum, of at most p parameters;
 //!            (3e + 8)·M the whole gradient of the largest matrix, of M weights;  and of factors e·P and 1 byte per weight of their masks
 //! ```
 
 use std::ops::Range;
 
+use super::NORMED_AT_ONCE;
 use super::gram::DeviceGrams;
 use crate::bytes::ByteSize;
 use crate::model::{LayerSpec, LinearId, ModelConfig, NormRole, Role};
@@ -203,7 +205,8 @@ impl Tiling {
         let down = element * t * (2 * h + i) + 4 * t * i;
         let others = element * s * (h + all) + 4 * t * h.max(all);
         let adding = ByteSize(down.max(others) as u64) + DeviceGrams::adding_bytes(grams, t);
-        ByteSize::of(element, 2 * s * h) + pass.max(adding)
+        let widened = Self::widened_bytes(config, s, element);
+        ByteSize::of(element, 2 * s * h) + pass.max(adding) + widened
     }
 
     /// Memory of a product of some rows on a device, with the product that it is compared with.
@@ -243,7 +246,8 @@ impl Tiling {
         let states =
             element * s * (5 * h + norms + 2 * spec.rows(Role::Q) + 2 * spec.rows(Role::K));
         let piece = (group + of_group).max(mlp).max(norm);
-        ByteSize(states as u64) + ByteSize(piece as u64) + trained.bytes(element)
+        let widened = Self::widened_bytes(config, s, element);
+        ByteSize((states + piece) as u64) + widened + trained.bytes(element)
     }
 
     /// Memory of a window in the head, for `rows` rows of the vocabulary. `element` is e.
@@ -257,6 +261,7 @@ impl Tiling {
         let tokens = self.logit_tokens(rows).min(seqlen);
         ByteSize::of(element, (seqlen + tokens) * config.hidden_size)
             + ByteSize::of(element + 12, tokens * rows)
+            + Self::widened_bytes(config, tokens, element)
     }
 
     /// Memory of a sample in the whole head of a training, forwards and back. `element` is e.
@@ -272,6 +277,7 @@ impl Tiling {
         ByteSize::of(element, 3 * seqlen * h)
             + ByteSize::of(12 + 2 * element + bound, tokens * rows)
             + ByteSize::of(56 + 4 * element, tokens * h)
+            + Self::widened_bytes(config, tokens, element)
     }
 
     /// Temporary memory of a copy with a cast: the stored bytes of the largest matrix; zero without a cast.
@@ -283,9 +289,22 @@ impl Tiling {
         ByteSize::of(largest.unwrap_or(0), stored)
     }
 
-    /// Memory of a layer's weights on a device: e · (2·H·Q + 2·H·K + 3·H·I), and e per weight of a norm.
+    /// Memory of a layer's weights on a device: e · (2·H·Q + 2·H·K + 3·H·I), and the norms.
     pub fn layer_bytes(config: &ModelConfig, element: usize) -> ByteSize {
-        ByteSize::of(element, config.layer_weights() + config.norm_weights())
+        ByteSize::of(element, config.layer_weights()) + Self::norm_bytes(config, element)
+    }
+
+    /// Memory of a layer's norms on a device: e per weight, or 4 where the factor is 1 + w.
+    pub fn norm_bytes(config: &ModelConfig, element: usize) -> ByteSize {
+        let of_factor = if config.family.norms_add_one { size_of::<f32>() } else { element };
+        ByteSize::of(config.norm_weights(), of_factor)
+    }
+
+    /// Memory of norms whose factor has another dtype than the arithmetic.
+    fn widened_bytes(config: &ModelConfig, seqlen: usize, element: usize) -> ByteSize {
+        let is_widened = config.family.norms_add_one && element != size_of::<f32>();
+        let rows = (seqlen * config.hidden_size).min(NORMED_AT_ONCE);
+        ByteSize::of(if is_widened { rows } else { 0 }, 2 * size_of::<f32>() + element)
     }
 }
 

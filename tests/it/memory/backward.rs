@@ -9,7 +9,6 @@ use prune::model::observe::FromDevice;
 use prune::model::on_device::{DeviceGrams, Tiling};
 use prune::model::{DecoderLayer, InputId, LayerContext, LayerGradients, Observer};
 use prune::runtime::engine::{Engine, OnCandle};
-use serde_json::{Value, json};
 
 /// Tokens of a sample: enough that tensors outweigh the scratch memory of candle's products on the CPU.
 const LONG: usize = 1024;
