@@ -160,6 +160,11 @@ impl Head {
         })
     }
 
+    /// The last norm.
+    pub(super) fn norm_weight(&self) -> &NormWeight {
+        &self.norm
+    }
+
     /// The factor of the last norm, and ε.
     pub(super) fn norm(&self) -> (&[f32], f32) {
         (self.norm.factor(), self.rms_norm_eps)

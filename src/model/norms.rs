@@ -47,6 +47,11 @@ impl NormWeight {
         self.factor.as_ref().unwrap_or(&self.stored)
     }
 
+    /// Returns whether the factor is 1 + w.
+    pub fn adds_one(&self) -> bool {
+        self.factor.is_some()
+    }
+
     /// Replaces w.
     ///
     /// # Panics

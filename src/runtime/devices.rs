@@ -202,7 +202,7 @@ impl Devices {
     ) -> Result<Vec<DeviceWorker<'a>>> {
         let mut workers = Vec::with_capacity(self.opened.len());
         for opened in &self.opened {
-            let engine = self.engine(opened, config, context)?;
+            let engine = self.engine(opened, context)?;
             let ahead = match settings.prefetch {
                 true => Tiling::layer_bytes(config, engine.element()),
                 false => ByteSize::ZERO,
@@ -260,7 +260,6 @@ impl Devices {
     fn engine(
         &self,
         _opened: &Opened,
-        _config: &ModelConfig,
         context: &dyn Fn() -> Result<LayerContext>,
     ) -> Result<Box<dyn Engine>> {
         Ok(Box::new(Simulated::new(context()?)))
@@ -270,7 +269,6 @@ impl Devices {
     fn engine(
         &self,
         opened: &Opened,
-        config: &ModelConfig,
         context: &dyn Fn() -> Result<LayerContext>,
     ) -> Result<Box<dyn Engine>> {
         use super::engine::OnCandle;
@@ -280,7 +278,7 @@ impl Devices {
         };
         let dtype = candle_dtype(self.dtype.unwrap_or(StoredDtype::F32));
         let name = opened.driver_name.clone();
-        let engine = OnCandle::new(device.clone(), dtype, name, config, &context()?)?;
+        let engine = OnCandle::new(device.clone(), dtype, name, &context()?)?;
         Ok(Box::new(engine.keeping_states(self.states.is_some())))
     }
 }

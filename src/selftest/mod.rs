@@ -11,7 +11,9 @@ use std::sync::Arc;
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device};
 
-use models::{Grams, Masks, Model, Sums, difference, losses, several_panels, values, wide};
+use models::{
+    Grams, Masks, Model, Sums, difference, families, losses, several_panels, values, wide,
+};
 
 use crate::bytes::ByteSize;
 use crate::data::DatasetSpec;
@@ -44,10 +46,11 @@ enum CheckOutcome {
 pub fn selftest(device: &DeviceChoice, events: &dyn Events) -> Result<()> {
     let bench = Bench::new(device)?;
     let folder = TemporaryFolder::new("prune-selftest")?;
-    let checks: [(&str, Check); 8] = [
+    let checks: [(&str, Check); 9] = [
         ("a layer, its observations and the head", Bench::layers),
         ("Gram matrices of a layer's inputs", Bench::grams),
         ("gradients of a layer", Bench::gradients),
+        ("layers of other families", Bench::families),
         ("rows wider than 8192 columns", Bench::wide_rows),
         ("a sample in smaller pieces", Bench::smaller_pieces),
         ("masks and perplexity of the demo model", Bench::masks),
@@ -132,13 +135,7 @@ impl Bench {
     }
 
     fn engine(&self, model: &Model, dtype: DType) -> Result<OnCandle> {
-        OnCandle::new(
-            self.device.clone(),
-            dtype,
-            self.driver_name.clone(),
-            &model.config,
-            &model.context,
-        )
+        OnCandle::new(self.device.clone(), dtype, self.driver_name.clone(), &model.context)
     }
 
     fn loaded(&self, model: &Model, dtype: DType) -> Result<OnCandle> {
@@ -236,16 +233,21 @@ impl Bench {
         Ok(CheckOutcome::Held(figures.join(", ")))
     }
 
-    /// The gradients of all weights, norms and the input, in f32.
     fn gradients(&self, folder: &Path) -> Result<CheckOutcome> {
         let mut model = Model::open(&demo_model(folder)?, 256)?;
         let cut = Tiling::of(&MemorySettings::default(), &model.config);
-        let mut engine = self.loaded(&model, DType::F32)?;
-        let Model { layer, context, state, .. } = &mut model;
+        let apart = self.compare_gradients(&mut model, &cut)?;
+        Ok(CheckOutcome::Held(format!("off by {apart:.1e}")))
+    }
+
+    /// The gradients of all weights, norms and the input, in f32: the distance from the host's.
+    fn compare_gradients(&self, model: &mut Model, cut: &Tiling) -> Result<f32> {
+        let mut engine = self.loaded(model, DType::F32)?;
+        let Model { layer, context, state, .. } = model;
         let zeros = || LayerGradients::new(layer, layer.linear_ids()).with_norms(layer);
         let (mut ours, mut theirs) = (zeros(), zeros());
         let sample = [&*state, &*state];
-        let dx = engine.backward(layer, sample, &mut theirs, &cut)?;
+        let dx = engine.backward(layer, sample, &mut theirs, cut)?;
         engine.collect_gradients(&mut theirs)?;
         let expected = layer.backward(state, state, &mut ours, context)?;
         let mut apart = difference(&values(&expected)?, &values(&dx)?);
@@ -258,8 +260,23 @@ impl Bench {
             let norms = ours.norm(role).zip(theirs.norm(role)).context("norms")?;
             apart = apart.max(difference(norms.0, norms.1));
         }
-        ensure!(apart <= TOLERANCES[0].1, "off by {apart:.1e}");
-        Ok(CheckOutcome::Held(format!("off by {apart:.1e}")))
+        ensure!(apart <= TOLERANCES[0].1, "gradients off by {apart:.1e}");
+        Ok(apart)
+    }
+
+    /// A layer, the head and the gradients of every family that differs from Llama.
+    fn families(&self, folder: &Path) -> Result<CheckOutcome> {
+        let mut figures = Vec::new();
+        for shape in families()? {
+            let name = shape.family.model_type;
+            let mut model = Model::random(folder, name, &shape, 256)?;
+            let whole = Tiling::of(&MemorySettings::default(), &model.config);
+            let cut = Tiling { key_value_heads: 1, queries: 100, mlp_tokens: 100, ..whole };
+            let layer = self.compare(&mut model, &cut).context(name)?.join(", ");
+            let gradients = self.compare_gradients(&mut model, &cut).context(name)?;
+            figures.push(format!("{name} {layer}, gradients {gradients:.1e}"));
+        }
+        Ok(CheckOutcome::Held(figures.join("; ")))
     }
 
     fn wide_rows(&self, folder: &Path) -> Result<CheckOutcome> {

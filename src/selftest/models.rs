@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use anyhow::{Result, ensure};
 use candle_core::{DType, Tensor};
+use serde_json::{Value, json};
 
 use crate::checkpoint::{Checkpoint, WeightSource};
 use crate::linalg::columns::{self, ColumnSums};
@@ -70,6 +71,35 @@ pub(super) fn wide() -> RandomCheckpoint {
         dtype: StoredDtype::Bf16,
         ..RandomCheckpoint::default()
     }
+}
+
+/// Models whose first layer has what a layer of Llama lacks: windows, bounds, further norms or none before a block, heads that rotate in
+/// part or not at all, fused matrices.
+pub(super) fn families() -> Result<Vec<RandomCheckpoint>> {
+    let shapes = [
+        (
+            "qwen2",
+            json!({"use_sliding_window": true, "max_window_layers": 0, "sliding_window": 70}),
+        ),
+        ("qwen3", json!({})),
+        (
+            "gemma2",
+            json!({"sliding_window": 70, "attn_logit_softcapping": 0.01, "final_logit_softcapping": 0.1}),
+        ),
+        ("gemma3_text", json!({"sliding_window": 70, "attn_logit_softcapping": 1.0})),
+        ("phi3", json!({"partial_rotary_factor": 0.75, "sliding_window": 200})),
+        ("olmo2", json!({})),
+        ("smollm3", json!({"no_rope_layers": [0]})),
+    ];
+    let shapes = shapes.into_iter().map(|(family, settings)| {
+        let Value::Object(settings) = settings else { anyhow::bail!("keys of {family}") };
+        Ok(RandomCheckpoint {
+            num_hidden_layers: 1,
+            settings,
+            ..RandomCheckpoint::of_family(family)?
+        })
+    });
+    shapes.collect()
 }
 
 /// A model whose Gram matrices have several panels on a device.

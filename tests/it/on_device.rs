@@ -4,7 +4,9 @@
 mod backward;
 mod gram;
 mod kernels;
+mod shapes;
 
+use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Result;
@@ -19,13 +21,17 @@ use prune::model::{DecoderLayer, Head, InputId, LayerContext, ModelConfig, Obser
 use prune::model::{Embedding, LinearId};
 use prune::run::MemorySettings;
 use prune::runtime::engine::{Engine, OnCandle};
-use prune::synthetic::RandomCheckpoint;
 
-const SEQLEN: usize = 75;
+use crate::oracle::sharp;
+use shapes::{HIDDEN, SEQLEN, VOCABULARY, families, llama};
+
+/// Largest difference of a layer of any family, relative. Weights are large there, so that every part of a layer matters.
+const FAMILIES: f32 = 1e-5;
 
 /// Sums of squares and of values, and the kept rows, at the four points.
 #[derive(Debug, Clone, Default)]
 struct Observed {
+    widths: [usize; 4],
     keeps: Vec<usize>,
     /// True if a device must send all rows instead of sums.
     needs_rows: bool,
@@ -35,14 +41,18 @@ struct Observed {
     seen: [usize; 4],
 }
 
+impl Observed {
+    fn new(config: &ModelConfig, needs_rows: bool) -> Self {
+        let widths = config.input_widths();
+        let widths = InputId::ALL.map(|point| widths[point]);
+        Self { widths, keeps: vec![0, 40, 74], needs_rows, ..Self::default() }
+    }
+}
+
 impl Observer for Observed {
     fn observe(&mut self, point: InputId, rows: &[f32]) {
-        let width = match point {
-            InputId::Down => INTERMEDIATE,
-            InputId::O => HEADS * HEAD_DIM,
-            _ => HIDDEN,
-        };
         let point = point as usize;
+        let width = self.widths[point];
         for row in rows.chunks_exact(width) {
             self.squares[point].resize(width, 0.0);
             self.values[point].resize(width, 0.0);
@@ -77,25 +87,15 @@ impl Observer for Observed {
     }
 }
 
-const HIDDEN: usize = 48;
-const INTERMEDIATE: usize = 80;
-const HEADS: usize = 6;
-const HEAD_DIM: usize = 8;
+fn model(folder: &Path, dtype: StoredDtype) -> Result<()> {
+    llama(dtype).write(folder, &prune::run::Silent)
+}
 
-fn model(folder: &std::path::Path, dtype: StoredDtype) -> Result<()> {
-    RandomCheckpoint {
-        hidden_size: HIDDEN,
-        intermediate_size: INTERMEDIATE,
-        num_hidden_layers: 2,
-        num_attention_heads: HEADS,
-        num_key_value_heads: 2,
-        vocab_size: 307,
-        max_position_embeddings: SEQLEN,
-        dtype,
-        ..RandomCheckpoint::default()
-    }
-    .write(folder, &prune::run::Silent)?;
-    Ok(())
+/// Tilings of a sample: the largest, and a small one in which every tile is cut.
+fn tilings(config: &ModelConfig) -> [Tiling; 2] {
+    let logits_bytes = ByteSize(5 * 4 * VOCABULARY as u64);
+    let small = Tiling { key_value_heads: 1, queries: 7, mlp_tokens: 19, logits_bytes };
+    [Tiling::of(&MemorySettings::default(), config), small]
 }
 
 /// The largest difference, relative to the largest element.
@@ -111,9 +111,69 @@ fn values(tensor: &Tensor) -> Result<Vec<f32>> {
     Ok(tensor.flatten_all()?.to_vec1()?)
 }
 
+/// Compares a layer, its observed inputs and the head with ours. `tolerance` is the largest difference of a layer, relative.
+fn compare(folder: &Path, index: usize, arithmetic: DType, tolerance: f32) -> Result<()> {
+    let config = ModelConfig::load(folder)?;
+    let name = format!("{}, layer {index}, {arithmetic:?}", config.family.model_type);
+    let checkpoint: Arc<dyn WeightSource> = Arc::new(Checkpoint::open(folder)?);
+    let mut context = LayerContext::new(&config, SEQLEN);
+    let tokens: Vec<u32> = (0..SEQLEN as u32).map(|t| t * 31 % VOCABULARY as u32).collect();
+    let state = Embedding::open(&*checkpoint, &config)?.rows(&tokens)?;
+    let layer = DecoderLayer::load(&*checkpoint, &config, index)?;
+    let mut engine = OnCandle::new(Device::Cpu, arithmetic, "cpu".to_string(), &context)?;
+    let ours = values(&layer.forward(&state, &mut context)?)?;
+    let mut expected = Observed::new(&config, false);
+    layer.capture(&state, &mut context, &mut expected)?;
+    engine.begin(&layer)?;
+    for id in layer.linear_ids() {
+        engine.take_up(&layer, id)?;
+    }
+    let [whole, small] = tilings(&config);
+    for (cut, needs_rows) in [(whole, false), (small, false), (whole, true), (small, true)] {
+        let theirs = values(&engine.forward(&layer, &state, &cut)?)?;
+        let apart = difference(&ours, &theirs);
+        assert!(apart < tolerance, "{name}, {cut:?}: {apart}");
+        let mut observed = Observed::new(&config, needs_rows);
+        engine.capture(&layer, &state, &cut, &mut observed)?.show(&mut observed)?;
+        assert_eq!(observed.seen, [SEQLEN; 4]);
+        for point in 0..4 {
+            let narrow = |sums: &[f64]| sums.iter().map(|&sum| sum as f32).collect::<Vec<_>>();
+            let (ours, theirs) = (&expected.squares[point], &observed.squares[point]);
+            let apart = difference(&narrow(ours), &narrow(theirs));
+            assert!(apart < 2.0 * tolerance, "{name}, squares of {point}: {apart}");
+            let (ours, theirs) = (&expected.values[point], &observed.values[point]);
+            let apart = difference(&narrow(ours), &narrow(theirs));
+            assert!(apart < 4.0 * tolerance, "{name}, values of {point}: {apart}");
+            let apart = difference(&expected.kept[point], &observed.kept[point]);
+            assert!(apart < tolerance, "{name}, rows of {point}: {apart}");
+        }
+    }
+    let head = Head::load(&*checkpoint, &config)?;
+    let chunk = head.chunk(0..VOCABULARY)?;
+    let mut expected = Vec::new();
+    chunk.logits(&state, &mut context, |first, logits| {
+        expected.extend(LogSumExpPart::of_logits(logits, &(0..VOCABULARY), &tokens[first + 1..]));
+        Ok(())
+    })?;
+    engine.begin_head(&chunk)?;
+    for cut in [whole, small] {
+        let seen = engine.head_window(&chunk, &state, &tokens, &cut)?;
+        assert_eq!(seen.len(), expected.len());
+        for (ours, theirs) in expected.iter().zip(&seen) {
+            let loss = |seen: &LogSumExpPart| {
+                seen.sum.ln() + f64::from(seen.largest)
+                    - f64::from(seen.logit.expect("the head is whole"))
+            };
+            let apart = (loss(ours) - loss(theirs)).abs();
+            assert!(apart < 10.0 * f64::from(tolerance), "{name}: {apart}");
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn candles_operators_compute_what_our_layer_does() -> Result<()> {
-    // Largest difference of one layer, relative: f32 sums in another order; bf16 is rounded at every operator.
+    // f32 sums in another order; bf16 is rounded at every operator.
     for (stored, arithmetic, tolerance) in [
         (StoredDtype::F32, DType::F32, 2e-6),
         (StoredDtype::Bf16, DType::F32, 2e-6),
@@ -122,67 +182,17 @@ fn candles_operators_compute_what_our_layer_does() -> Result<()> {
     ] {
         let folder = tempfile::tempdir()?;
         model(folder.path(), stored)?;
-        let config = ModelConfig::load(folder.path())?;
-        let checkpoint: Arc<dyn WeightSource> = Arc::new(Checkpoint::open(folder.path())?);
-        let mut context = LayerContext::new(&config, SEQLEN);
-        let tokens: Vec<u32> = (0..SEQLEN as u32).map(|t| t * 31 % 307).collect();
-        let state = Embedding::open(&*checkpoint, &config)?.rows(&tokens)?;
-        let layer = DecoderLayer::load(&*checkpoint, &config, 1)?;
-        let mut engine =
-            OnCandle::new(Device::Cpu, arithmetic, "cpu".to_string(), &config, &context)?;
-        let ours = values(&layer.forward(&state, &mut context)?)?;
-        let keeps = vec![0, 40, 74];
-        let mut expected = Observed { keeps: keeps.clone(), ..Observed::default() };
-        layer.capture(&state, &mut context, &mut expected)?;
-        engine.begin(&layer)?;
-        for id in layer.linear_ids() {
-            engine.take_up(&layer, id)?;
-        }
-        let whole = Tiling::of(&MemorySettings::default(), &config);
-        let small = Tiling {
-            key_value_heads: 1,
-            queries: 7,
-            mlp_tokens: 19,
-            logits_bytes: ByteSize(5 * 4 * 307),
-        };
-        for (cut, needs_rows) in [(whole, false), (small, false), (whole, true), (small, true)] {
-            let theirs = values(&engine.forward(&layer, &state, &cut)?)?;
-            let apart = difference(&ours, &theirs);
-            assert!(apart < tolerance, "{stored:?} {arithmetic:?} {cut:?}: {apart}");
-            let mut observed = Observed { keeps: keeps.clone(), needs_rows, ..Observed::default() };
-            engine.capture(&layer, &state, &cut, &mut observed)?.show(&mut observed)?;
-            assert_eq!(observed.seen, [SEQLEN; 4]);
-            for point in 0..4 {
-                let narrow = |sums: &[f64]| sums.iter().map(|&sum| sum as f32).collect::<Vec<_>>();
-                let (ours, theirs) = (&expected.squares[point], &observed.squares[point]);
-                let apart = difference(&narrow(ours), &narrow(theirs));
-                assert!(apart < 2.0 * tolerance, "{stored:?} {arithmetic:?} {point}: {apart}");
-                let (ours, theirs) = (&expected.values[point], &observed.values[point]);
-                let apart = difference(&narrow(ours), &narrow(theirs));
-                assert!(apart < 4.0 * tolerance, "{arithmetic:?} {point}: {apart}");
-                let apart = difference(&expected.kept[point], &observed.kept[point]);
-                assert!(apart < tolerance, "rows of {point}: {apart}");
-            }
-        }
-        // The head, whole and in two parts of the vocabulary.
-        let head = Head::load(&*checkpoint, &config)?;
-        let chunk = head.chunk(0..307)?;
-        let mut expected = Vec::new();
-        chunk.logits(&state, &mut context, |first, logits| {
-            expected.extend(LogSumExpPart::of_logits(logits, &(0..307), &tokens[first + 1..]));
-            Ok(())
-        })?;
-        engine.begin_head(&chunk)?;
-        for cut in [whole, small] {
-            let seen = engine.head_window(&chunk, &state, &tokens, &cut)?;
-            assert_eq!(seen.len(), expected.len());
-            for (ours, theirs) in expected.iter().zip(&seen) {
-                let loss = |seen: &LogSumExpPart| {
-                    seen.sum.ln() + f64::from(seen.largest) - f64::from(seen.logit.unwrap())
-                };
-                let apart = (loss(ours) - loss(theirs)).abs();
-                assert!(apart < 10.0 * f64::from(tolerance), "{arithmetic:?}: {apart}");
-            }
+        compare(folder.path(), 1, arithmetic, tolerance)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn candles_operators_compute_the_layers_of_every_family() -> Result<()> {
+    for shape in families() {
+        let folder = sharp(&shape)?;
+        for index in 0..shape.num_hidden_layers {
+            compare(folder.path(), index, DType::F32, FAMILIES)?;
         }
     }
     Ok(())
@@ -199,7 +209,7 @@ fn the_selftest_passes_with_candle_on_the_cpu() {
     }
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     let count = |mark: &str| ran.stderr.lines().filter(|line| line.starts_with(mark)).count();
-    assert_eq!((count("ok "), count("skipped ")), (6, 2), "{}", ran.stderr);
+    assert_eq!((count("ok "), count("skipped ")), (7, 2), "{}", ran.stderr);
     assert_eq!(place.run("selftest --device tpu").code, 2);
 }
 
@@ -223,7 +233,7 @@ fn a_layer_that_was_copied_ahead_is_not_copied_again() -> Result<()> {
     let tokens: Vec<u32> = (0..SEQLEN as u32).collect();
     let state = Embedding::open(&*checkpoint, &config)?.rows(&tokens)?;
     let layer = DecoderLayer::load(&*checkpoint, &config, 1)?;
-    let mut engine = OnCandle::new(Device::Cpu, DType::F32, String::new(), &config, &context)?;
+    let mut engine = OnCandle::new(Device::Cpu, DType::F32, String::new(), &context)?;
     let copies = engine.copies_ahead().expect("candle copies");
     copies(&layer);
     engine.adopt();
@@ -266,7 +276,7 @@ fn a_weight_that_is_not_in_memory_is_an_error() -> Result<()> {
     let checkpoint: Arc<dyn WeightSource> = Arc::new(Checkpoint::open(folder.path())?);
     let context = LayerContext::new(&config, SEQLEN);
     let layer = DecoderLayer::at_rest(&checkpoint, &config, 0)?;
-    let mut engine = OnCandle::new(Device::Cpu, DType::F32, String::new(), &config, &context)?;
+    let mut engine = OnCandle::new(Device::Cpu, DType::F32, String::new(), &context)?;
     engine.begin(&layer)?;
     assert!(engine.take_up(&layer, LinearId::Q).is_err());
     let state = tensor::from_vec(vec![0.0; SEQLEN * HIDDEN], &[SEQLEN, HIDDEN])?;

@@ -48,12 +48,12 @@ impl Scoring {
     }
 
     /// The first key that the query at a position sees.
-    pub(super) fn first_key(self, position: usize) -> usize {
+    pub fn first_key(self, position: usize) -> usize {
         self.window.map_or(0, |window| (position + 1).saturating_sub(window.max(1)))
     }
 
     /// The places, among some keys, of the keys that the query at a position sees.
-    pub(super) fn visible(self, position: usize, keys: &Range<usize>) -> Range<usize> {
+    pub fn visible(self, position: usize, keys: &Range<usize>) -> Range<usize> {
         let place = |key: usize| key.clamp(keys.start, keys.end) - keys.start;
         place(self.first_key(position))..place(position + 1)
     }

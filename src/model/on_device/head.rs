@@ -10,8 +10,8 @@ use candle_core::{D, DType, Device, Tensor};
 use candle_nn::ops;
 use rayon::prelude::*;
 
-use super::backward::piece;
-use super::{Tiling, copy, upload_vector};
+use super::training::piece;
+use super::{Tiling, bounded, bounded_backward, copy, rms_norm, upload_factor};
 use crate::linalg::exp;
 use crate::model::LayerContext;
 use crate::model::head::HeadChunk;
@@ -21,6 +21,8 @@ use crate::model::head::HeadChunk;
 pub struct DeviceHead {
     norm: Tensor,
     rms_norm_eps: f32,
+    /// Bound of the logits.
+    logit_cap: Option<f32>,
     /// `[rows, hidden_size]`
     weight: Tensor,
     rows: Range<usize>,
@@ -78,11 +80,12 @@ impl DeviceHead {
     /// # Errors
     /// Fails when the device has too little memory, and for a chunk whose rows are not in memory.
     pub fn new(chunk: &HeadChunk<'_>, dtype: DType, device: &Device) -> Result<Self> {
-        let (norm, rms_norm_eps) = chunk.head().norm();
+        let (_, rms_norm_eps) = chunk.head().norm();
         let weight = chunk.weight().context("a device copies a head that is in memory")?;
         Ok(Self {
-            norm: upload_vector(norm, dtype, device)?,
+            norm: upload_factor(chunk.head().norm_weight(), dtype, device)?,
             rms_norm_eps,
+            logit_cap: chunk.head().logit_cap(),
             weight: copy(weight, device)?.to_dtype(dtype)?,
             rows: chunk.rows.clone(),
         })
@@ -91,6 +94,16 @@ impl DeviceHead {
     /// The rows of the vocabulary.
     pub fn rows(&self) -> Range<usize> {
         self.rows.clone()
+    }
+
+    /// Logits of some tokens in f32.
+    fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
+        let normed = rms_norm(hidden, &self.norm, self.rms_norm_eps)?;
+        let logits = normed.matmul(&self.weight.t()?)?.to_dtype(DType::F32)?;
+        Ok(match self.logit_cap {
+            None => logits,
+            Some(cap) => bounded(logits, cap)?,
+        })
     }
 
     /// Computes the parts of a window's tokens, except the last token, which has no next token.
@@ -112,8 +125,7 @@ impl DeviceHead {
             let first = seen.len();
             let some = at_once.min(count - first);
             let rows = hidden.narrow(0, first, some)?.contiguous()?;
-            let normed = ops::rms_norm(&rows, &self.norm, self.rms_norm_eps)?;
-            let logits = normed.matmul(&self.weight.t()?)?.to_dtype(DType::F32)?;
+            let logits = self.logits(&rows)?;
             let next: Vec<Option<u32>> = tokens[first + 1..first + 1 + some]
                 .iter()
                 .map(|&token| {
@@ -143,7 +155,7 @@ impl DeviceHead {
     }
 
     /// Returns Σ −ln p of the targets, in nat, and the gradient of `scale` times this sum with respect to `hidden`, in the dtype of the
-    /// arithmetic. The gradient with respect to logits l is softmax(l), less 1 for the target. The head must be whole.
+    /// arithmetic. The gradient with respect to logits l is softmax(l), less 1 for the target, and passes their bound. The head must be whole.
     ///
     /// # Arguments
     /// * `hidden`: `[seqlen, hidden_size]` on the device, the output of the last layer
@@ -176,9 +188,8 @@ impl DeviceHead {
             let index: Vec<u32> = targets.iter().map(|one| one.unwrap_or(0)).collect();
             let index = Tensor::from_vec(index, (some, 1), device)?;
             let hidden = hidden.narrow(0, part * at_once, some)?.contiguous()?;
-            let normed = ops::rms_norm(&hidden, &self.norm, self.rms_norm_eps)?;
-            let logits = normed.matmul(&self.weight.t()?)?.to_dtype(DType::F32)?;
-            drop(normed);
+            let logits = self.logits(&hidden)?;
+            let kept = self.logit_cap.map(|cap| (cap, logits.clone()));
             let chosen = logits.gather(&index, 1)?;
             let largest = logits.max_keepdim(D::Minus1)?;
             let exponentials = {
@@ -198,11 +209,15 @@ impl DeviceHead {
                 let exponentials = exponentials;
                 exponentials.broadcast_mul(&weights.div(&sums)?)?
             };
-            let dlogits = dlogits.scatter_add(&index, &weights.neg()?, 1)?;
+            let mut dlogits = dlogits.scatter_add(&index, &weights.neg()?, 1)?;
+            if let Some((cap, logits)) = kept {
+                dlogits = bounded_backward(logits, dlogits, cap)?;
+            }
             let dnormed = dlogits.to_dtype(dtype)?.matmul(&self.weight)?;
             drop(dlogits);
+            let factor = self.norm.to_dtype(dtype)?;
             let (of_hidden, _) = piece(&[&hidden], &dnormed, |inputs| {
-                Ok(ops::rms_norm_slow(&inputs[0], &self.norm, self.rms_norm_eps)?)
+                Ok(ops::rms_norm_slow(&inputs[0], &factor, self.rms_norm_eps)?)
             })?;
             gradients.extend(of_hidden);
         }

@@ -1,31 +1,27 @@
 //! A decoder layer on a device: the formulas of `model/layer.rs` with candle's operators.
 //!
 //! ```text
-//! x ← hidden;  a = norm(x);  q, k, v = a·Wqᵀ, a·Wkᵀ, a·Wvᵀ;  q, k rotated
-//! x ← x + attention(q, k, v)·Woᵀ;  m = norm(x);  x ← x + (silu(m·Wgateᵀ) ∘ m·Wupᵀ)·Wdownᵀ
+//! a = norm(x);  q, k, v = a·Wqᵀ, a·Wkᵀ, a·Wvᵀ;  q, k = rotate(norm(q)), rotate(norm(k))
+//! h = x + norm(attention(q, k, v)·Woᵀ);  m = norm(h);  y = h + norm((act(m·Wgateᵀ) ∘ m·Wupᵀ)·Wdownᵀ)
 //! ```
 //!
-//! Attention takes some key/value heads with their queries at a time, and some of these queries. Scores `[heads, queries, keys]` exist for
-//! a single block, with the keys up to its last query; `kernels::soften` turns them into weights in place. The MLP takes some tokens at a
-//! time. Observed inputs leave the device as column sums and a few rows, or as all rows where an observer needs them; Gram matrices are
-//! summed on the device (`gram.rs`).
+//! A family has some of these norms; the identity stands for the others. Observed inputs leave the device as column sums and a few rows,
+//! or as all rows where an observer needs them; Gram matrices are summed on the device (`gram.rs`).
 
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
-use candle_nn::ops;
 
 use super::gram::DeviceGrams;
 use super::observing::{Observing, SampleSums};
+use super::tables::DeviceTables;
 use super::tiling::PRODUCT_FEATURES;
-use super::{CopyMatrix, Tiling, kernels, upload_vector};
-use crate::linalg::attention::Heads;
+use super::{CopyMatrix, Tiling, kernels, rms_norm, upload_factor, upload_vector};
 use crate::linalg::select::Quota;
-use crate::model::family::Activation;
 use crate::model::norms::NormRole;
 use crate::model::observe::Observer;
-use crate::model::{DecoderLayer, InputId, LayerContext, LayerSpec, LinearId, ModelConfig, Role};
+use crate::model::{DecoderLayer, LayerSpec, LinearId, Role};
 
 /// Σ a² and Σ (a − b)² of two products `[tokens, out_features]` on a device.
 ///
@@ -37,45 +33,6 @@ pub fn squares_of_difference(a: &Tensor, b: &Tensor) -> Result<[f64; 2]> {
         Ok(squares.flatten_all()?.to_vec1::<f64>()?.iter().sum())
     };
     Ok([sum(a)?, sum(&(a - b)?)?])
-}
-
-/// Rotary tables on a device, `[seqlen, head_dim / 2]` each.
-#[derive(Debug, Clone)]
-pub struct DeviceTables {
-    cos: Tensor,
-    sin: Tensor,
-}
-
-impl DeviceTables {
-    /// Copies the tables of a context onto a device.
-    pub fn new(
-        context: &LayerContext,
-        config: &ModelConfig,
-        dtype: DType,
-        device: &Device,
-    ) -> Result<Self> {
-        let half = config.head_dim / 2;
-        let table = |values: &[f32]| -> Result<Tensor> {
-            let shape = (values.len() / half.max(1), half);
-            Ok(Tensor::from_slice(values, shape, device)?.to_dtype(dtype)?)
-        };
-        let (cos, sin) = context.rotaries()[0].tables();
-        Ok(Self { cos: table(cos)?, sin: table(sin)? })
-    }
-
-    /// Rotates heads `[seqlen, heads · head_dim]`, and puts them before the tokens: `[heads, seqlen, head_dim]`.
-    fn rotate(&self, x: &Tensor) -> Result<Tensor> {
-        let seqlen = x.dim(0)?;
-        kernels::rotate_heads(x, &self.cos.narrow(0, 0, seqlen)?, &self.sin.narrow(0, 0, seqlen)?)
-    }
-
-    /// Rotates heads `[heads, seqlen, head_dim]` back: by the negative angle, which is also the gradient of a rotation.
-    pub(super) fn rotate_back(&self, x: &Tensor) -> Result<Tensor> {
-        let seqlen = x.dim(1)?;
-        let (cos, sin) = (self.cos.narrow(0, 0, seqlen)?, self.sin.narrow(0, 0, seqlen)?.neg()?);
-        let rotated = candle_nn::rotary_emb::rope(&x.unsqueeze(0)?, &cos, &sin)?;
-        Ok(rotated.squeeze(0)?)
-    }
 }
 
 /// x·Wᵀ + b
@@ -91,7 +48,7 @@ pub(super) struct DeviceLinear {
 
 impl DeviceLinear {
     /// The output features from `first` on.
-    fn forward_rows(&self, x: &Tensor, first: usize, count: usize) -> Result<Tensor> {
+    pub(super) fn forward_rows(&self, x: &Tensor, first: usize, count: usize) -> Result<Tensor> {
         let out = x.matmul(&self.weight.narrow(0, first, count)?.t()?)?;
         Ok(match &self.bias {
             Some(bias) => out.broadcast_add(&bias.narrow(0, first, count)?)?,
@@ -120,7 +77,7 @@ impl DeviceLayer {
     /// Copies a layer's norms. The matrices follow with [`DeviceLayer::take_up`].
     pub fn begin(layer: &DecoderLayer, dtype: DType, device: &Device) -> Result<Self> {
         let norms = layer.norms().map(|(role, norm)| {
-            let factor = upload_vector(norm.factor(), dtype, device)?;
+            let factor = upload_factor(norm, dtype, device)?;
             Ok((role, factor))
         });
         Ok(Self {
@@ -176,12 +133,14 @@ impl DeviceLayer {
         self.norms.get(&role)
     }
 
-    /// norm(x), or x without the norm.
-    pub(super) fn normed(&self, role: NormRole, x: &Tensor) -> Result<Tensor> {
-        Ok(match self.norm(role) {
-            Some(factor) => ops::rms_norm(&x.contiguous()?, factor, self.spec.rms_norm_eps)?,
-            None => x.clone(),
-        })
+    /// norm(x) over parts of rows that are as wide as the factor: hidden states, heads, or all heads. Without the norm, x.
+    pub(super) fn normed(&self, role: NormRole, x: Tensor) -> Result<Tensor> {
+        let Some(factor) = self.norm(role) else {
+            return Ok(x);
+        };
+        let parts = x.contiguous()?.reshape(((), factor.elem_count()))?;
+        let normed = rms_norm(&parts, factor, self.spec.rms_norm_eps)?;
+        Ok(normed.reshape(x.shape())?)
     }
 
     /// x·Wᵀ + b of the rows of a role.
@@ -284,161 +243,5 @@ impl DeviceLayer {
         let out = self.attend(hidden, tables, cut, Some(&mut observing))?;
         self.mlp(&out, cut, Some(&mut observing))?;
         observing.finish()
-    }
-
-    /// Returns hidden + attention(norm(hidden))·Woᵀ in a tensor of its own.
-    fn attend(
-        &self,
-        hidden: &Tensor,
-        tables: &DeviceTables,
-        cut: &Tiling,
-        mut observing: Option<&mut Observing<'_>>,
-    ) -> Result<Tensor> {
-        let normed = self.normed(NormRole::BeforeAttention, hidden)?;
-        if let Some(observing) = &mut observing {
-            observing.add(InputId::Attention, 0, &normed, cut)?;
-        }
-        let context = self.context(&normed, tables, cut)?;
-        drop(normed);
-        if let Some(observing) = &mut observing {
-            observing.add(InputId::O, 0, &context, cut)?;
-        }
-        let out = self.product(Role::O, &context)?;
-        kernels::add(&out, hidden)?;
-        Ok(out)
-    }
-
-    /// Attention's output before o, `[seqlen, heads · head_dim]`, from the normed input.
-    pub(super) fn context(
-        &self,
-        normed: &Tensor,
-        tables: &DeviceTables,
-        cut: &Tiling,
-    ) -> Result<Tensor> {
-        let Heads { num_heads, num_key_value_heads, head_dim } = self.spec.heads;
-        let seqlen = normed.dim(0)?;
-        let per_key = num_heads / num_key_value_heads.max(1);
-        let width = num_heads * head_dim;
-        let context = Tensor::zeros((seqlen, width), self.dtype, &self.device)?;
-        let mut first = 0;
-        while first < num_key_value_heads {
-            let keys = cut.key_value_heads.min(num_key_value_heads - first);
-            let [q, k, v] = self.group(normed, tables, first, keys)?;
-            let q = q.reshape((keys, per_key, seqlen, head_dim))?;
-            self.attend_blocks(&q, &k, &v, cut.queries, |position, attended| {
-                // The heads of this group are neighbouring columns.
-                let columns = first * per_key * head_dim;
-                let rows = context.narrow(0, position, attended.dim(1)?)?;
-                kernels::place(&attended, &rows, columns)
-            })?;
-            first += keys;
-        }
-        Ok(context)
-    }
-
-    /// Rotated q `[heads, seqlen, head_dim]`, rotated k and v `[keys, seqlen, head_dim]` of `keys` key/value heads from `first` on.
-    pub(super) fn group(
-        &self,
-        normed: &Tensor,
-        tables: &DeviceTables,
-        first: usize,
-        keys: usize,
-    ) -> Result<[Tensor; 3]> {
-        let head_dim = self.spec.heads.head_dim;
-        let per_key = self.spec.heads.num_heads / self.spec.heads.num_key_value_heads.max(1);
-        let project = |role: Role, first: usize, heads: usize| {
-            let (id, rows) = self.spec.part(role);
-            let first = rows.start + first * head_dim;
-            self.linear(id)?.forward_rows(normed, first, heads * head_dim)
-        };
-        let v = project(Role::V, first, keys)?;
-        Ok([
-            tables.rotate(&project(Role::Q, first * per_key, keys * per_key)?)?,
-            tables.rotate(&project(Role::K, first, keys)?)?,
-            kernels::heads_first(&v, head_dim)?,
-        ])
-    }
-
-    /// Calls `body(first query, context [heads, queries, head_dim])` block by block, with `q` `[keys, queries per key, seqlen, head_dim]`
-    /// and `k`, `v` `[keys, seqlen, head_dim]`.
-    fn attend_blocks(
-        &self,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        queries: usize,
-        mut body: impl FnMut(usize, Tensor) -> Result<()>,
-    ) -> Result<()> {
-        let (keys, per_key, seqlen, head_dim) = q.dims4()?;
-        let mut first = 0;
-        while first < seqlen {
-            let rows = queries.clamp(1, seqlen - first);
-            let end = first + rows;
-            let joined = (keys, per_key * rows, head_dim);
-            // Views of heads are operands of a product as they are. Only queries that share keys are moved together.
-            let q = match per_key {
-                1 => q.squeeze(1)?.narrow(1, first, rows)?,
-                _ => q.narrow(2, first, rows)?.contiguous()?.reshape(joined)?,
-            };
-            let scores = q.matmul(&k.narrow(1, 0, end)?.transpose(1, 2)?)?;
-            drop(q);
-            let weights = {
-                let scores = scores.reshape((keys * per_key, rows, end))?;
-                kernels::soften(&scores, first, self.spec.scoring.scale)?;
-                scores.reshape((keys, per_key * rows, end))?
-            };
-            let attended = weights.matmul(&v.narrow(1, 0, end)?)?;
-            drop(weights);
-            body(first, attended.reshape((keys * per_key, rows, head_dim))?)?;
-            first = end;
-        }
-        Ok(())
-    }
-
-    /// 0 where a query sees a key and −∞ where it does not, `[rows, first + rows]` in f32.
-    pub(super) fn mask(&self, first: usize, rows: usize) -> Result<Tensor> {
-        let end = first + rows;
-        let mut mask = vec![0.0f32; rows * end];
-        for (row, mask) in mask.chunks_exact_mut(end).enumerate() {
-            mask[first + row + 1..].fill(f32::NEG_INFINITY);
-        }
-        Ok(Tensor::from_vec(mask, (rows, end), &self.device)?)
-    }
-
-    /// hidden ← hidden + (silu(m·Wgateᵀ) ∘ m·Wupᵀ)·Wdownᵀ with m = norm(hidden). Writes into the memory of `hidden`, although the
-    /// reference is shared. With an observer the pass ends at down's input.
-    fn mlp(
-        &self,
-        hidden: &Tensor,
-        cut: &Tiling,
-        mut observing: Option<&mut Observing<'_>>,
-    ) -> Result<()> {
-        let seqlen = hidden.dim(0)?;
-        let mut first = 0;
-        while first < seqlen {
-            let tokens = cut.mlp_tokens.min(seqlen - first);
-            let rows = hidden.narrow(0, first, tokens)?;
-            let normed = self.normed(NormRole::BeforeMlp, &rows)?;
-            if let Some(observing) = &mut observing {
-                observing.add(InputId::Mlp, first, &normed, cut)?;
-            }
-            let inner = self.product(Role::Gate, &normed)?;
-            let up = self.product(Role::Up, &normed)?;
-            drop(normed);
-            match self.spec.activation {
-                Activation::Silu => kernels::silu_times(&inner, &up)?,
-                Activation::GeluTanh => kernels::gelu_tanh_times(&inner, &up)?,
-            }
-            drop(up);
-            if let Some(observing) = &mut observing {
-                observing.add(InputId::Down, first, &inner, cut)?;
-            }
-            if observing.is_none() {
-                let out = self.product(Role::Down, &inner)?;
-                kernels::add(&rows, &out)?;
-            }
-            first += tokens;
-        }
-        Ok(())
     }
 }

@@ -1,30 +1,38 @@
 //! Tiling of a device's work, and the memory of each tile. Plans and the ledger consist of these numbers.
 //!
 //! e bytes per element of the arithmetic; S tokens of a sample, H hidden_size, I intermediate_size, V vocab_size; a group of
-//! key/value heads with its queries is q and k elements wide, all of them Q and K; b queries and t tokens at once:
+//! key/value heads with its queries is q and k elements wide, all of them Q and K; b queries and t tokens at once, w the largest window.
+//! [x: y] is y in families that have x:
 //!
 //! ```text
 //! sample     e·S·H input and e·S·H output
-//! attention  e·S·(H + Q) normed, context, and the larger of
-//!            e·S·(2q + 2k) q, k, v of a group, and q or k before its rotation;
-//!            e·S·(q + 2k) + 2·e·b·q + e·h·b·S the same, queries and result of a block, and scores of h heads
-//! MLP        e·t·(H + 2I) normed, gate, up
+//! attention  e·S·([norm before: H] + Q) normed, context, and the larger of
+//!            e·S·(2q + 2k) q, k, v of a group, and q or k before norm and rotation;
+//!            e·S·(q + 2k) + 2·e·b·q + e·h·b·min(S, w + b) the same, queries and result of a block, and scores of h heads
+//!            [norm after: at least e·S·H] the output of o before its norm
+//! MLP        e·t·([norm before: H] + 2I) normed, gate, up;  [norm after: at least 2·e·t·H] the output of down, and its norm
 //! observed   e·S·(H + Q) normed and context; 48·Σ n sums of inputs of n columns, joined, and the sums of the sample before
 //! product    4·n·(w + 2·m) + 4·1024·w   n rows of w columns, their products before and after a change, and weights of some of m features
 //! grams      8·Σ T(n) sums of inputs of n columns in panels of p rows, T(n) elements of an upper triangle;
 //!            4·(2·p·n + t·n) a product, with max(e·t·(2H + I) + 4·t·I, e·S·(H + Q) + 4·t·max(H, Q)) rows
 //! head       e·H·r + (e + 12)·r·v logits of r tokens for v rows of the vocabulary, their exponentials and sums
-//! training   3·e·S·H + (12 + 2e)·r·V + (56 + 4e)·r·H the same, forwards and back, and the gradient
-//! backward   e·S·(6H + 2Q + 2K) states and gradients of the sample, and the largest of
-//!            e·S·(4q + 4k) + 16·S·k a group;  (16 + 2e)·h·b·S its scores and their gradients
-//!            e·t·(4H + 28I) the graph of the MLP's activation;  t·(56 + 4e)·H the graph of a norm
+//! training   3·e·S·H + (12 + 2e + [bound: 4])·r·V + (56 + 4e)·r·H the same, forwards and back, and the gradient
+//! backward   e·S·(5H + [norm before: H] + [norm after: H] + 2Q + 2K) states and gradients of the sample, and the largest of
+//!            e·S·(4q + 4k) + 16·S·k a group, with the larger of
+//!              (16 + 2e + [bound: 4])·h·b·min(S, w + b) its scores and their gradients;  [norm: t·(56 + 4e)·q] the graph of q's norm
+//!            e·t·(4H + 28I) the graph of the MLP's activation
+//!            t·(56 + 4e)·H + [norm after: 2·e·t·I] the graph of a norm, with gate and up
+//! norms      [factor 1 + w: (8 + e)·min(S·H, 2²⁰) rows in f32, in f16 and bf16], in all but products and grams
 //! trained    4·(2P + p) the sums and a sample's gradients, of P parameters each, and a matrix's new sum, of at most p parameters;
 //!            (3e + 8)·M the whole gradient of the largest matrix, of M weights;  and of factors e·P and 1 byte per weight of their masks
 //! ```
 
+use std::ops::Range;
+
+use super::NORMED_AT_ONCE;
 use super::gram::DeviceGrams;
 use crate::bytes::ByteSize;
-use crate::model::{LinearId, ModelConfig};
+use crate::model::{LayerSpec, LinearId, ModelConfig, NormRole, Role};
 use crate::run::MemorySettings;
 
 /// Memory of a device before the first computation: CUDA context, cuBLAS workspace, kernels. The literature gives 0.3 to 0.6 GiB; it
@@ -100,10 +108,9 @@ impl Tiling {
     /// heads · queries · `seqlen`, stay below 2³¹ elements.
     #[must_use]
     pub fn with_indices_of_32_bits(self, config: &ModelConfig, seqlen: usize) -> Self {
-        let per_key = config.num_attention_heads / config.num_key_value_heads.max(1);
-        let mut cut = self;
+        let (spec, mut cut) = (config.layer(0), self);
         let scores = |cut: &Self| {
-            let heads = cut.key_value_heads.saturating_mul(per_key);
+            let [heads, ..] = cut.group(&spec);
             heads.saturating_mul(cut.queries.min(seqlen)).saturating_mul(seqlen)
         };
         while scores(&cut) > LARGEST_INDEX && (cut.queries > 1 || cut.key_value_heads > 1) {
@@ -133,6 +140,35 @@ impl Tiling {
         (smaller != *self).then_some(smaller)
     }
 
+    /// Key/value heads at once: all of them where norms go over all heads.
+    fn heads_at_once(&self, spec: &LayerSpec) -> usize {
+        let all = spec.heads.num_key_value_heads.max(1);
+        match spec.family.head_norms_are_wide {
+            true => all,
+            false => self.key_value_heads.clamp(1, all),
+        }
+    }
+
+    /// Groups of key/value heads that are computed in turn.
+    pub(super) fn groups(&self, spec: &LayerSpec) -> impl Iterator<Item = Range<usize>> + use<> {
+        let (all, at_once) = (spec.heads.num_key_value_heads, self.heads_at_once(spec));
+        (0..all).step_by(at_once).map(move |first| first..all.min(first + at_once))
+    }
+
+    /// Query heads of the largest group, and the widths of its queries and of its keys.
+    fn group(&self, spec: &LayerSpec) -> [usize; 3] {
+        let keys = self.heads_at_once(spec);
+        let heads = keys * (spec.heads.num_heads / spec.heads.num_key_value_heads.max(1));
+        [heads, heads * spec.heads.head_dim, keys * spec.heads.head_dim]
+    }
+
+    /// Scores of a block: queries, and the most keys that these see in any layer.
+    fn block(&self, config: &ModelConfig, seqlen: usize) -> (usize, usize) {
+        let queries = self.queries.min(seqlen);
+        let window = config.widest_scoring().window.unwrap_or(usize::MAX);
+        (queries, window.saturating_add(queries).min(seqlen))
+    }
+
     /// Tokens whose logits for `rows` rows of the vocabulary exist at once.
     pub fn logit_tokens(&self, rows: usize) -> usize {
         crate::model::head::logit_rows(self.logits_bytes, rows)
@@ -152,23 +188,25 @@ impl Tiling {
         grams: &[usize],
     ) -> ByteSize {
         let (s, h, i) = (seqlen, config.hidden_size, config.intermediate_size);
-        let per_key = config.num_attention_heads / config.num_key_value_heads.max(1);
-        let heads = self.key_value_heads.min(config.num_key_value_heads) * per_key;
-        let (q, k) = (heads * config.head_dim, heads / per_key.max(1) * config.head_dim);
-        let all = config.num_attention_heads * config.head_dim;
-        let b = self.queries.min(s);
-        let block = element * (s * (q + 2 * k) + 2 * b * q + heads * b * s);
+        let spec = config.layer(0);
+        let with = |norm, elements| if spec.has_norm(norm) { elements } else { 0 };
+        let ([heads, q, k], all) = (self.group(&spec), spec.rows(Role::Q));
+        let (b, keys) = self.block(config, s);
+        let block = element * (s * (q + 2 * k) + 2 * b * q + heads * b * keys);
         let group = element * s * (2 * q + 2 * k);
-        let attention = element * s * (h + all) + block.max(group);
+        let attention = element * s * (with(NormRole::BeforeAttention, h) + all) + block.max(group);
+        let attention = attention.max(element * with(NormRole::AfterAttention, s * h));
         let t = self.mlp_tokens.min(s);
-        let mlp = element * t * (h + 2 * i);
+        let wide = with(NormRole::BeforeMlp, h) + 2 * i;
+        let mlp = element * t * wide.max(with(NormRole::AfterMlp, 2 * h));
         let sums = 48 * (h + all + (h + i) * s.div_ceil(t.max(1)));
         let pass = ByteSize((attention.max(mlp) + sums) as u64);
         // Rows enter a Gram matrix in f32, after their squares and before the next product.
         let down = element * t * (2 * h + i) + 4 * t * i;
         let others = element * s * (h + all) + 4 * t * h.max(all);
         let adding = ByteSize(down.max(others) as u64) + DeviceGrams::adding_bytes(grams, t);
-        ByteSize::of(element, 2 * s * h) + pass.max(adding)
+        let widened = Self::widened_bytes(config, s, element);
+        ByteSize::of(element, 2 * s * h) + pass.max(adding) + widened
     }
 
     /// Memory of a product of some rows on a device, with the product that it is compared with.
@@ -193,20 +231,23 @@ impl Tiling {
         trained: TrainedSizes,
     ) -> ByteSize {
         let (s, h, i) = (seqlen, config.hidden_size, config.intermediate_size);
-        let per_key = config.num_attention_heads / config.num_key_value_heads.max(1);
-        let keys = self.key_value_heads.min(config.num_key_value_heads);
-        let heads = keys * per_key;
-        let (q, k) = (heads * config.head_dim, keys * config.head_dim);
-        let all = config.num_attention_heads * config.head_dim;
-        let all_keys = config.num_key_value_heads * config.head_dim;
-        let t = self.mlp_tokens.min(s);
+        let spec = config.layer(0);
+        let with = |norm, elements| if spec.has_norm(norm) { elements } else { 0 };
+        let ([heads, q, k], t) = (self.group(&spec), self.mlp_tokens.min(s));
         let group = element * s * (4 * q + 4 * k) + 16 * s * k;
-        let scores = (16 + 2 * element) * heads * self.queries.min(s) * s;
+        let (b, keys) = self.block(config, s);
+        let bound = spec.scoring.soft_cap.map_or(0, |_| size_of::<f32>());
+        let scores = (16 + 2 * element + bound) * heads * b * keys;
+        let graph = 56 + 4 * element;
+        let of_group = scores.max(with(NormRole::Query, t * graph * q));
         let mlp = element * t * (4 * h + 28 * i);
-        let norm = t * h * (56 + 4 * element);
-        let states = element * s * (6 * h + 2 * all + 2 * all_keys);
-        let piece = (group + scores).max(mlp).max(norm);
-        ByteSize(states as u64) + ByteSize(piece as u64) + trained.bytes(element)
+        let norm = t * h * graph + with(NormRole::AfterMlp, 2 * element * t * i);
+        let norms = with(NormRole::BeforeAttention, h) + with(NormRole::AfterAttention, h);
+        let states =
+            element * s * (5 * h + norms + 2 * spec.rows(Role::Q) + 2 * spec.rows(Role::K));
+        let piece = (group + of_group).max(mlp).max(norm);
+        let widened = Self::widened_bytes(config, s, element);
+        ByteSize((states + piece) as u64) + widened + trained.bytes(element)
     }
 
     /// Memory of a window in the head, for `rows` rows of the vocabulary. `element` is e.
@@ -220,6 +261,7 @@ impl Tiling {
         let tokens = self.logit_tokens(rows).min(seqlen);
         ByteSize::of(element, (seqlen + tokens) * config.hidden_size)
             + ByteSize::of(element + 12, tokens * rows)
+            + Self::widened_bytes(config, tokens, element)
     }
 
     /// Memory of a sample in the whole head of a training, forwards and back. `element` is e.
@@ -231,9 +273,11 @@ impl Tiling {
     ) -> ByteSize {
         let (rows, h) = (config.vocab_size, config.hidden_size);
         let tokens = self.logit_tokens(rows).clamp(1, seqlen);
+        let bound = config.logit_cap.map_or(0, |_| size_of::<f32>());
         ByteSize::of(element, 3 * seqlen * h)
-            + ByteSize::of(12 + 2 * element, tokens * rows)
+            + ByteSize::of(12 + 2 * element + bound, tokens * rows)
             + ByteSize::of(56 + 4 * element, tokens * h)
+            + Self::widened_bytes(config, tokens, element)
     }
 
     /// Temporary memory of a copy with a cast: the stored bytes of the largest matrix; zero without a cast.
@@ -245,9 +289,22 @@ impl Tiling {
         ByteSize::of(largest.unwrap_or(0), stored)
     }
 
-    /// Memory of a layer's weights on a device: e · (2·H·Q + 2·H·K + 3·H·I + 2·H).
+    /// Memory of a layer's weights on a device: e · (2·H·Q + 2·H·K + 3·H·I), and the norms.
     pub fn layer_bytes(config: &ModelConfig, element: usize) -> ByteSize {
-        ByteSize::of(element, config.layer_weights() + config.norm_weights())
+        ByteSize::of(element, config.layer_weights()) + Self::norm_bytes(config, element)
+    }
+
+    /// Memory of a layer's norms on a device: e per weight, or 4 where the factor is 1 + w.
+    pub fn norm_bytes(config: &ModelConfig, element: usize) -> ByteSize {
+        let of_factor = if config.family.norms_add_one { size_of::<f32>() } else { element };
+        ByteSize::of(config.norm_weights(), of_factor)
+    }
+
+    /// Memory of norms whose factor has another dtype than the arithmetic.
+    fn widened_bytes(config: &ModelConfig, seqlen: usize, element: usize) -> ByteSize {
+        let is_widened = config.family.norms_add_one && element != size_of::<f32>();
+        let rows = (seqlen * config.hidden_size).min(NORMED_AT_ONCE);
+        ByteSize::of(if is_widened { rows } else { 0 }, 2 * size_of::<f32>() + element)
     }
 }
 

@@ -26,7 +26,7 @@ impl DeviceWorker<'_> {
         }
         if !self.has_begun(layer) {
             self.drop_weights();
-            let norms = ByteSize::of(self.config.norm_weights(), self.engine.element());
+            let norms = Tiling::norm_bytes(&self.config, self.engine.element());
             let unit = format!("model.layers.{} (norms)", layer.index());
             if !self.upload(&unit, norms, ByteSize::ZERO, |engine| engine.begin(layer))? {
                 self.failed = wanted;

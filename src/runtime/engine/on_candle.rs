@@ -17,7 +17,7 @@ use crate::model::on_device::{
     DeviceGrams, DeviceHead, DeviceLayer, DeviceTables, DeviceTraining, LogSumExpPart, SampleSums,
     TakeGram, Tiling, copy,
 };
-use crate::model::{DecoderLayer, LayerContext, LayerGradients, LinearId, ModelConfig, Observer};
+use crate::model::{DecoderLayer, LayerContext, LayerGradients, LinearId, Observer};
 
 /// A device of candle's.
 #[derive(Debug)]
@@ -76,14 +76,8 @@ impl OnCandle {
     ///
     /// # Errors
     /// Fails when the device has no memory for the rotary tables.
-    pub fn new(
-        device: Device,
-        dtype: DType,
-        name: String,
-        config: &ModelConfig,
-        context: &LayerContext,
-    ) -> Result<Self> {
-        let tables = DeviceTables::new(context, config, dtype, &device)?;
+    pub fn new(device: Device, dtype: DType, name: String, context: &LayerContext) -> Result<Self> {
+        let tables = DeviceTables::new(context, dtype, &device)?;
         Ok(Self {
             device,
             dtype,

@@ -1,19 +1,22 @@
 //! Gradients of a layer by candle's operators and autograd against our own, for weights and factors, and for every division of the work.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
-use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::linalg::{LowRank, MaskedLowRank, StoredDtype};
-use prune::model::on_device::Tiling;
 use prune::model::{DecoderLayer, Head, LayerContext, LayerGradients, ModelConfig, NormRole};
-use prune::run::MemorySettings;
 use prune::runtime::engine::{Engine, OnCandle};
 
-use super::{HIDDEN, SEQLEN, model, values};
+use super::shapes::{HIDDEN, SEQLEN, VOCABULARY, families};
+use super::{model, tilings, values};
+use crate::oracle::sharp;
+
+/// Largest difference of gradients of any family, relative. Weights are large there, so that every part of a layer matters.
+const FAMILIES: f64 = 2e-5;
 
 /// The trained part of a layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -59,7 +62,14 @@ fn all(gradients: &LayerGradients) -> Vec<(String, Vec<f32>)> {
         let of = of.chain(gradients.factors(id).into_iter().flatten());
         all.extend(of.map(|values| (format!("{id:?}"), values.to_vec())));
     }
-    for role in [NormRole::BeforeAttention, NormRole::BeforeMlp] {
+    for role in [
+        NormRole::BeforeAttention,
+        NormRole::Query,
+        NormRole::Key,
+        NormRole::AfterAttention,
+        NormRole::BeforeMlp,
+        NormRole::AfterMlp,
+    ] {
         let norm = gradients.norm(role).into_iter();
         all.extend(norm.map(|values| (format!("{role:?}"), values.to_vec())));
     }
@@ -75,6 +85,47 @@ fn apart(got: &[f32], expected: &[f32]) -> f64 {
         / norm(&mut expected.iter().map(|x| f64::from(*x)))
 }
 
+/// Compares the gradients of a layer with ours. `tolerance` is the largest difference, relative.
+fn compare(folder: &Path, index: usize, arithmetic: DType, tolerance: f64) -> Result<()> {
+    let config = ModelConfig::load(folder)?;
+    let checkpoint: Arc<dyn WeightSource> = Arc::new(Checkpoint::open(folder)?);
+    let mut context = LayerContext::new(&config, SEQLEN);
+    let layer = DecoderLayer::load(&*checkpoint, &config, index)?;
+    let mut engine = OnCandle::new(Device::Cpu, arithmetic, String::new(), &context)?;
+    engine.begin(&layer)?;
+    for id in layer.linear_ids() {
+        engine.take_up(&layer, id)?;
+    }
+    let sample =
+        |pace: f32| Tensor::from_vec(wave(SEQLEN * HIDDEN, pace), (SEQLEN, HIDDEN), &Device::Cpu);
+    let samples = [(sample(0.77)?, sample(0.31)?), (sample(0.53)?, sample(1.9)?)];
+    for trained in [Trained::Weights, Trained::WeightsAndNorms, Trained::Factors] {
+        let mut expected = zeros(trained, &layer);
+        let mut outputs = Vec::new();
+        for (x, dy) in &samples {
+            outputs.push(values(&layer.backward(x, dy, &mut expected, &mut context)?)?);
+        }
+        for cut in tilings(&config) {
+            let family = config.family.model_type;
+            let when = format!("{family}, layer {index}, {trained:?}, {arithmetic:?}, {cut:?}");
+            let mut found = zeros(trained, &layer);
+            for ((x, dy), output) in samples.iter().zip(&outputs) {
+                let dx = values(&engine.backward(&layer, [x, dy], &mut found, &cut)?)?;
+                let apart = apart(&dx, output);
+                assert!(apart < tolerance, "input, {when}: {apart}");
+            }
+            engine.collect_gradients(&mut found)?;
+            let (found, expected) = (all(&found), all(&expected));
+            assert_eq!(found.len(), expected.len());
+            for ((name, found), (_, expected)) in found.iter().zip(&expected) {
+                let apart = apart(found, expected);
+                assert!(apart < tolerance, "{name}, {when}: {apart}");
+            }
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn candles_gradients_are_ours() -> Result<()> {
     for (stored, arithmetic, tolerance) in [
@@ -84,48 +135,48 @@ fn candles_gradients_are_ours() -> Result<()> {
     ] {
         let folder = tempfile::tempdir()?;
         model(folder.path(), stored)?;
-        let config = ModelConfig::load(folder.path())?;
-        let checkpoint: Arc<dyn WeightSource> = Arc::new(Checkpoint::open(folder.path())?);
-        let mut context = LayerContext::new(&config, SEQLEN);
-        let layer = DecoderLayer::load(&*checkpoint, &config, 1)?;
-        let mut engine = OnCandle::new(Device::Cpu, arithmetic, String::new(), &config, &context)?;
-        engine.begin(&layer)?;
-        for id in layer.linear_ids() {
-            engine.take_up(&layer, id)?;
-        }
-        let whole = Tiling::of(&MemorySettings::default(), &config);
-        let small = Tiling {
-            key_value_heads: 1,
-            queries: 7,
-            mlp_tokens: 19,
-            logits_bytes: ByteSize(1 << 20),
-        };
-        let sample = |pace: f32| {
-            Tensor::from_vec(wave(SEQLEN * HIDDEN, pace), (SEQLEN, HIDDEN), &Device::Cpu)
-        };
-        let samples = [(sample(0.77)?, sample(0.31)?), (sample(0.53)?, sample(1.9)?)];
-        for trained in [Trained::Weights, Trained::WeightsAndNorms, Trained::Factors] {
-            let mut expected = zeros(trained, &layer);
-            let mut outputs = Vec::new();
-            for (x, dy) in &samples {
-                outputs.push(values(&layer.backward(x, dy, &mut expected, &mut context)?)?);
-            }
-            for cut in [whole, small] {
-                let when = format!("{trained:?}, {arithmetic:?}, {cut:?}");
-                let mut found = zeros(trained, &layer);
-                for ((x, dy), output) in samples.iter().zip(&outputs) {
-                    let dx = values(&engine.backward(&layer, [x, dy], &mut found, &cut)?)?;
-                    let apart = apart(&dx, output);
-                    assert!(apart < tolerance, "input, {when}: {apart}");
-                }
-                engine.collect_gradients(&mut found)?;
-                for ((name, found), (_, expected)) in all(&found).iter().zip(all(&expected)) {
-                    let apart = apart(found, &expected);
-                    assert!(apart < tolerance, "{name}, {when}: {apart}");
-                }
-            }
+        compare(folder.path(), 1, arithmetic, tolerance)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn candles_gradients_are_ours_in_every_family() -> Result<()> {
+    for shape in families() {
+        let folder = sharp(&shape)?;
+        for index in 0..shape.num_hidden_layers {
+            compare(folder.path(), index, DType::F32, FAMILIES)?;
         }
     }
+    Ok(())
+}
+
+/// Compares loss and gradient of the head with ours. `tolerance` is the largest difference, relative.
+fn compare_head(folder: &Path, arithmetic: DType, tolerance: f64) -> Result<()> {
+    let config = ModelConfig::load(folder)?;
+    let checkpoint: Arc<dyn WeightSource> = Arc::new(Checkpoint::open(folder)?);
+    let mut context = LayerContext::new(&config, SEQLEN);
+    let head = Head::load(&*checkpoint, &config)?;
+    let mut engine = OnCandle::new(Device::Cpu, arithmetic, String::new(), &context)?;
+    let chunk = head.chunk(0..head.vocab_size())?;
+    engine.begin_head(&chunk)?;
+    let state = wave(SEQLEN * HIDDEN, 0.77);
+    let state = Tensor::from_vec(state, (SEQLEN, HIDDEN), &Device::Cpu)?;
+    // Every third token has no target.
+    let target = |at: usize| (!at.is_multiple_of(3)).then_some((at * 31 % VOCABULARY) as u32);
+    let mut targets: Vec<Option<u32>> = (0..SEQLEN).map(target).collect();
+    let (loss, gradient) = head.loss_gradient(&state, &targets, 0.01, &mut context)?;
+    let [whole, small] = tilings(&config);
+    for cut in [whole, small] {
+        let (found, of_state) = engine.head_gradient(&chunk, &state, &targets, 0.01, &cut)?;
+        let when = format!("{}, {arithmetic:?}, {cut:?}", config.family.model_type);
+        assert!((found / loss - 1.0).abs() < tolerance, "{when}: {found}, {loss}");
+        let apart = apart(&values(&of_state)?, &values(&gradient)?);
+        assert!(apart < tolerance, "{when}: {apart}");
+    }
+    targets[1] = Some(307);
+    let refused = engine.head_gradient(&chunk, &state, &targets, 0.01, &whole);
+    assert!(refused.expect_err("a target outside").to_string().contains("vocabulary of 307"));
     Ok(())
 }
 
@@ -136,31 +187,10 @@ fn the_head_of_a_device_gives_our_loss_and_gradient() -> Result<()> {
     {
         let folder = tempfile::tempdir()?;
         model(folder.path(), stored)?;
-        let config = ModelConfig::load(folder.path())?;
-        let checkpoint: Arc<dyn WeightSource> = Arc::new(Checkpoint::open(folder.path())?);
-        let mut context = LayerContext::new(&config, SEQLEN);
-        let head = Head::load(&*checkpoint, &config)?;
-        let mut engine = OnCandle::new(Device::Cpu, arithmetic, String::new(), &config, &context)?;
-        let chunk = head.chunk(0..head.vocab_size())?;
-        engine.begin_head(&chunk)?;
-        let state = wave(SEQLEN * HIDDEN, 0.77);
-        let state = Tensor::from_vec(state, (SEQLEN, HIDDEN), &Device::Cpu)?;
-        // Every third token has no target.
-        let target = |at: usize| (!at.is_multiple_of(3)).then_some((at * 31 % 307) as u32);
-        let mut targets: Vec<Option<u32>> = (0..SEQLEN).map(target).collect();
-        let (loss, gradient) = head.loss_gradient(&state, &targets, 0.01, &mut context)?;
-        let whole = Tiling::of(&MemorySettings::default(), &config);
-        let small = Tiling { logits_bytes: ByteSize(7 * 4 * 307), ..whole };
-        for cut in [whole, small] {
-            let (found, of_state) = engine.head_gradient(&chunk, &state, &targets, 0.01, &cut)?;
-            let when = format!("{arithmetic:?}, {cut:?}");
-            assert!((found / loss - 1.0).abs() < tolerance, "{when}: {found}, {loss}");
-            let apart = apart(&values(&of_state)?, &values(&gradient)?);
-            assert!(apart < tolerance, "{when}: {apart}");
-        }
-        targets[1] = Some(307);
-        let refused = engine.head_gradient(&chunk, &state, &targets, 0.01, &whole);
-        assert!(refused.unwrap_err().to_string().contains("vocabulary of 307"));
+        compare_head(folder.path(), arithmetic, tolerance)?;
+    }
+    for shape in families() {
+        compare_head(sharp(&shape)?.path(), DType::F32, FAMILIES)?;
     }
     Ok(())
 }

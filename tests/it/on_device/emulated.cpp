@@ -93,38 +93,62 @@ static void report(const char *kernel, const char *type, unsigned threads, doubl
 template <typename T> static void check(const char *type, double rounding, unsigned threads) {
   const double allowed = rounding + 2e-6;
   double apart = 0.0;
-  for (auto [heads, queries, keys, first] : {std::array{3, 5, 12, 7}, {1, 1, 1, 0}, {2, 64, 67, 3}, {1, 3, 200, 150}, {1, 2, 700, 690}}) {
-    auto scores = noises<T>((size_t)heads * queries * keys, 30.0f);
-    const auto before = scores;
-    const float scale = 0.37f;
-    run(heads * queries, threads, [&] { soften(scores.data(), queries, keys, first, scale); });
-    for (int row = 0; row < heads * queries; row++) {
-      const int seen = std::min(first + row % queries + 1, keys);
-      double sum = 0.0, largest = -INFINITY;
-      for (int key = 0; key < seen; key++)
-        largest = std::max(largest, (double)scale * widen(before[row * keys + key]));
-      for (int key = 0; key < seen; key++)
-        sum += std::exp(scale * (double)widen(before[row * keys + key]) - largest);
-      for (int key = 0; key < keys; key++) {
-        const double weight = key < seen ? std::exp(scale * (double)widen(before[row * keys + key]) - largest) / sum : 0.0;
-        apart = std::max(apart, std::abs(weight - widen(scores[row * keys + key])));
+  for (bool bounded : {false, true}) {
+    apart = 0.0;
+    // Without a window the last number is larger than any position.
+    for (auto [heads, queries, keys, first, window] :
+         {std::array{3, 5, 12, 7, INT32_MAX}, {1, 1, 1, 0, INT32_MAX}, {2, 64, 67, 3, INT32_MAX}, {1, 3, 200, 150, INT32_MAX}, {1, 2, 700, 690, INT32_MAX},
+          {3, 5, 12, 7, 4}, {2, 3, 9, 6, 1}, {2, 64, 67, 3, 33}, {1, 3, 200, 150, 100}, {1, 2, 700, 690, 500}, {1, 2, 700, 690, 20}}) {
+      auto scores = noises<T>((size_t)heads * queries * keys, 30.0f);
+      const auto before = scores;
+      const float scale = 0.37f, cap = 5.0f;
+      run(heads * queries, threads, [&] {
+        if (bounded)
+          soften<true>(scores.data(), queries, keys, first, window, scale, cap);
+        else
+          soften<false>(scores.data(), queries, keys, first, window, scale, 0.0f);
+      });
+      auto score = [&](int row, int key) {
+        const double of_key = (double)scale * widen(before[row * keys + key]);
+        return bounded ? cap * std::tanh(of_key / cap) : of_key;
+      };
+      for (int row = 0; row < heads * queries; row++) {
+        const int position = first + row % queries;
+        auto visible = [&](int key) { return key <= position && (int64_t)key > (int64_t)position - window; };
+        double sum = 0.0, largest = -INFINITY;
+        for (int key = 0; key < keys; key++)
+          if (visible(key))
+            largest = std::max(largest, score(row, key));
+        for (int key = 0; key < keys; key++)
+          if (visible(key))
+            sum += std::exp(score(row, key) - largest);
+        for (int key = 0; key < keys; key++) {
+          const double weight = visible(key) ? std::exp(score(row, key) - largest) / sum : 0.0;
+          apart = std::max(apart, std::abs(weight - widen(scores[row * keys + key])));
+          if (std::isnan(widen(scores[row * keys + key])))
+            apart = INFINITY;
+        }
       }
     }
+    report(bounded ? "soften_bounded" : "soften", type, threads, apart, allowed);
   }
-  report("soften", type, threads, apart, allowed);
 
   apart = 0.0;
-  for (auto [tokens, heads, half] : {std::array{5, 3, 4}, {1, 1, 1}, {33, 2, 7}}) {
-    const auto x = noises<T>((size_t)tokens * heads * 2 * half, 1.0f), cos = noises<T>((size_t)tokens * half, 1.0f), sin = noises<T>((size_t)tokens * half, 1.0f);
+  for (auto [tokens, heads, half, head_dim] : {std::array{5, 3, 4, 8}, {1, 1, 1, 2}, {33, 2, 7, 14}, {33, 2, 3, 14}, {5, 3, 1, 9}}) {
+    const auto x = noises<T>((size_t)tokens * heads * head_dim, 1.0f), cos = noises<T>((size_t)tokens * half, 1.0f), sin = noises<T>((size_t)tokens * half, 1.0f);
     std::vector<T> out(x.size());
-    run(2, threads, [&] { rotate_heads(x.data(), cos.data(), sin.data(), tokens, heads, half, out.data()); });
+    run(2, threads, [&] { rotate_heads(x.data(), cos.data(), sin.data(), tokens, heads, half, head_dim, out.data()); });
     for (int token = 0; token < tokens; token++)
-      for (int head = 0; head < heads; head++)
+      for (int head = 0; head < heads; head++) {
+        const T *from = &x[(token * heads + head) * head_dim], *to = &out[(head * tokens + token) * head_dim];
         for (int column = 0; column < half; column++) {
-          const T *from = &x[(token * heads + head) * 2 * half + column], *to = &out[(head * tokens + token) * 2 * half + column];
-          const double a = widen(from[0]), b = widen(from[half]), c = widen(cos[token * half + column]), s = widen(sin[token * half + column]);
-          apart = std::max({apart, std::abs(a * c - b * s - widen(to[0])), std::abs(b * c + a * s - widen(to[half]))});
+          const double a = widen(from[column]), b = widen(from[half + column]), c = widen(cos[token * half + column]), s = widen(sin[token * half + column]);
+          apart = std::max({apart, std::abs(a * c - b * s - widen(to[column])), std::abs(b * c + a * s - widen(to[half + column]))});
         }
+        for (int column = 2 * half; column < head_dim; column++)
+          if (widen(from[column]) != widen(to[column]))
+            apart = INFINITY;
+      }
   }
   report("rotate_heads", type, threads, apart, 2.0 * allowed);
 
@@ -157,17 +181,25 @@ template <typename T> static void check(const char *type, double rounding, unsig
   }
   report("place", type, threads, apart, 0.0);
 
-  for (bool adds : {false, true}) {
+  enum Elementwise { ADD, SILU, GELU };
+  for (Elementwise kind : {ADD, SILU, GELU}) {
     apart = 0.0;
     auto x = noises<T>(131, 4.0f);
     const auto before = x, y = noises<T>(131, 1.0f);
-    run(3, threads, [&] { adds ? add(x.data(), y.data(), 131u) : silu_times(x.data(), y.data(), 131u); });
+    run(3, threads, [&] {
+      switch (kind) {
+      case ADD: return add(x.data(), y.data(), 131u);
+      case SILU: return silu_times(x.data(), y.data(), 131u);
+      case GELU: return gelu_tanh_times(x.data(), y.data(), 131u);
+      }
+    });
     for (int at = 0; at < 131; at++) {
       const double a = widen(before[at]), b = widen(y[at]);
-      const double expected = adds ? a + b : a / (1.0 + std::exp(-a)) * b;
+      const double gelu = 0.5 * a * (1.0 + std::tanh(std::sqrt(2.0 / M_PI) * (a + 0.044715 * a * a * a)));
+      const double expected = kind == ADD ? a + b : kind == SILU ? a / (1.0 + std::exp(-a)) * b : gelu * b;
       apart = std::max(apart, std::abs(expected - widen(x[at])) / std::max(1.0, std::abs(expected)));
     }
-    report(adds ? "add" : "silu_times", type, threads, apart, allowed);
+    report(kind == ADD ? "add" : kind == SILU ? "silu_times" : "gelu_tanh_times", type, threads, apart, allowed);
   }
 
   apart = 0.0;

@@ -21,7 +21,8 @@ use prune::runtime::engine::OnCandle;
 use prune::runtime::ledger::{Ledger, Refusals};
 use prune::runtime::{Clock, Compute, Editor, HiddenStates};
 
-use super::{SEQLEN, difference, model};
+use super::shapes::SEQLEN;
+use super::{difference, model};
 
 const SAMPLES: usize = 7;
 
@@ -61,7 +62,7 @@ fn run(
     let context = || LayerContext::with_settings(&config, SEQLEN, settings.clone());
     let mut workers = Vec::new();
     for number in 0..devices {
-        let engine = OnCandle::new(Device::Cpu, DType::F32, String::new(), &config, &context())?;
+        let engine = OnCandle::new(Device::Cpu, DType::F32, String::new(), &context())?;
         let refusals: Refusals = refuse.parse().expect("units");
         workers.push(DeviceWorker::new(
             format!("cuda:{number}"),

@@ -29,6 +29,6 @@ fn kernels_compute_their_formulas_in_blocks_of_one_and_of_many_threads() {
     let ran = Command::new(&program).output().expect("the compiled program starts");
     let report = String::from_utf8_lossy(&ran.stdout);
     assert!(ran.status.success(), "{report}");
-    // Eight cases in three types and two sizes of a block.
-    assert_eq!(report.lines().filter(|line| line.starts_with("ok ")).count(), 8 * 3 * 2);
+    // Ten cases in three types and two sizes of a block.
+    assert_eq!(report.lines().filter(|line| line.starts_with("ok ")).count(), 10 * 3 * 2);
 }

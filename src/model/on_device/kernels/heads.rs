@@ -11,36 +11,45 @@ use candle_core::{
 #[cfg(feature = "cuda")]
 use super::launch;
 use super::{KernelValue, elements, last_two, of_type, round, widen};
+use crate::linalg::attention::Scoring;
 use crate::model::on_device::CandleResult;
 
-/// Turns scores of queries into weights of keys, in place: the softmax of `scale` times the scores of the keys that a query sees.
+/// Turns products of queries and keys into weights of keys, in place: the softmax of the scores of the keys that a query sees.
 ///
 /// # Arguments
 /// * `scores`: `[.., queries, keys]`
-/// * `first`: the position of the first query; a query sees the keys up to its own position
+/// * `first`: the position of the first query among the keys
 ///
 /// # Errors
 /// Fails when the device fails.
-pub(in crate::model::on_device) fn soften(scores: &Tensor, first: usize, scale: f32) -> Result<()> {
-    Ok(scores.inplace_op1(&SoftenScores { first, scale })?)
+pub(in crate::model::on_device) fn soften(
+    scores: &Tensor,
+    first: usize,
+    scoring: Scoring,
+) -> Result<()> {
+    Ok(scores.inplace_op1(&SoftenScores { first, scoring })?)
 }
 
 struct SoftenScores {
     first: usize,
-    scale: f32,
+    scoring: Scoring,
 }
 
 impl SoftenScores {
     fn on_cpu<T: WithDType>(&self, scores: &mut [T], queries: usize, keys: usize) {
+        let Scoring { scale, soft_cap, .. } = self.scoring;
+        let score = |product: &T| match soft_cap {
+            None => scale * widen(*product),
+            Some(cap) => cap * (scale / cap * widen(*product)).tanh(),
+        };
         for (row, scores) in scores.chunks_exact_mut(keys).enumerate() {
-            let seen = (self.first + row % queries + 1).min(keys);
-            let scaled = scores[..seen].iter().map(|&score| self.scale * widen(score));
-            let scaled: Vec<f32> = scaled.collect();
+            let seen = self.scoring.visible(self.first + row % queries, &(0..keys));
+            let scaled: Vec<f32> = scores[seen.clone()].iter().map(score).collect();
             let largest = scaled.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             let weights: Vec<f32> = scaled.iter().map(|score| (score - largest).exp()).collect();
             let sum: f32 = weights.iter().sum();
             scores.fill(T::zero());
-            for (score, weight) in scores.iter_mut().zip(weights) {
+            for (score, weight) in scores[seen].iter_mut().zip(weights) {
                 *score = round(weight / sum);
             }
         }
@@ -65,55 +74,56 @@ impl InplaceOp1 for SoftenScores {
     fn cuda_fwd(&self, scores: &mut CudaStorage, layout: &Layout) -> CandleResult<()> {
         let (queries, keys) = last_two(layout)?;
         let at = elements(layout)?;
-        of_type!(
-            scores.dtype(),
-            launch::soften::<T>(scores, at, [queries, keys, self.first], self.scale)
-        )
+        let sizes = [queries, keys, self.first];
+        of_type!(scores.dtype(), launch::soften::<T>(scores, at, sizes, self.scoring))
     }
 }
 
-/// Rotates the heads of some tokens by their positions, and puts heads before tokens: `[tokens, heads · head_dim]` in,
-/// `[heads, tokens, head_dim]` out.
+/// Rotates the first elements of the heads of some tokens by their positions, and puts heads before tokens: `[tokens, heads · head_dim]`
+/// in, `[heads, tokens, head_dim]` out.
 ///
 /// # Arguments
-/// * `cos`, `sin`: `[tokens, head_dim / 2]`
+/// * `tables`: cos and sin, `[tokens, half of the rotated elements]`
 ///
 /// # Errors
 /// Fails when the device fails.
 pub(in crate::model::on_device) fn rotate_heads(
     x: &Tensor,
-    cos: &Tensor,
-    sin: &Tensor,
+    [cos, sin]: &[Tensor; 2],
+    head_dim: usize,
 ) -> Result<Tensor> {
-    Ok(x.apply_op3_no_bwd(cos, sin, &RotateHeads)?)
+    Ok(x.apply_op3_no_bwd(cos, sin, &RotateHeads { head_dim })?)
 }
 
-struct RotateHeads;
+struct RotateHeads {
+    head_dim: usize,
+}
 
 impl RotateHeads {
-    /// Tokens, heads, and half of head_dim.
-    fn sizes(x: &Layout, cos: &Layout) -> CandleResult<[usize; 3]> {
+    /// Tokens, heads, half of the rotated elements of a head, and head_dim.
+    fn sizes(&self, x: &Layout, cos: &Layout) -> CandleResult<[usize; 4]> {
         let (tokens, width) = last_two(x)?;
         let (_, half) = last_two(cos)?;
-        Ok([tokens, width / (2 * half).max(1), half])
+        Ok([tokens, width / self.head_dim.max(1), half, self.head_dim])
     }
 
     fn on_cpu<T: WithDType>(
         x: &[T],
         cos: &[T],
         sin: &[T],
-        [tokens, heads, half]: [usize; 3],
+        [tokens, heads, half, head_dim]: [usize; 4],
     ) -> Vec<T> {
         let mut out = vec![T::zero(); x.len()];
-        for (row, x) in x.chunks_exact(2 * half).enumerate() {
+        for (row, x) in x.chunks_exact(head_dim).enumerate() {
             let (token, head) = (row / heads, row % heads);
-            let to = (head * tokens + token) * 2 * half;
+            let to = (head * tokens + token) * head_dim;
             for column in 0..half {
                 let [a, b] = [x[column], x[half + column]].map(widen);
                 let [c, s] = [cos, sin].map(|table| widen(table[token * half + column]));
                 out[to + column] = round(a * c - b * s);
                 out[to + half + column] = round(b * c + a * s);
             }
+            out[to + 2 * half..to + head_dim].copy_from_slice(&x[2 * half..]);
         }
         out
     }
@@ -133,7 +143,7 @@ impl CustomOp3 for RotateHeads {
         sin: &CpuStorage,
         sin_layout: &Layout,
     ) -> CandleResult<(CpuStorage, Shape)> {
-        let sizes @ [tokens, heads, half] = Self::sizes(x_layout, cos_layout)?;
+        let sizes @ [tokens, heads, _, head_dim] = self.sizes(x_layout, cos_layout)?;
         let [x_at, cos_at, sin_at] =
             [elements(x_layout)?, elements(cos_layout)?, elements(sin_layout)?];
         of_type!(x.dtype(), {
@@ -143,7 +153,7 @@ impl CustomOp3 for RotateHeads {
                 &sin.as_slice::<T>()?[sin_at],
             ];
             let out = T::to_cpu_storage_owned(Self::on_cpu(x, cos, sin, sizes));
-            Ok((out, (heads, tokens, 2 * half).into()))
+            Ok((out, (heads, tokens, head_dim).into()))
         })
     }
 
@@ -157,11 +167,11 @@ impl CustomOp3 for RotateHeads {
         sin: &CudaStorage,
         sin_layout: &Layout,
     ) -> CandleResult<(CudaStorage, Shape)> {
-        let sizes @ [tokens, heads, half] = Self::sizes(x_layout, cos_layout)?;
+        let sizes @ [tokens, heads, _, head_dim] = self.sizes(x_layout, cos_layout)?;
         let operands =
             [(x, elements(x_layout)?), (cos, elements(cos_layout)?), (sin, elements(sin_layout)?)];
         let out = of_type!(x.dtype(), launch::rotate_heads::<T>(operands, sizes))?;
-        Ok((out, (heads, tokens, 2 * half).into()))
+        Ok((out, (heads, tokens, head_dim).into()))
     }
 }
 

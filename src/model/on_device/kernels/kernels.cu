@@ -47,23 +47,29 @@ __device__ Softmax over_block(Softmax own, Softmax *of_threads) {
   return of_threads[0];
 }
 
-// scores[r][c] <- exp(s·x_c − max) / Σ exp(s·x_c − max) over the keys c a query sees, and 0 for the others. A block has one row. Row r
-// of `queries` rows is the query at position `first` + r, which sees the keys up to itself.
-template <typename T>
-__device__ void soften(T *scores, int queries, int keys, int first, float scale) {
+// log2 of e^s with the score s = scale·x of a product x of query and key, or s = cap·tanh(scale·x / cap). e^x is 2^(x / ln 2), for which
+// there is an instruction.
+template <bool BOUNDED> __device__ float power(float x, float scale, float cap) {
+  const float per = 1.4426950408889634f;
+  return BOUNDED ? cap * per * tanhf(scale / cap * x) : scale * per * x;
+}
+
+// scores[r][c] <- exp(s_c − max s) / Σ exp(s_c − max s) over the keys c a query sees, and 0 for the others. A block has one row. Row r
+// of `queries` rows is the query at position `first` + r among the keys, which sees the last `window` keys up to itself.
+template <bool BOUNDED, typename T>
+__device__ void soften(T *scores, int queries, int keys, int first, int window, float scale, float cap) {
   __shared__ Softmax of_threads[THREADS];
   T *row = scores + (size_t)blockIdx.x * keys;
   const int position = first + (int)(blockIdx.x % queries);
+  const int begin = position - window + 1;
   const int seen = position + 1 < keys ? position + 1 : keys;
-  // e^x is 2^(x / ln 2), for which there is an instruction.
-  const float factor = scale * 1.4426950408889634f;
   Softmax own = {-INFINITY, 0.0f};
   if (keys <= OF_THREAD * (int)blockDim.x) {
     float powers[OF_THREAD];
 #pragma unroll
     for (int at = 0; at < OF_THREAD; at++) {
       const int key = threadIdx.x + at * blockDim.x;
-      powers[at] = key < seen ? factor * widen(row[key]) : -INFINITY;
+      powers[at] = key >= begin && key < seen ? power<BOUNDED>(widen(row[key]), scale, cap) : -INFINITY;
       own.largest = fmaxf(own.largest, powers[at]);
     }
 #pragma unroll
@@ -82,20 +88,28 @@ __device__ void soften(T *scores, int queries, int keys, int first, float scale)
     return;
   }
   for (int key = threadIdx.x; key < seen; key += blockDim.x)
-    own = merged(own, {factor * widen(row[key]), 1.0f});
+    if (key >= begin)
+      own = merged(own, {power<BOUNDED>(widen(row[key]), scale, cap), 1.0f});
   const Softmax all = over_block(own, of_threads);
-  for (int key = threadIdx.x; key < keys; key += blockDim.x)
-    store(row + key, key < seen ? exp2f(factor * widen(row[key]) - all.largest) / all.sum : 0.0f);
+  for (int key = threadIdx.x; key < keys; key += blockDim.x) {
+    const bool visible = key >= begin && key < seen;
+    store(row + key, visible ? exp2f(power<BOUNDED>(widen(row[key]), scale, cap) - all.largest) / all.sum : 0.0f);
+  }
 }
 
-// out[h][t] <- x[t][h], rotated: a and b of the first and the second half of a head become a·cos − b·sin and b·cos + a·sin. x is [tokens][heads][2·half], out [heads][tokens][2·half], the tables [tokens][half].
+// out[h][t] <- x[t][h], rotated: a and b of the first and the second `half` elements of a head become a·cos − b·sin and b·cos + a·sin; the
+// elements after them stay. x is [tokens][heads][head_dim], out [heads][tokens][head_dim], the tables [tokens][half].
 template <typename T>
-__device__ void rotate_heads(const T *x, const T *cos, const T *sin, int tokens, int heads, int half, T *out) {
-  const unsigned pairs = (unsigned)tokens * heads * half;
-  for (unsigned pair = blockIdx.x * blockDim.x + threadIdx.x; pair < pairs; pair += gridDim.x * blockDim.x) {
-    const unsigned column = pair % half, head = pair / half % heads, token = pair / half / heads;
-    const T *from = x + (token * heads + head) * 2 * half + column;
-    T *to = out + (head * tokens + token) * 2 * half + column;
+__device__ void rotate_heads(const T *x, const T *cos, const T *sin, int tokens, int heads, int half, int head_dim, T *out) {
+  const unsigned steps = head_dim - half, all = (unsigned)tokens * heads * steps;
+  for (unsigned at = blockIdx.x * blockDim.x + threadIdx.x; at < all; at += gridDim.x * blockDim.x) {
+    const unsigned column = at % steps, head = at / steps % heads, token = at / steps / heads;
+    const T *from = x + (token * heads + head) * head_dim + column;
+    T *to = out + (head * tokens + token) * head_dim + column;
+    if (column >= half) {
+      to[half] = from[half];
+      continue;
+    }
     const float a = widen(from[0]), b = widen(from[half]);
     const float c = widen(cos[token * half + column]), s = widen(sin[token * half + column]);
     store(to, a * c - b * s);
@@ -127,6 +141,15 @@ template <typename T> __device__ void silu_times(T *gate, const T *up, unsigned 
   for (unsigned at = blockIdx.x * blockDim.x + threadIdx.x; at < values; at += gridDim.x * blockDim.x) {
     const float x = widen(gate[at]);
     store(gate + at, x / (1.0f + expf(-x)) * widen(up[at]));
+  }
+}
+
+// gate <- gelu(gate) · up, with gelu(x) = x/2 · (1 + tanh(√(2/π)·(x + 0.044715·x³))).
+template <typename T> __device__ void gelu_tanh_times(T *gate, const T *up, unsigned values) {
+  for (unsigned at = blockIdx.x * blockDim.x + threadIdx.x; at < values; at += gridDim.x * blockDim.x) {
+    const float x = widen(gate[at]);
+    const float inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+    store(gate + at, 0.5f * x * (1.0f + tanhf(inner)) * widen(up[at]));
   }
 }
 
@@ -267,11 +290,14 @@ template <typename T> __device__ void zero(T *weight, const unsigned *mask, unsi
 }
 
 #define OF_TYPE(T, NAME)                                                                                                       \
-  extern "C" __global__ void soften_##NAME(T *scores, int queries, int keys, int first, float scale) {                         \
-    soften(scores, queries, keys, first, scale);                                                                               \
+  extern "C" __global__ void soften_##NAME(T *scores, int queries, int keys, int first, int window, float scale, float cap) { \
+    soften<false>(scores, queries, keys, first, window, scale, cap);                                                           \
   }                                                                                                                            \
-  extern "C" __global__ void rotate_heads_##NAME(const T *x, const T *cos, const T *sin, int tokens, int heads, int half, T *out) { \
-    rotate_heads(x, cos, sin, tokens, heads, half, out);                                                                        \
+  extern "C" __global__ void soften_bounded_##NAME(T *scores, int queries, int keys, int first, int window, float scale, float cap) { \
+    soften<true>(scores, queries, keys, first, window, scale, cap);                                                            \
+  }                                                                                                                            \
+  extern "C" __global__ void rotate_heads_##NAME(const T *x, const T *cos, const T *sin, int tokens, int heads, int half, int head_dim, T *out) { \
+    rotate_heads(x, cos, sin, tokens, heads, half, head_dim, out);                                                             \
   }                                                                                                                            \
   extern "C" __global__ void heads_first_##NAME(const T *x, int tokens, int heads, int head_dim, T *out) {                    \
     heads_first(x, tokens, heads, head_dim, out);                                                                              \
@@ -280,6 +306,7 @@ template <typename T> __device__ void zero(T *weight, const unsigned *mask, unsi
     place(x, heads, tokens, head_dim, out, width, first);                                                               \
   }                                                                                                                            \
   extern "C" __global__ void silu_times_##NAME(T *gate, const T *up, unsigned values) { silu_times(gate, up, values); }          \
+  extern "C" __global__ void gelu_tanh_times_##NAME(T *gate, const T *up, unsigned values) { gelu_tanh_times(gate, up, values); } \
   extern "C" __global__ void add_##NAME(T *x, const T *y, unsigned values) { add(x, y, values); }                                \
   extern "C" __global__ void column_sums_##NAME(const T *x, int rows, int width, double *out) { column_sums(x, rows, width, out); } \
   extern "C" __global__ void lowest_of_rows_##NAME(const T *weight, const float *norms, int columns, unsigned count, unsigned *mask, unsigned words) { \

@@ -11,6 +11,7 @@ use candle_core::cuda_backend::{CudaDType, WrapErr};
 use candle_core::{CudaDevice, CudaStorage};
 use half::{bf16, f16};
 
+use crate::linalg::attention::Scoring;
 use crate::linalg::select::Quota;
 use crate::model::on_device::CandleResult;
 
@@ -80,28 +81,31 @@ macro_rules! launch {
     }};
 }
 
-/// `soften_*` for `[rows, keys]` with sizes queries, keys, and the position of the first query.
+/// `soften_*` or `soften_bounded_*` for `[rows, keys]` with sizes queries, keys, and the position of the first query among the keys.
 pub(super) fn soften<T: LaunchValue>(
     scores: &mut CudaStorage,
     at: Range<usize>,
-    [queries, keys, first]: [usize; 3],
-    scale: f32,
+    sizes @ [_, keys, _]: [usize; 3],
+    Scoring { scale, soft_cap, window }: Scoring,
 ) -> CandleResult<()> {
     let device = scores.device.clone();
-    let kernel = kernel::<T>("soften", &device)?;
+    let name = if soft_cap.is_some() { "soften_bounded" } else { "soften" };
+    let kernel = kernel::<T>(name, &device)?;
     let rows = at.len() / keys.max(1);
     // As few threads as have the row in their registers.
     let threads = keys.div_ceil(OF_THREAD).next_power_of_two().clamp(32, 1024);
     let mut scores = scores.as_cuda_slice_mut::<T>()?.slice_mut(at);
-    let [queries, keys, first] = [queries, keys, first].map(|size| size as i32);
-    launch!(device, kernel, blocks(rows, threads), &mut scores, &queries, &keys, &first, &scale);
+    let [queries, keys, first] = sizes.map(|size| size as i32);
+    let window = window.map_or(i32::MAX, |window| i32::try_from(window).unwrap_or(i32::MAX).max(1));
+    let (cap, blocks) = (soft_cap.unwrap_or(0.0), blocks(rows, threads));
+    launch!(device, kernel, blocks, &mut scores, &queries, &keys, &first, &window, &scale, &cap);
     Ok(())
 }
 
-/// `rotate_heads_*` for x, cos and sin, with sizes tokens, heads and half of head_dim.
+/// `rotate_heads_*` for x, cos and sin, with sizes tokens, heads, half of the rotated elements, and head_dim.
 pub(super) fn rotate_heads<T: LaunchValue>(
     [x, cos, sin]: [Operand<'_>; 3],
-    sizes: [usize; 3],
+    sizes @ [tokens, heads, half, head_dim]: [usize; 4],
 ) -> CandleResult<CudaStorage> {
     let device = x.0.device.clone();
     let kernel = kernel::<T>("rotate_heads", &device)?;
@@ -112,9 +116,11 @@ pub(super) fn rotate_heads<T: LaunchValue>(
     #[expect(unsafe_code, reason = "memory without a value")]
     // SAFETY: the kernel writes every element before anything reads one.
     let mut out = unsafe { device.alloc::<T>(elements)? };
-    let [tokens, heads, half] = sizes.map(|size| size as i32);
-    let blocks = blocks((elements / 2).div_ceil(OF_ELEMENTS), OF_ELEMENTS);
-    launch!(device, kernel, blocks, &x, &cos, &sin, &tokens, &heads, &half, &mut out);
+    // A thread for a pair, or for an element that stays.
+    let steps = tokens * heads * (head_dim - half);
+    let blocks = blocks(steps.div_ceil(OF_ELEMENTS), OF_ELEMENTS);
+    let [tokens, heads, half, head_dim] = sizes.map(|size| size as i32);
+    launch!(device, kernel, blocks, &x, &cos, &sin, &tokens, &heads, &half, &head_dim, &mut out);
     Ok(CudaStorage::wrap_cuda_slice(out, device))
 }
 

@@ -1,12 +1,14 @@
 //! Operators of a decoder layer that candle lacks, or has as several kernels: `kernels.cu` on a GPU, plain loops on the CPU.
 //!
 //! ```text
-//! soften        x_c ← exp(s·x_c − m) / Σ exp(s·x_c − m), m = max s·x_c, over the keys c that a query sees; 0 for later keys
-//! rotate_heads  out[h, t] ← x[t, h] with (a, b) ← (a·cos − b·sin, b·cos + a·sin) for the halves a, b of a head
+//! soften        x_c ← exp(s_c − m) / Σ exp(s_c − m), m = max s_c, over the keys c that a query sees, with s_c = scale·x_c, or
+//!               cap·tanh(scale·x_c / cap); 0 for other keys
+//! rotate_heads  out[h, t] ← x[t, h] with (a, b) ← (a·cos − b·sin, b·cos + a·sin) for the halves a, b of a head's first elements
 //! heads_first   out[h, t] ← x[t, h]
 //! place         out[t, first + h·head_dim + d] ← x[h, t, d]
 //! silu_times    x ← silu(x) · y
-//! gelu_tanh_times  x ← gelu(x) · y, with tanh
+//! gelu_tanh_times
+//!               x ← x/2 · (1 + tanh(√(2/π)·(x + 0.044715·x³))) · y
 //! add           x ← x + y
 //! column_sums   Σ_t x_tj² and Σ_t x_tj, in f64
 //! lowest        bits of the lowest |w_ij|·norm_j of every row or group, on ties the lower columns; the host's bits
