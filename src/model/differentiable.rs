@@ -20,7 +20,7 @@ use super::config::ModelConfig;
 use super::embedding::EMBEDDING;
 use super::family::Activation;
 use super::head::{Head, NORM};
-use super::linears::Role;
+use super::linears::LinearRole;
 use super::norms::NormRole;
 use super::rotary::Rotary;
 use super::spec::LayerSpec;
@@ -82,21 +82,21 @@ impl DifferentiableModel {
     ) -> Result<Tensor> {
         let of_layer = OfLayer { model: self, weights, layer, spec: self.config.layer(layer) };
         let a = of_layer.norm(NormRole::BeforeAttention, x)?;
-        let q = of_layer.norm(NormRole::Query, &of_layer.product(Role::Q, &a)?)?;
-        let k = of_layer.norm(NormRole::Key, &of_layer.product(Role::K, &a)?)?;
-        let v = of_layer.product(Role::V, &a)?;
+        let q = of_layer.norm(NormRole::Query, &of_layer.product(LinearRole::Q, &a)?)?;
+        let k = of_layer.norm(NormRole::Key, &of_layer.product(LinearRole::K, &a)?)?;
+        let v = of_layer.product(LinearRole::V, &a)?;
         let attended = of_layer.attention([&q, &k, &v], batch)?;
-        let branch = of_layer.product(Role::O, &attended)?;
+        let branch = of_layer.product(LinearRole::O, &attended)?;
         let x = (x + of_layer.norm(NormRole::AfterAttention, &branch)?)?;
 
         let m = of_layer.norm(NormRole::BeforeMlp, &x)?;
-        let gate = of_layer.product(Role::Gate, &m)?;
+        let gate = of_layer.product(LinearRole::Gate, &m)?;
         let gate = match self.config.activation {
             Activation::Silu => gate.silu()?,
             Activation::GeluTanh => gate.gelu()?,
         };
-        let wide = (gate * of_layer.product(Role::Up, &m)?)?;
-        let branch = of_layer.product(Role::Down, &wide)?;
+        let wide = (gate * of_layer.product(LinearRole::Up, &m)?)?;
+        let branch = of_layer.product(LinearRole::Down, &wide)?;
         Ok((x + of_layer.norm(NormRole::AfterMlp, &branch)?)?)
     }
 
@@ -133,7 +133,7 @@ impl OfLayer<'_> {
     }
 
     /// x·Wᵀ + b of the rows of a role
-    fn product(&self, role: Role, x: &Tensor) -> Result<Tensor> {
+    fn product(&self, role: LinearRole, x: &Tensor) -> Result<Tensor> {
         let (id, rows) = self.spec.part(role);
         let weight = get(self.weights, &id.tensor_name(self.layer))?;
         let out = x.matmul(&weight.narrow(0, rows.start, rows.len())?.t()?)?;

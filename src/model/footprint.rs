@@ -23,7 +23,7 @@ use super::config::ModelConfig;
 use super::head::{Head, largest_chunk, largest_tokens};
 use super::layer::layout::AttentionLayout;
 use super::layer::sizes::{backward_elements, kept_elements};
-use super::linears::{InputId, LinearId, Role};
+use super::linears::{InputId, LinearId, LinearRole};
 use super::reading::stored_dtype;
 use super::rotary::Rotary;
 use super::tensors::TensorRole;
@@ -167,14 +167,14 @@ impl SamplePass<'_> {
         let mlp_tokens = largest_part(seqlen, settings.mlp_tokens, LEAST_ROWS);
         let spec = config.layer(0);
         // Rows whose first is inside a packed unit are packed again: of a group of heads, or of a role in a matrix of several.
-        let begins = |role: Role| PackedWeight::begins_at(kernel, spec.part(role).1.start);
+        let begins = |role: LinearRole| PackedWeight::begins_at(kernel, spec.part(role).1.start);
         let begins_within = |input: InputId| match input {
             InputId::Attention => {
                 let is_parted = settings.attention_heads.is_some();
                 (is_parted && !PackedWeight::begins_at(kernel, config.head_dim))
-                    || ![Role::K, Role::V].into_iter().all(begins)
+                    || ![LinearRole::K, LinearRole::V].into_iter().all(begins)
             }
-            InputId::Mlp => !begins(Role::Up),
+            InputId::Mlp => !begins(LinearRole::Up),
             InputId::O | InputId::Down => false,
         };
         let layout = AttentionLayout::new(&spec, seqlen, settings);

@@ -31,7 +31,7 @@
 //! | `mlp` | the MLP, forwards and backwards |
 //! | `pass` | passes of a sample: what they keep, observe, and where their memory is |
 //! | `sizes` | sizes of the memory of passes |
-//! | `stages` | norms as stages of a pass |
+//! | `stages` | what a pass needs, and norms as its stages |
 
 mod attention;
 pub(super) mod layout;
@@ -47,7 +47,7 @@ use std::sync::Arc;
 use anyhow::Result;
 
 use super::config::ModelConfig;
-use super::linears::{LinearId, Role};
+use super::linears::{LinearId, LinearRole};
 use super::norms::{NormRole, NormWeight};
 use super::reading::{matrix_at_rest, read_matrix, read_vector};
 use super::spec::LayerSpec;
@@ -206,7 +206,7 @@ impl DecoderLayer {
     }
 
     /// The linear that has the rows of a role, and the place of these rows in it.
-    fn part(&self, role: Role) -> (LinearId, Range<usize>) {
+    fn part(&self, role: LinearRole) -> (LinearId, Range<usize>) {
         self.spec.part(role)
     }
 
@@ -240,7 +240,7 @@ impl DecoderLayer {
         for id in self
             .spec
             .linears()
-            .filter(|id| id.roles().contains(&Role::Gate) || id.roles() == [Role::Up])
+            .filter(|id| id.roles().contains(&LinearRole::Gate) || id.roles() == [LinearRole::Up])
         {
             // A matrix with the rows of both has each part in the new order.
             let parts = 0..id.roles().len();
@@ -248,7 +248,7 @@ impl DecoderLayer {
                 parts.flat_map(|part| order.iter().map(move |old| part * order.len() + old));
             self.linear_mut(id).permute_outputs(&order.collect::<Vec<_>>());
         }
-        let (down, _) = self.part(Role::Down);
+        let (down, _) = self.part(LinearRole::Down);
         self.linear_mut(down).permute_inputs(order);
     }
 }

@@ -1,6 +1,6 @@
 //! The linears of a decoder layer and the inputs they share.
 //!
-//! A linear is a stored matrix. Most hold the rows of one [`Role`]; a fused matrix holds the rows of several roles, one after the
+//! A linear is a stored matrix. Most hold the rows of one [`LinearRole`]; a fused matrix holds the rows of several roles, one after the
 //! other. A family's record (`family`) lists the linears of its layers; their shapes follow from the roles and the configuration.
 
 use std::cmp::Ordering;
@@ -13,7 +13,7 @@ use serde::{Serialize, Serializer};
 /// What rows of a matrix compute. The order of the variants is the order in which the reference prunes them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[expect(missing_docs, reason = "the names are those of the tensors")]
-pub enum Role {
+pub enum LinearRole {
     Q,
     K,
     V,
@@ -23,7 +23,7 @@ pub enum Role {
     Down,
 }
 
-impl Role {
+impl LinearRole {
     /// The input that the rows are multiplied with.
     pub fn input(self) -> InputId {
         match self {
@@ -38,7 +38,7 @@ impl Role {
 /// The name of a linear inside its layer, and the roles of its rows.
 struct Naming {
     name: &'static str,
-    roles: &'static [Role],
+    roles: &'static [LinearRole],
 }
 
 /// A linear of a decoder layer. Linears of a layer are ordered as the reference prunes them.
@@ -47,36 +47,38 @@ pub struct LinearId(&'static Naming);
 
 impl LinearId {
     /// `q_proj`
-    pub const Q: Self = Self(&Naming { name: "self_attn.q_proj", roles: &[Role::Q] });
+    pub const Q: Self = Self(&Naming { name: "self_attn.q_proj", roles: &[LinearRole::Q] });
     /// `k_proj`
-    pub const K: Self = Self(&Naming { name: "self_attn.k_proj", roles: &[Role::K] });
+    pub const K: Self = Self(&Naming { name: "self_attn.k_proj", roles: &[LinearRole::K] });
     /// `v_proj`
-    pub const V: Self = Self(&Naming { name: "self_attn.v_proj", roles: &[Role::V] });
+    pub const V: Self = Self(&Naming { name: "self_attn.v_proj", roles: &[LinearRole::V] });
     /// `qkv_proj`: the rows of q, k and v in a matrix
-    pub const QKV: Self =
-        Self(&Naming { name: "self_attn.qkv_proj", roles: &[Role::Q, Role::K, Role::V] });
+    pub const QKV: Self = Self(&Naming {
+        name: "self_attn.qkv_proj",
+        roles: &[LinearRole::Q, LinearRole::K, LinearRole::V],
+    });
     /// `o_proj`
-    pub const O: Self = Self(&Naming { name: "self_attn.o_proj", roles: &[Role::O] });
+    pub const O: Self = Self(&Naming { name: "self_attn.o_proj", roles: &[LinearRole::O] });
     /// `gate_proj`
-    pub const GATE: Self = Self(&Naming { name: "mlp.gate_proj", roles: &[Role::Gate] });
+    pub const GATE: Self = Self(&Naming { name: "mlp.gate_proj", roles: &[LinearRole::Gate] });
     /// `up_proj`
-    pub const UP: Self = Self(&Naming { name: "mlp.up_proj", roles: &[Role::Up] });
+    pub const UP: Self = Self(&Naming { name: "mlp.up_proj", roles: &[LinearRole::Up] });
     /// `gate_up_proj`: the rows of gate and up in a matrix
     pub const GATE_UP: Self =
-        Self(&Naming { name: "mlp.gate_up_proj", roles: &[Role::Gate, Role::Up] });
+        Self(&Naming { name: "mlp.gate_up_proj", roles: &[LinearRole::Gate, LinearRole::Up] });
     /// `down_proj`
-    pub const DOWN: Self = Self(&Naming { name: "mlp.down_proj", roles: &[Role::Down] });
+    pub const DOWN: Self = Self(&Naming { name: "mlp.down_proj", roles: &[LinearRole::Down] });
 
     /// The linear that holds the rows of this role alone.
-    pub const fn alone(role: Role) -> Self {
+    pub const fn alone(role: LinearRole) -> Self {
         match role {
-            Role::Q => Self::Q,
-            Role::K => Self::K,
-            Role::V => Self::V,
-            Role::O => Self::O,
-            Role::Gate => Self::GATE,
-            Role::Up => Self::UP,
-            Role::Down => Self::DOWN,
+            LinearRole::Q => Self::Q,
+            LinearRole::K => Self::K,
+            LinearRole::V => Self::V,
+            LinearRole::O => Self::O,
+            LinearRole::Gate => Self::GATE,
+            LinearRole::Up => Self::UP,
+            LinearRole::Down => Self::DOWN,
         }
     }
 
@@ -107,7 +109,7 @@ impl LinearId {
     }
 
     /// The roles of its rows, in the order of the rows.
-    pub fn roles(self) -> &'static [Role] {
+    pub fn roles(self) -> &'static [LinearRole] {
         self.0.roles
     }
 
@@ -193,11 +195,6 @@ impl<T> InputMap<T> {
         self.0.iter()
     }
 
-    /// The inputs with their values, which are moved.
-    pub fn into_iter(self) -> impl ExactSizeIterator<Item = (InputId, T)> {
-        InputId::ALL.into_iter().zip(self.0)
-    }
-
     /// The inputs with their values.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (InputId, &T)> {
         InputId::ALL.into_iter().zip(&self.0)
@@ -212,6 +209,18 @@ impl<T> InputMap<T> {
     pub fn map<U>(self, mut value: impl FnMut(InputId, T) -> U) -> InputMap<U> {
         let mut inputs = InputId::ALL.into_iter();
         InputMap(self.0.map(|one| value(inputs.next().unwrap_or(InputId::Down), one)))
+    }
+}
+
+impl<T> IntoIterator for InputMap<T> {
+    type Item = (InputId, T);
+    type IntoIter = std::iter::Zip<
+        std::array::IntoIter<InputId, { InputId::ALL.len() }>,
+        std::array::IntoIter<T, { InputId::ALL.len() }>,
+    >;
+
+    fn into_iter(self) -> Self::IntoIter {
+        InputId::ALL.into_iter().zip(self.0)
     }
 }
 

@@ -57,7 +57,7 @@ pub use head::{HEAD, Head};
 pub use kv_cache::{KvCache, LayerCache};
 pub use layer::DecoderLayer;
 pub use layer::sizes::KeptActivations;
-pub use linears::{InputId, InputMap, LinearId, Role};
+pub use linears::{InputId, InputMap, LinearId, LinearRole};
 pub use norms::NormRole;
 pub use observe::Observer;
 pub(crate) use reading::read_matrix;

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::config::{LayerKind, ModelConfig};
 use super::family::{Activation, Family};
-use super::linears::{InputId, InputMap, LinearId, Role};
+use super::linears::{InputId, InputMap, LinearId, LinearRole};
 use super::norms::NormRole;
 use crate::linalg::attention::{Heads, Scoring};
 
@@ -72,13 +72,13 @@ impl LayerSpec {
     }
 
     /// The number of rows of a role.
-    pub fn rows(&self, role: Role) -> usize {
+    pub fn rows(&self, role: LinearRole) -> usize {
         let Heads { num_heads, num_key_value_heads, head_dim } = self.heads;
         match role {
-            Role::Q => num_heads * head_dim,
-            Role::K | Role::V => num_key_value_heads * head_dim,
-            Role::O | Role::Down => self.hidden_size,
-            Role::Gate | Role::Up => self.intermediate_size,
+            LinearRole::Q => num_heads * head_dim,
+            LinearRole::K | LinearRole::V => num_key_value_heads * head_dim,
+            LinearRole::O | LinearRole::Down => self.hidden_size,
+            LinearRole::Gate | LinearRole::Up => self.intermediate_size,
         }
     }
 
@@ -86,7 +86,7 @@ impl LayerSpec {
     ///
     /// # Panics
     /// Panics when the family's record has no linear for the role, which a test excludes.
-    pub fn part(&self, role: Role) -> (LinearId, Range<usize>) {
+    pub fn part(&self, role: LinearRole) -> (LinearId, Range<usize>) {
         let id = self.linears().find(|id| id.roles().contains(&role));
         let id = id.expect("a family's record has a linear for every role");
         let before = id.roles().iter().take_while(|&&other| other != role);
@@ -103,7 +103,7 @@ impl LayerSpec {
     pub fn input_width(&self, input: InputId) -> usize {
         match input {
             InputId::Attention | InputId::Mlp => self.hidden_size,
-            InputId::O => self.rows(Role::Q),
+            InputId::O => self.rows(LinearRole::Q),
             InputId::Down => self.intermediate_size,
         }
     }
@@ -120,13 +120,13 @@ impl LayerSpec {
 
     /// The number of elements of a norm's weight.
     pub fn norm_width(&self, role: NormRole) -> usize {
-        let of_heads = |rows: Role| match self.family.head_norms_are_wide {
+        let of_heads = |rows: LinearRole| match self.family.head_norms_are_wide {
             true => self.rows(rows),
             false => self.heads.head_dim,
         };
         match role {
-            NormRole::Query => of_heads(Role::Q),
-            NormRole::Key => of_heads(Role::K),
+            NormRole::Query => of_heads(LinearRole::Q),
+            NormRole::Key => of_heads(LinearRole::K),
             _ => self.hidden_size,
         }
     }

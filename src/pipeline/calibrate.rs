@@ -139,7 +139,7 @@ impl<'a> SampleStatistics<'a> {
 
     /// Adds the sample to the statistics of all samples before it.
     fn finish(self, points: &Points) -> SampleRows {
-        for (input, sample) in self.points.into_iter() {
+        for (input, sample) in self.points {
             let Some(point) = &points[input] else {
                 continue;
             };

@@ -136,7 +136,7 @@ impl InputRows {
 
     /// Takes the next sample's rows.
     pub(super) fn add_sample(&mut self, sample: SampleRows) {
-        for (input, point) in sample.points.into_iter() {
+        for (input, point) in sample.points {
             let rows = &mut self.0[input];
             if rows.capacity() == 0 {
                 *rows = point.rows;

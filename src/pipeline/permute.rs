@@ -11,7 +11,7 @@ use super::calibrate::LayerStatistics;
 use super::flow::{Flow, ObservationOrder};
 use super::targets::TargetPlan;
 use crate::failure::Failure;
-use crate::model::{DecoderLayer, InputId, LinearId, ModelConfig, Role};
+use crate::model::{DecoderLayer, InputId, LinearId, LinearRole, ModelConfig};
 use crate::pruning::{Pattern, Request, Technique, permutation};
 use crate::run::Events;
 use crate::run::manifest::PermutationReport;
@@ -23,7 +23,7 @@ fn matrices(config: &ModelConfig) -> Vec<LinearId> {
 
 /// The matrix whose input takes the order.
 fn down(config: &ModelConfig) -> LinearId {
-    config.layer(0).part(Role::Down).0
+    config.layer(0).part(LinearRole::Down).0
 }
 
 /// Checks that the channels of every layer whose down is pruned can be permuted; nothing is to check without `--permute-channels`.

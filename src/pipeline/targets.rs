@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::layer_ratios::LayerRatios;
 use crate::failure::Failure;
-use crate::model::{LinearId, ModelConfig, Role};
+use crate::model::{LinearId, LinearRole, ModelConfig};
 use crate::pruning::method::check_pattern;
 use crate::pruning::{Pattern, PruningMethod, SparsityRule, Target, Technique};
 use crate::run::manifest::LayerReport;
@@ -320,7 +320,7 @@ impl<'a> Globs<'a> {
             self.flag, self.texts[unmatched]
         ));
         // A name of other families for rows of a matrix that holds several.
-        let names_part = |role: &Role| {
+        let names_part = |role: &LinearRole| {
             let mut names = vec![false; self.globs.len()];
             let layers = 0..config.num_hidden_layers;
             for layer in layers {

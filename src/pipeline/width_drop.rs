@@ -12,7 +12,7 @@ use super::calibrate::{Calibrator, LayerStatistics};
 use crate::bytes::ByteSize;
 use crate::checkpoint::MergedWriter;
 use crate::linalg::{Linear, StoredDtype, StoredMatrix, Weight};
-use crate::model::{DecoderLayer, InputId, LinearId, ModelConfig, Role};
+use crate::model::{DecoderLayer, InputId, LinearId, LinearRole, ModelConfig};
 use crate::pruning::statistics::input_gram::InputGramKind;
 use crate::pruning::width::{
     channel_scores, channels_of, gather_columns, gather_rows, highest, refit_bytes, refit_columns,
@@ -158,8 +158,8 @@ impl<'a> Narrower<'a> {
         let mut rows = Vec::new();
         for &role in id.roles() {
             let kept = match role {
-                Role::Q => &channels.of_o,
-                Role::K | Role::V => &of_keys,
+                LinearRole::Q => &channels.of_o,
+                LinearRole::K | LinearRole::V => &of_keys,
                 _ => &channels.of_down,
             };
             let (_, own) = layer.spec().part(role);
@@ -178,7 +178,7 @@ impl<'a> Narrower<'a> {
         layer: &mut DecoderLayer,
         compute: &mut Compute<'_>,
     ) -> Result<DecoderLayer> {
-        let [down, o] = [Role::Down, Role::O].map(|role| layer.spec().part(role).0);
+        let [down, o] = [LinearRole::Down, LinearRole::O].map(|role| layer.spec().part(role).0);
         let inputs = [down, o];
         let passes: Vec<Vec<LinearId>> = match compute.settings().statistics {
             StatisticsHeld::Input => inputs.map(|one| vec![one]).into(),

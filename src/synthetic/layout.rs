@@ -3,7 +3,7 @@
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::linalg::StoredDtype;
-use crate::model::{ModelConfig, Role, TensorRole};
+use crate::model::{LinearRole, ModelConfig, TensorRole};
 
 /// Deviation of fresh weights: transformers' `initializer_range`.
 const DEVIATION: f32 = 0.02;
@@ -35,7 +35,7 @@ pub(super) fn tensors(
             TensorRole::Norm if config.family.norms_add_one => (0.0, DEVIATION),
             TensorRole::Norm => (1.0, DEVIATION),
             TensorRole::Weight(id) | TensorRole::Bias(id)
-                if matches!(id.roles(), [Role::O | Role::Down]) =>
+                if matches!(id.roles(), [LinearRole::O | LinearRole::Down]) =>
             {
                 (0.0, residual)
             }

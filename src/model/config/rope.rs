@@ -83,6 +83,9 @@ pub enum RopeScaling {
     },
 }
 
+/// Reads a number of a scaling's object: its key, its default, and its least value.
+type ReadNumber<'a> = &'a dyn Fn(&str, Option<f64>, f64) -> Result<f64>;
+
 /// The facts outside the object of a scaling.
 struct Surroundings<'a> {
     config: &'a Keys<'a>,
@@ -187,11 +190,12 @@ impl Surroundings<'_> {
     fn scaling(&self, keys: &Keys<'_>, place: &str, dims: usize) -> Result<RopeScaling> {
         let number = |key: &str, default: Option<f64>, least: f64| {
             let is_within = |value| (least..=LARGEST_ROPE).contains(&value);
-            keys.number(key, default, is_within).map_err(|value| {
+            let number = keys.number(key, default, is_within).map_err(|value| {
                 Failure::new(format!(
                     "`{place}.{key}` is {value}; it must be a number from {least} to {LARGEST_ROPE:e}"
                 ))
-            })
+            });
+            Ok(number?)
         };
         // A factor below 1 would shrink the context. transformers calls it invalid.
         let factor = || number("factor", None, 1.0);
@@ -213,17 +217,6 @@ impl Surroundings<'_> {
                 .hint(ANOTHER_MODEL)
                 .into());
         }
-        // A key outside the object counts before its own.
-        let key = "original_max_position_embeddings";
-        let original = || match self.config.given(key) {
-            Some(_) => self.config.size(key, None),
-            None => keys.size(key, Some(self.positions)),
-        };
-        // Phi-3 gives no factor.
-        let extension = |original: usize| match keys.given("factor") {
-            Some(_) => factor(),
-            None => Ok(self.positions as f64 / original as f64),
-        };
         Ok(match name {
             "linear" => RopeScaling::Linear { factor: factor()? },
             "dynamic" => {
@@ -244,48 +237,74 @@ impl Surroundings<'_> {
                     factor: factor()?,
                     low_freq_factor: low,
                     high_freq_factor: high,
-                    original_max_position_embeddings: original()?,
+                    original_max_position_embeddings: self.original_length(keys)?,
                 }
             }
-            "yarn" => {
-                let original = original()?;
-                let factor = extension(original)?;
-                let magnitude = |scale: f64| match factor > 1.0 {
-                    true => 0.1 * scale * factor.ln() + 1.0,
-                    false => 1.0,
-                };
-                let mut by_default = magnitude(1.0);
-                if let (Some(_), Some(_)) = (keys.given("mscale"), keys.given("mscale_all_dim")) {
-                    let scales =
-                        [number("mscale", None, 0.0)?, number("mscale_all_dim", None, 0.0)?];
-                    if scales.iter().all(|scale| *scale > 0.0) {
-                        by_default = magnitude(scales[0]) / magnitude(scales[1]);
-                    }
-                }
-                RopeScaling::Yarn {
-                    factor,
-                    original_max_position_embeddings: original,
-                    beta_fast: number("beta_fast", Some(32.0), 1e-6)?,
-                    beta_slow: number("beta_slow", Some(1.0), 1e-6)?,
-                    truncate: keys.flag("truncate", true)?,
-                    attention_factor: number("attention_factor", Some(by_default), 1e-6)?,
-                }
-            }
-            "longrope" => {
-                let original = original()?;
-                let factor = extension(original)?;
-                let by_default = match factor > 1.0 && original > 1 {
-                    true => (1.0 + factor.ln() / (original as f64).ln()).sqrt(),
-                    false => 1.0,
-                };
-                RopeScaling::Longrope {
-                    short_factor: divisors(keys, place, "short_factor", dims)?,
-                    long_factor: divisors(keys, place, "long_factor", dims)?,
-                    original_max_position_embeddings: original,
-                    attention_factor: number("attention_factor", Some(by_default), 1e-6)?,
-                }
-            }
+            "yarn" => self.yarn(keys, &number)?,
+            "longrope" => self.longrope(keys, place, dims, &number)?,
             _ => RopeScaling::Default,
+        })
+    }
+
+    /// The context the model was trained with. A key outside the object counts before its own.
+    fn original_length(&self, keys: &Keys<'_>) -> Result<usize> {
+        let key = "original_max_position_embeddings";
+        match self.config.given(key) {
+            Some(_) => self.config.size(key, None),
+            None => keys.size(key, Some(self.positions)),
+        }
+    }
+
+    /// Ratio of the new context length to the trained context length, which Phi-3 does not give.
+    fn extension(&self, keys: &Keys<'_>, original: usize, number: ReadNumber<'_>) -> Result<f64> {
+        match keys.given("factor") {
+            Some(_) => number("factor", None, 1.0),
+            None => Ok(self.positions as f64 / original as f64),
+        }
+    }
+
+    fn yarn(&self, keys: &Keys<'_>, number: ReadNumber<'_>) -> Result<RopeScaling> {
+        let original = self.original_length(keys)?;
+        let factor = self.extension(keys, original, number)?;
+        let magnitude = |scale: f64| match factor > 1.0 {
+            true => 0.1 * scale * factor.ln() + 1.0,
+            false => 1.0,
+        };
+        let mut by_default = magnitude(1.0);
+        if let (Some(_), Some(_)) = (keys.given("mscale"), keys.given("mscale_all_dim")) {
+            let scales = [number("mscale", None, 0.0)?, number("mscale_all_dim", None, 0.0)?];
+            if scales.iter().all(|scale| *scale > 0.0) {
+                by_default = magnitude(scales[0]) / magnitude(scales[1]);
+            }
+        }
+        Ok(RopeScaling::Yarn {
+            factor,
+            original_max_position_embeddings: original,
+            beta_fast: number("beta_fast", Some(32.0), 1e-6)?,
+            beta_slow: number("beta_slow", Some(1.0), 1e-6)?,
+            truncate: keys.flag("truncate", true)?,
+            attention_factor: number("attention_factor", Some(by_default), 1e-6)?,
+        })
+    }
+
+    fn longrope(
+        &self,
+        keys: &Keys<'_>,
+        place: &str,
+        dims: usize,
+        number: ReadNumber<'_>,
+    ) -> Result<RopeScaling> {
+        let original = self.original_length(keys)?;
+        let factor = self.extension(keys, original, number)?;
+        let by_default = match factor > 1.0 && original > 1 {
+            true => (1.0 + factor.ln() / (original as f64).ln()).sqrt(),
+            false => 1.0,
+        };
+        Ok(RopeScaling::Longrope {
+            short_factor: divisors(keys, place, "short_factor", dims)?,
+            long_factor: divisors(keys, place, "long_factor", dims)?,
+            original_max_position_embeddings: original,
+            attention_factor: number("attention_factor", Some(by_default), 1e-6)?,
         })
     }
 }

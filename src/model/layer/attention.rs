@@ -17,13 +17,13 @@ use anyhow::Result;
 
 use super::DecoderLayer;
 use super::layout::AttentionLayout;
-use super::pass::{BackwardPass, Pass};
+use super::stages::{BackwardPass, ForwardPass};
 use crate::linalg::attention::backward::{AttentionGradients, AttentionInputs, causal_backward};
 use crate::linalg::attention::{Causal, Columns, Heads};
 use crate::linalg::elementwise;
 use crate::linalg::linear::{LinearOutput, forward_all};
 use crate::linalg::profile::Part;
-use crate::model::linears::{InputId, Role};
+use crate::model::linears::{InputId, LinearRole};
 use crate::model::norms::NormRole;
 
 /// The activations of attention: memory that a pass writes, and that the backward pass reads.
@@ -74,7 +74,7 @@ impl DecoderLayer {
         x: &[f32],
         tape: &mut AttentionTape<'_>,
         layout: &AttentionLayout,
-        pass: &mut Pass<'_>,
+        pass: &mut ForwardPass<'_>,
         out: &mut [f32],
     ) -> Result<()> {
         let AttentionTape { normed, q, k, v, context: apart, raw_q, raw_k, branch } = tape;
@@ -86,15 +86,15 @@ impl DecoderLayer {
         for group in layout.groups() {
             pass.products.watch.enter(Part::Qkv);
             let heads = layout.heads(&group);
-            let [queries, keys, values] =
-                [Role::Q, Role::K, Role::V].map(|role| layout.columns(role, &group));
+            let [queries, keys, values] = [LinearRole::Q, LinearRole::K, LinearRole::V]
+                .map(|role| layout.columns(role, &group));
             let q = &mut q[..seqlen * queries.len()];
             let k = &mut k[..seqlen * keys.len()];
             let v = &mut v[..seqlen * values.len()];
             let mut outputs = [
-                self.output(Role::Q, queries.clone(), q),
-                self.output(Role::K, keys, k),
-                self.output(Role::V, values, v),
+                self.output(LinearRole::Q, queries.clone(), q),
+                self.output(LinearRole::K, keys, k),
+                self.output(LinearRole::V, values, v),
             ];
             let input = self.normed(NormRole::BeforeAttention, x, normed);
             forward_all(&mut outputs, input, pass.single, pass.products)?;
@@ -122,7 +122,7 @@ impl DecoderLayer {
         pass.products.watch.enter(Part::O);
         let attended = layout.context(normed, apart);
         pass.show(InputId::O, attended);
-        let (o, _) = self.part(Role::O);
+        let (o, _) = self.part(LinearRole::O);
         self.linear(o).forward(attended, out, pass.single, pass.products)?;
         self.norm_in_place(NormRole::AfterAttention, out, branch);
         elementwise::add(out, x);
@@ -142,7 +142,7 @@ impl DecoderLayer {
         let AttentionBuffers { states, q: dq, k: dk, v: dv, .. } = buffers;
         let Heads { num_heads, num_key_value_heads, head_dim } = self.spec.heads;
         pass.products.watch.enter(Part::O);
-        let (o, _) = self.part(Role::O);
+        let (o, _) = self.part(LinearRole::O);
         let dbranch =
             self.branch_backward(NormRole::AfterAttention, branch, states, buffers.branch, pass);
         pass.gradients.add((o, self.linear(o)), dbranch, context, pass.products);
@@ -168,7 +168,7 @@ impl DecoderLayer {
         let dk = self.branch_backward(NormRole::Key, raw_k, dk, k, pass);
         pass.products.watch.enter(Part::Qkv);
         let input = self.normed(NormRole::BeforeAttention, x, normed);
-        let of_roles = [(Role::Q, dq), (Role::K, dk), (Role::V, &*dv)];
+        let of_roles = [(LinearRole::Q, dq), (LinearRole::K, dk), (LinearRole::V, &*dv)];
         self.project_backward(&of_roles, input, buffers.normed, buffers.joined, pass)?;
         self.norm_backward(NormRole::BeforeAttention, x, buffers.normed, states, pass.gradients);
         Ok(())
@@ -177,7 +177,7 @@ impl DecoderLayer {
     /// Some columns of a role's output, and the memory for them.
     pub(super) fn output<'a>(
         &'a self,
-        role: Role,
+        role: LinearRole,
         columns: Range<usize>,
         out: &'a mut [f32],
     ) -> LinearOutput<'a> {
@@ -193,7 +193,7 @@ impl DecoderLayer {
     /// * `joined`: memory for the gradients of a matrix with the rows of several roles
     pub(super) fn project_backward(
         &self,
-        of_roles: &[(Role, &[f32])],
+        of_roles: &[(LinearRole, &[f32])],
         input: &[f32],
         dinput: &mut [f32],
         joined: &mut [f32],
@@ -221,7 +221,7 @@ impl DecoderLayer {
 }
 
 /// Puts the rows of several roles side by side.
-fn join(of_roles: &[(Role, &[f32])], tokens: usize, joined: &mut [f32]) {
+fn join(of_roles: &[(LinearRole, &[f32])], tokens: usize, joined: &mut [f32]) {
     let width = joined.len() / tokens.max(1);
     let mut first = 0;
     for (_, values) in of_roles {

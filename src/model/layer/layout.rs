@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::linalg::attention::Heads;
 use crate::linalg::parts::{LEAST_COLUMNS, parts};
-use crate::model::linears::Role;
+use crate::model::linears::LinearRole;
 use crate::model::norms::NormRole;
 use crate::model::spec::LayerSpec;
 use crate::run::MemorySettings;
@@ -64,8 +64,8 @@ impl AttentionLayout {
     pub(in crate::model) fn group_columns(&self) -> impl Iterator<Item = [usize; 3]> + use<> {
         let layout = *self;
         layout.groups().map(move |group| {
-            let keys = layout.columns(Role::K, &group).len();
-            [layout.columns(Role::Q, &group).len(), keys, keys]
+            let keys = layout.columns(LinearRole::K, &group).len();
+            [layout.columns(LinearRole::Q, &group).len(), keys, keys]
         })
     }
 
@@ -88,9 +88,9 @@ impl AttentionLayout {
     }
 
     /// Columns of a group's queries, keys or values among all heads; they are rows of the weight.
-    pub(super) fn columns(&self, role: Role, group: &Range<usize>) -> Range<usize> {
+    pub(super) fn columns(&self, role: LinearRole, group: &Range<usize>) -> Range<usize> {
         let width = match role {
-            Role::Q => self.heads.head_dim * self.queries_per_key(),
+            LinearRole::Q => self.heads.head_dim * self.queries_per_key(),
             _ => self.heads.head_dim,
         };
         group.start * width..group.end * width

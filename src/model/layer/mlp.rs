@@ -11,13 +11,13 @@
 use anyhow::Result;
 
 use super::DecoderLayer;
-use super::pass::{BackwardPass, Pass};
+use super::stages::{BackwardPass, ForwardPass};
 use crate::linalg::derivatives::{gelu_tanh_times_backward, silu_times_backward};
 use crate::linalg::linear::{SingleToken, forward_all};
 use crate::linalg::profile::Part;
 use crate::linalg::{ProductContext, elementwise};
 use crate::model::family::Activation;
-use crate::model::linears::{InputId, Role};
+use crate::model::linears::{InputId, LinearRole};
 use crate::model::norms::NormRole;
 
 /// The activations of an MLP: memory that a pass writes, and that the backward pass reads.
@@ -56,7 +56,7 @@ impl DecoderLayer {
         &self,
         rows: &mut [f32],
         tape: MlpTape<'_>,
-        pass: &mut Pass<'_>,
+        pass: &mut ForwardPass<'_>,
     ) -> Result<()> {
         let MlpTape { normed, gate, up, product, branch, .. } = tape;
         pass.products.watch.enter(Part::Mlp);
@@ -75,7 +75,7 @@ impl DecoderLayer {
         pass.show(InputId::Down, product);
         if pass.observer.is_none() {
             // The normed rows are free from here on.
-            let (down, _) = self.part(Role::Down);
+            let (down, _) = self.part(LinearRole::Down);
             self.linear(down).forward(product, normed, pass.single, pass.products)?;
             self.norm_in_place(NormRole::AfterMlp, normed, branch);
             elementwise::add(rows, normed);
@@ -92,8 +92,10 @@ impl DecoderLayer {
         (single, products): (SingleToken, &mut ProductContext),
     ) -> Result<()> {
         let wide = 0..self.spec.intermediate_size;
-        let mut outputs =
-            [self.output(Role::Gate, wide.clone(), gate), self.output(Role::Up, wide, up)];
+        let mut outputs = [
+            self.output(LinearRole::Gate, wide.clone(), gate),
+            self.output(LinearRole::Up, wide, up),
+        ];
         forward_all(&mut outputs, input, single, products)
     }
 
@@ -115,7 +117,7 @@ impl DecoderLayer {
     ) -> Result<()> {
         let MlpTape { normed, gate, up, product, branch, is_kept } = tape;
         pass.products.watch.enter(Part::Mlp);
-        let (down, _) = self.part(Role::Down);
+        let (down, _) = self.part(LinearRole::Down);
         self.norm(NormRole::BeforeMlp, h, normed);
         let input = self.normed(NormRole::BeforeMlp, h, normed);
         if !is_kept {
@@ -135,7 +137,7 @@ impl DecoderLayer {
             Activation::GeluTanh => gelu_tanh_times_backward(gate, up, product),
         }
         pass.gradients.add((down, self.linear(down)), dbranch, product, pass.products);
-        let of_roles = [(Role::Gate, &*gate), (Role::Up, &*up)];
+        let of_roles = [(LinearRole::Gate, &*gate), (LinearRole::Up, &*up)];
         self.project_backward(&of_roles, input, buffers.normed, buffers.joined, pass)?;
         self.norm_backward(NormRole::BeforeMlp, h, buffers.normed, states, pass.gradients);
         Ok(())

@@ -12,49 +12,17 @@ use super::attention::{AttentionBuffers, AttentionTape};
 use super::layout::AttentionLayout;
 use super::mlp::{MlpBuffers, MlpTape};
 use super::sizes::{KeptActivations, PassSizes, cut};
+use super::stages::{BackwardPass, ForwardPass};
 use crate::linalg::linear::SingleToken;
 use crate::linalg::parts::{LEAST_ROWS, largest_part, parts};
 use crate::linalg::profile::Part;
-use crate::linalg::{ProductContext, tensor};
+use crate::linalg::tensor;
 use crate::model::backward::LayerGradients;
 use crate::model::context::LayerContext;
 use crate::model::kv_cache::LayerCache;
-use crate::model::linears::InputId;
 use crate::model::norms::NormRole;
 use crate::model::observe::Observer;
-use crate::model::rotary::Rotary;
 use crate::run::MemorySettings;
-
-/// What a forward pass needs beside the layer and memory for activations.
-pub(super) struct Pass<'a> {
-    pub(super) rotary: Option<&'a Rotary>,
-    pub(super) products: &'a mut ProductContext,
-    pub(super) single: SingleToken,
-    pub(super) cache: Option<&'a mut LayerCache>,
-    pub(super) observer: Option<&'a mut dyn Observer>,
-}
-
-impl<'a> Pass<'a> {
-    fn of_sample(rotary: Option<&'a Rotary>, products: &'a mut ProductContext) -> Self {
-        Self { rotary, products, single: SingleToken::AsMany, cache: None, observer: None }
-    }
-
-    /// Shows the rows of an input to the observer, and counts the time as statistics.
-    pub(super) fn show(&mut self, input: InputId, rows: &[f32]) {
-        if let Some(observer) = &mut self.observer {
-            let part = self.products.watch.enter(Part::Statistics);
-            observer.observe(input, rows);
-            self.products.watch.enter(part);
-        }
-    }
-}
-
-/// What a backward pass needs beside the layer and memory.
-pub(super) struct BackwardPass<'a> {
-    pub(super) rotary: Option<&'a Rotary>,
-    pub(super) products: &'a mut ProductContext,
-    pub(super) gradients: &'a mut LayerGradients,
-}
 
 /// The observer for a part of a pass.
 fn again<'a>(observer: &'a mut Option<&mut dyn Observer>) -> Option<&'a mut dyn Observer> {
@@ -149,7 +117,8 @@ impl DecoderLayer {
             raw_k: &mut [],
             branch: &mut [],
         };
-        let mut pass = Pass { rotary, products, single, cache, observer: again(&mut observer) };
+        let mut pass =
+            ForwardPass { rotary, products, single, cache, observer: again(&mut observer) };
         self.attend(x, &mut tape, &layout, &mut pass, out)?;
         for part in parts(seqlen, settings.mlp_tokens, LEAST_ROWS) {
             let wide = part.len() * spec.intermediate_size;
@@ -158,7 +127,8 @@ impl DecoderLayer {
             let (product, branch) = (&mut [][..], &mut [][..]);
             let tape = MlpTape { normed, gate, up, product, branch, is_kept: false };
             let observer = again(&mut observer);
-            let mut pass = Pass { single, observer, ..Pass::of_sample(rotary, products) };
+            let mut pass =
+                ForwardPass { single, observer, ..ForwardPass::of_sample(rotary, products) };
             self.mlp(&mut out[rows], tape, &mut pass)?;
         }
         Ok(())
@@ -206,7 +176,7 @@ impl DecoderLayer {
         let ([normed, product], products) = workspace.buffers([x.len(), wide]);
         let mut tape = AttentionTape { normed, q, k, v, context: attended, raw_q, raw_k, branch };
         let layout = AttentionLayout::whole(&self.spec, sizes.seqlen);
-        let mut pass = Pass::of_sample(rotary, products);
+        let mut pass = ForwardPass::of_sample(rotary, products);
         self.attend(x, &mut tape, &layout, &mut pass, between)?;
         let normed = tape.normed;
         out.copy_from_slice(between);
@@ -306,7 +276,7 @@ impl DecoderLayer {
             true => self.norm(NormRole::BeforeAttention, x, tape.normed),
             false => {
                 let layout = AttentionLayout::whole(&self.spec, sizes.seqlen);
-                let mut pass = Pass::of_sample(rotary, products);
+                let mut pass = ForwardPass::of_sample(rotary, products);
                 self.attend(x, &mut tape, &layout, &mut pass, between)?;
             }
         }

@@ -6,7 +6,7 @@ use std::ops::Range;
 use crate::linalg::attention::backward::partial_elements;
 use crate::linalg::parts::{LEAST_ROWS, largest_part};
 use crate::model::ModelConfig;
-use crate::model::linears::{InputId, Role};
+use crate::model::linears::{InputId, LinearRole};
 use crate::model::norms::NormRole;
 use crate::model::spec::LayerSpec;
 
@@ -27,8 +27,8 @@ impl PassSizes {
         Self {
             spec,
             seqlen,
-            queries: seqlen * spec.rows(Role::Q),
-            keys: seqlen * spec.rows(Role::K),
+            queries: seqlen * spec.rows(LinearRole::Q),
+            keys: seqlen * spec.rows(LinearRole::K),
             states: seqlen * spec.hidden_size,
         }
     }

@@ -1,11 +1,48 @@
-//! The norms of a decoder layer as stages of a pass. A norm that the family does not have is the identity.
+//! What a pass needs beside the layer and memory, and the norms of a decoder layer as its stages. A norm that the family does not have is
+//! the identity.
 
 use super::DecoderLayer;
-use super::pass::BackwardPass;
 use crate::linalg::derivatives::rms_norm_backward;
-use crate::linalg::elementwise;
+use crate::linalg::linear::SingleToken;
+use crate::linalg::profile::Part;
+use crate::linalg::{ProductContext, elementwise};
 use crate::model::backward::LayerGradients;
+use crate::model::kv_cache::LayerCache;
+use crate::model::linears::InputId;
 use crate::model::norms::NormRole;
+use crate::model::observe::Observer;
+use crate::model::rotary::Rotary;
+
+/// What a forward pass needs beside the layer and memory for activations.
+pub(super) struct ForwardPass<'a> {
+    pub(super) rotary: Option<&'a Rotary>,
+    pub(super) products: &'a mut ProductContext,
+    pub(super) single: SingleToken,
+    pub(super) cache: Option<&'a mut LayerCache>,
+    pub(super) observer: Option<&'a mut dyn Observer>,
+}
+
+impl<'a> ForwardPass<'a> {
+    pub(super) fn of_sample(rotary: Option<&'a Rotary>, products: &'a mut ProductContext) -> Self {
+        Self { rotary, products, single: SingleToken::AsMany, cache: None, observer: None }
+    }
+
+    /// Shows the rows of an input to the observer, and counts the time as statistics.
+    pub(super) fn show(&mut self, input: InputId, rows: &[f32]) {
+        if let Some(observer) = &mut self.observer {
+            let part = self.products.watch.enter(Part::Statistics);
+            observer.observe(input, rows);
+            self.products.watch.enter(part);
+        }
+    }
+}
+
+/// What a backward pass needs beside the layer and memory.
+pub(super) struct BackwardPass<'a> {
+    pub(super) rotary: Option<&'a Rotary>,
+    pub(super) products: &'a mut ProductContext,
+    pub(super) gradients: &'a mut LayerGradients,
+}
 
 impl DecoderLayer {
     fn factor(&self, role: NormRole) -> Option<&[f32]> {

@@ -20,7 +20,7 @@ use super::observing::Observing;
 use super::tables::DeviceTables;
 use super::training::DeviceBackward;
 use super::{DeviceLayer, Tiling, bounded, bounded_backward, kernels};
-use crate::model::{InputId, NormRole, Role};
+use crate::model::{InputId, LinearRole, NormRole};
 
 impl DeviceLayer {
     /// Returns hidden + norm(attention(norm(hidden))·Woᵀ) in a tensor of its own.
@@ -40,7 +40,7 @@ impl DeviceLayer {
         if let Some(observing) = &mut observing {
             observing.add(InputId::O, 0, &context, cut)?;
         }
-        let branch = self.product(Role::O, &context)?;
+        let branch = self.product(LinearRole::O, &context)?;
         drop(context);
         let out = self.normed(NormRole::AfterAttention, branch)?;
         kernels::add(&out, hidden)?;
@@ -55,7 +55,7 @@ impl DeviceLayer {
         cut: &Tiling,
     ) -> Result<Tensor> {
         let (seqlen, head_dim) = (normed.dim(0)?, self.spec.heads.head_dim);
-        let (per_key, width) = (self.queries_per_key(), self.spec.rows(Role::Q));
+        let (per_key, width) = (self.queries_per_key(), self.spec.rows(LinearRole::Q));
         let context = Tensor::zeros((seqlen, width), self.dtype, &self.device)?;
         for group in cut.groups(&self.spec) {
             let [q, k, v] = self.group(normed, &group, tables)?;
@@ -75,8 +75,8 @@ impl DeviceLayer {
     }
 
     /// The output of a role for some key/value heads, `[seqlen, heads · head_dim]`.
-    fn project(&self, role: Role, normed: &Tensor, group: &Range<usize>) -> Result<Tensor> {
-        let heads = if role == Role::Q { self.queries_per_key() } else { 1 };
+    fn project(&self, role: LinearRole, normed: &Tensor, group: &Range<usize>) -> Result<Tensor> {
+        let heads = if role == LinearRole::Q { self.queries_per_key() } else { 1 };
         let width = heads * self.spec.heads.head_dim;
         let (id, rows) = self.spec.part(role);
         let first = rows.start + group.start * width;
@@ -90,14 +90,14 @@ impl DeviceLayer {
         group: &Range<usize>,
         tables: &DeviceTables,
     ) -> Result<[Tensor; 3]> {
-        let v = self.project(Role::V, normed, group)?;
-        let rotated = |role: Role, norm: NormRole| {
+        let v = self.project(LinearRole::V, normed, group)?;
+        let rotated = |role: LinearRole, norm: NormRole| {
             let x = self.normed(norm, self.project(role, normed, group)?)?;
             tables.rotate(&x, &self.spec)
         };
         Ok([
-            rotated(Role::Q, NormRole::Query)?,
-            rotated(Role::K, NormRole::Key)?,
+            rotated(LinearRole::Q, NormRole::Query)?,
+            rotated(LinearRole::K, NormRole::Key)?,
             kernels::heads_first(&v, self.spec.heads.head_dim)?,
         ])
     }
@@ -144,10 +144,10 @@ impl DeviceLayer {
         normed: &Tensor,
         dcontext: &Tensor,
         pass: &mut DeviceBackward<'_>,
-    ) -> Result<Vec<(Role, Tensor)>> {
+    ) -> Result<Vec<(LinearRole, Tensor)>> {
         let (seqlen, head_dim) = (normed.dim(0)?, self.spec.heads.head_dim);
         let (tables, per_key) = (pass.tables, self.queries_per_key());
-        let of_roles = [Role::Q, Role::K, Role::V].map(|role| {
+        let of_roles = [LinearRole::Q, LinearRole::K, LinearRole::V].map(|role| {
             let shape = (seqlen, self.spec.rows(role));
             Ok((role, Tensor::zeros(shape, self.dtype, &self.device)?))
         });

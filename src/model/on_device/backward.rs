@@ -16,7 +16,7 @@ use candle_nn::ops;
 use super::tables::DeviceTables;
 use super::training::{DeviceBackward, SampleGradients, only, piece};
 use super::{DeviceLayer, DeviceTraining, Tiling};
-use crate::model::{NormRole, Role};
+use crate::model::{LinearRole, NormRole};
 
 impl DeviceLayer {
     /// Returns the gradient of a loss with respect to the layer's input, and adds the gradients of the layer's trained
@@ -39,13 +39,13 @@ impl DeviceLayer {
         let mut pass = DeviceBackward { training, tables, cut, sample };
         let normed = self.normed(NormRole::BeforeAttention, hidden.clone())?;
         let context = self.context(&normed, tables, cut)?;
-        let branch = || self.product(Role::O, &context);
+        let branch = || self.product(LinearRole::O, &context);
         let dbetween = {
             let between = (self.normed(NormRole::AfterAttention, branch()?)? + hidden)?;
             self.mlp_backward(&between, output_gradient, &mut pass)?
         };
         let dbranch = self.norm_backward(NormRole::AfterAttention, branch, &dbetween, &mut pass)?;
-        let (o, _) = self.spec.part(Role::O);
+        let (o, _) = self.spec.part(LinearRole::O);
         pass.add(o, &dbranch, &context)?;
         drop(context);
         let dcontext = dbranch.matmul(&self.linear(o)?.weight)?;
@@ -73,7 +73,7 @@ impl DeviceLayer {
     /// with the rows of several roles takes their gradients side by side.
     pub(super) fn project_backward(
         &self,
-        of_roles: Vec<(Role, Tensor)>,
+        of_roles: Vec<(LinearRole, Tensor)>,
         input: &Tensor,
         pass: &mut DeviceBackward<'_>,
     ) -> Result<Tensor> {

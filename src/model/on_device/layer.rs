@@ -21,7 +21,7 @@ use super::{CopyMatrix, Tiling, kernels, rms_norm, upload_factor, upload_vector}
 use crate::linalg::select::Quota;
 use crate::model::norms::NormRole;
 use crate::model::observe::Observer;
-use crate::model::{DecoderLayer, LayerSpec, LinearId, Role};
+use crate::model::{DecoderLayer, LayerSpec, LinearId, LinearRole};
 
 /// Σ a² and Σ (a − b)² of two products `[tokens, out_features]` on a device.
 ///
@@ -144,7 +144,7 @@ impl DeviceLayer {
     }
 
     /// x·Wᵀ + b of the rows of a role.
-    pub(super) fn product(&self, role: Role, x: &Tensor) -> Result<Tensor> {
+    pub(super) fn product(&self, role: LinearRole, x: &Tensor) -> Result<Tensor> {
         let (id, rows) = self.spec.part(role);
         self.linear(id)?.forward_rows(x, rows.start, rows.len())
     }

@@ -7,7 +7,7 @@ use super::observing::Observing;
 use super::training::{DeviceBackward, piece};
 use super::{DeviceLayer, Tiling, kernels};
 use crate::model::family::Activation;
-use crate::model::{InputId, NormRole, Role};
+use crate::model::{InputId, LinearRole, NormRole};
 
 impl DeviceLayer {
     /// hidden ← hidden + norm((act(m·Wgateᵀ) ∘ m·Wupᵀ)·Wdownᵀ) with m = norm(hidden). Writes into the memory of `hidden`, although the
@@ -27,8 +27,8 @@ impl DeviceLayer {
             if let Some(observing) = &mut observing {
                 observing.add(InputId::Mlp, first, &normed, cut)?;
             }
-            let inner = self.product(Role::Gate, &normed)?;
-            let up = self.product(Role::Up, &normed)?;
+            let inner = self.product(LinearRole::Gate, &normed)?;
+            let up = self.product(LinearRole::Up, &normed)?;
             drop(normed);
             self.activate(&inner, &up)?;
             drop(up);
@@ -36,7 +36,7 @@ impl DeviceLayer {
                 observing.add(InputId::Down, first, &inner, cut)?;
             }
             if observing.is_none() {
-                let branch = self.product(Role::Down, &inner)?;
+                let branch = self.product(LinearRole::Down, &inner)?;
                 drop(inner);
                 kernels::add(&rows, &self.normed(NormRole::AfterMlp, branch)?)?;
             }
@@ -60,17 +60,18 @@ impl DeviceLayer {
         dy: &Tensor,
         pass: &mut DeviceBackward<'_>,
     ) -> Result<Tensor> {
-        let (down, _) = self.spec.part(Role::Down);
+        let (down, _) = self.spec.part(LinearRole::Down);
         let mut parts = Vec::new();
         for first in (0..between.dim(0)?).step_by(pass.cut.mlp_tokens) {
             let tokens = pass.cut.mlp_tokens.min(between.dim(0)? - first);
             let (x, dy) = (between.narrow(0, first, tokens)?, dy.narrow(0, first, tokens)?);
             let normed = self.normed(NormRole::BeforeMlp, x.clone())?;
-            let (g, u) = (self.product(Role::Gate, &normed)?, self.product(Role::Up, &normed)?);
+            let (g, u) =
+                (self.product(LinearRole::Gate, &normed)?, self.product(LinearRole::Up, &normed)?);
             let branch = || {
                 let inner = g.copy()?;
                 self.activate(&inner, &u)?;
-                self.product(Role::Down, &inner)
+                self.product(LinearRole::Down, &inner)
             };
             let dbranch = self.norm_backward(NormRole::AfterMlp, branch, &dy, pass)?;
             let dinner = dbranch.matmul(&self.linear(down)?.weight)?;
@@ -84,7 +85,7 @@ impl DeviceLayer {
             drop((g, u, dinner));
             pass.add(down, &dbranch, &inner)?;
             drop(inner);
-            let of_roles = [Role::Gate, Role::Up].into_iter().zip(gradients).collect();
+            let of_roles = [LinearRole::Gate, LinearRole::Up].into_iter().zip(gradients).collect();
             let dnormed = self.project_backward(of_roles, &normed, pass)?;
             let part = self.norm_backward(NormRole::BeforeMlp, || Ok(x.clone()), &dnormed, pass)?;
             parts.push((part + dy)?);

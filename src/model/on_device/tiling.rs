@@ -32,7 +32,7 @@ use std::ops::Range;
 use super::NORMED_AT_ONCE;
 use super::gram::DeviceGrams;
 use crate::bytes::ByteSize;
-use crate::model::{LayerSpec, LinearId, ModelConfig, NormRole, Role};
+use crate::model::{LayerSpec, LinearId, LinearRole, ModelConfig, NormRole};
 use crate::run::MemorySettings;
 
 /// Memory of a device before the first computation: CUDA context, cuBLAS workspace, kernels. The literature gives 0.3 to 0.6 GiB; it
@@ -190,7 +190,7 @@ impl Tiling {
         let (s, h, i) = (seqlen, config.hidden_size, config.intermediate_size);
         let spec = config.layer(0);
         let with = |norm, elements| if spec.has_norm(norm) { elements } else { 0 };
-        let ([heads, q, k], all) = (self.group(&spec), spec.rows(Role::Q));
+        let ([heads, q, k], all) = (self.group(&spec), spec.rows(LinearRole::Q));
         let (b, keys) = self.block(config, s);
         let block = element * (s * (q + 2 * k) + 2 * b * q + heads * b * keys);
         let group = element * s * (2 * q + 2 * k);
@@ -243,8 +243,9 @@ impl Tiling {
         let mlp = element * t * (4 * h + 28 * i);
         let norm = t * h * graph + with(NormRole::AfterMlp, 2 * element * t * i);
         let norms = with(NormRole::BeforeAttention, h) + with(NormRole::AfterAttention, h);
-        let states =
-            element * s * (5 * h + norms + 2 * spec.rows(Role::Q) + 2 * spec.rows(Role::K));
+        let states = element
+            * s
+            * (5 * h + norms + 2 * spec.rows(LinearRole::Q) + 2 * spec.rows(LinearRole::K));
         let piece = (group + of_group).max(mlp).max(norm);
         let widened = Self::widened_bytes(config, s, element);
         ByteSize((states + piece) as u64) + widened + trained.bytes(element)

@@ -273,10 +273,10 @@ impl<'r> Host<'r> {
         let most = (0..widths.len()).map(of_input).max();
         // The channels are permuted when down's input is observed, before any statistics go.
         let kinds = run.statistics();
-        let held =
+        let mut held =
             widths.iter().map(|&width| kinds.map_or(ByteSize::ZERO, |kind| kind.bytes(width)));
         let held = match is_apart {
-            true => held.last().unwrap_or_default(),
+            true => held.next_back().unwrap_or_default(),
             false => held.sum(),
         };
         let permuting = run

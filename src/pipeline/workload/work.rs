@@ -4,7 +4,7 @@ use super::shape::RunShape;
 use crate::linalg::attention::Scoring;
 use crate::linalg::product::Kernel;
 use crate::linalg::{StoredDtype, gram};
-use crate::model::{LinearId, Role, footprint};
+use crate::model::{LinearId, LinearRole, footprint};
 use crate::placement::{ExecutionOption, Processors, Work};
 use crate::pruning::StatisticsKind;
 use crate::run::HiddenStatesStorage;
@@ -133,7 +133,7 @@ impl Operations {
         let scores = operations.sum::<f64>() / layers / seqlen.max(1) as f64;
         Self {
             all: config.linears().map(product).sum::<f64>() + scores,
-            down: product(config.layer(0).part(Role::Down).0),
+            down: product(config.layer(0).part(LinearRole::Down).0),
         }
     }
 }

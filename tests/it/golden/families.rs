@@ -19,30 +19,29 @@ use super::compare::{Comparison, DENSE_PERPLEXITY, relative, within};
 use super::reference::{Golden, dataset};
 use crate::support::{self, sparsity};
 
-/// Every checkpoint of a family that has a record.
-fn checkpoints() -> Vec<String> {
+/// Every checkpoint of a family that has a record. Fails for a family without a checkpoint.
+fn checkpoints() -> Result<Vec<String>> {
     let Some(shared) = support::shared() else {
-        return Vec::new();
+        return Ok(Vec::new());
     };
     let mut names = Vec::new();
     let mut left: Vec<&str> = FAMILIES.iter().map(|family| family.model_type).collect();
-    for entry in fs::read_dir(shared.join("goldens/families")).unwrap() {
-        let entry = entry.unwrap();
-        let config = shared.join("models/families").join(entry.file_name()).join("config.json");
+    for entry in fs::read_dir(shared.join("goldens/families"))? {
+        let name = entry?.file_name().to_string_lossy().into_owned();
+        let config = shared.join("models/families").join(&name).join("config.json");
         let Ok(config) = fs::read_to_string(config) else {
             continue;
         };
-        let config: Value = serde_json::from_str(&config).unwrap();
-        let model_type = config["model_type"].as_str().unwrap().to_owned();
-        if FAMILIES.iter().any(|family| family.model_type == model_type) {
-            left.retain(|of| *of != model_type);
-            names.push(entry.file_name().into_string().unwrap());
+        let config: Value = serde_json::from_str(&config)?;
+        let family = FAMILIES.iter().find(|family| config["model_type"] == family.model_type);
+        if let Some(family) = family {
+            left.retain(|of| *of != family.model_type);
+            names.push(name);
         }
     }
-    // Llama has goldens of its own, and those of its rotary scalings here.
-    assert!(left.is_empty(), "families without a golden: {left:?}");
+    ensure!(left.is_empty(), "families without a golden: {left:?}");
     names.sort();
-    names
+    Ok(names)
 }
 
 /// Sequence lengths of the dense perplexities.
@@ -102,7 +101,7 @@ fn settings(
 
 #[test]
 fn other_families_prune_and_predict_as_transformers() {
-    for name in &checkpoints() {
+    for name in &checkpoints().unwrap() {
         let Some((model, goldens)) = folders(name) else {
             return;
         };
@@ -121,7 +120,7 @@ fn other_families_prune_and_predict_as_transformers() {
 
 #[test]
 fn other_families_have_the_dense_perplexity_of_transformers() {
-    for name in &checkpoints() {
+    for name in &checkpoints().unwrap() {
         let Some((model, goldens)) = folders(name) else {
             return;
         };
@@ -191,7 +190,7 @@ fn compare_states(model: &Path, goldens: &Path) -> Result<f32> {
 
 #[test]
 fn other_families_have_the_states_of_transformers_in_both_spellings_of_the_configuration() {
-    for name in &checkpoints() {
+    for name in &checkpoints().unwrap() {
         let Some((model, goldens)) = folders(name) else {
             return;
         };

@@ -19,21 +19,24 @@ const VISUAL: &str = "vision_tower.layers.0.weight";
 type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
 fn tensors(place: &Place, folder: &str) -> Tensors {
-    let bytes = fs::read(place.path(&format!("{folder}/model.safetensors"))).unwrap();
-    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let bytes = fs::read(place.path(&format!("{folder}/model.safetensors")))
+        .expect("a checkpoint of this test");
+    let file = safetensors::SafeTensors::deserialize(&bytes).expect("a checkpoint of this test");
     let all = file.tensors().into_iter();
     all.map(|(name, view)| (name, (view.dtype(), view.shape().to_vec(), view.data().to_vec())))
         .collect()
 }
 
 fn json_of(place: &Place, file: &str) -> Value {
-    serde_json::from_slice(&fs::read(place.path(file)).unwrap()).unwrap()
+    serde_json::from_slice(&fs::read(place.path(file)).expect("a checkpoint of this test"))
+        .expect("a checkpoint of this test")
 }
 
 /// Puts the model `m` inside a model of several media, `wrapped`.
 fn wrap(place: &Place, stored: &dyn Fn(&str) -> String) {
-    fs::create_dir(place.path("wrapped")).unwrap();
-    fs::copy(place.path("m/tokenizer.json"), place.path("wrapped/tokenizer.json")).unwrap();
+    fs::create_dir(place.path("wrapped")).expect("a checkpoint of this test");
+    fs::copy(place.path("m/tokenizer.json"), place.path("wrapped/tokenizer.json"))
+        .expect("a checkpoint of this test");
     let (mut infos, mut data) = (Vec::new(), Vec::new());
     let mut all = tensors(place, "m");
     all.insert(
@@ -48,15 +51,16 @@ fn wrap(place: &Place, stored: &dyn Fn(&str) -> String) {
     }
     let mut file = encode_header(&Default::default(), &infos);
     file.extend(data);
-    fs::write(place.path("wrapped/model.safetensors"), file).unwrap();
+    fs::write(place.path("wrapped/model.safetensors"), file).expect("a checkpoint of this test");
     let mut text = json_of(place, "m/config.json");
-    text.as_object_mut().unwrap().remove("architectures");
+    text.as_object_mut().expect("a checkpoint of this test").remove("architectures");
     let is_tied = text["tie_word_embeddings"].clone();
     let config = json!({
         "architectures": ["AnyForConditionalGeneration"], "model_type": "any", "text_config": text,
         "vision_config": {"hidden_size": 3}, "tie_word_embeddings": is_tied,
     });
-    fs::write(place.path("wrapped/config.json"), config.to_string()).unwrap();
+    fs::write(place.path("wrapped/config.json"), config.to_string())
+        .expect("a checkpoint of this test");
 }
 
 /// The result of a command on the wrapped model has the bits of the result on the model by itself.
