@@ -36,38 +36,38 @@ impl LinearRole {
 }
 
 /// The name of a linear inside its layer, and the roles of its rows.
-struct Naming {
+struct LinearNames {
     name: &'static str,
     roles: &'static [LinearRole],
 }
 
 /// A linear of a decoder layer. Linears of a layer are ordered as the reference prunes them.
 #[derive(Clone, Copy)]
-pub struct LinearId(&'static Naming);
+pub struct LinearId(&'static LinearNames);
 
 impl LinearId {
     /// `q_proj`
-    pub const Q: Self = Self(&Naming { name: "self_attn.q_proj", roles: &[LinearRole::Q] });
+    pub const Q: Self = Self(&LinearNames { name: "self_attn.q_proj", roles: &[LinearRole::Q] });
     /// `k_proj`
-    pub const K: Self = Self(&Naming { name: "self_attn.k_proj", roles: &[LinearRole::K] });
+    pub const K: Self = Self(&LinearNames { name: "self_attn.k_proj", roles: &[LinearRole::K] });
     /// `v_proj`
-    pub const V: Self = Self(&Naming { name: "self_attn.v_proj", roles: &[LinearRole::V] });
+    pub const V: Self = Self(&LinearNames { name: "self_attn.v_proj", roles: &[LinearRole::V] });
     /// `qkv_proj`: the rows of q, k and v in a matrix
-    pub const QKV: Self = Self(&Naming {
+    pub const QKV: Self = Self(&LinearNames {
         name: "self_attn.qkv_proj",
         roles: &[LinearRole::Q, LinearRole::K, LinearRole::V],
     });
     /// `o_proj`
-    pub const O: Self = Self(&Naming { name: "self_attn.o_proj", roles: &[LinearRole::O] });
+    pub const O: Self = Self(&LinearNames { name: "self_attn.o_proj", roles: &[LinearRole::O] });
     /// `gate_proj`
-    pub const GATE: Self = Self(&Naming { name: "mlp.gate_proj", roles: &[LinearRole::Gate] });
+    pub const GATE: Self = Self(&LinearNames { name: "mlp.gate_proj", roles: &[LinearRole::Gate] });
     /// `up_proj`
-    pub const UP: Self = Self(&Naming { name: "mlp.up_proj", roles: &[LinearRole::Up] });
+    pub const UP: Self = Self(&LinearNames { name: "mlp.up_proj", roles: &[LinearRole::Up] });
     /// `gate_up_proj`: the rows of gate and up in a matrix
     pub const GATE_UP: Self =
-        Self(&Naming { name: "mlp.gate_up_proj", roles: &[LinearRole::Gate, LinearRole::Up] });
+        Self(&LinearNames { name: "mlp.gate_up_proj", roles: &[LinearRole::Gate, LinearRole::Up] });
     /// `down_proj`
-    pub const DOWN: Self = Self(&Naming { name: "mlp.down_proj", roles: &[LinearRole::Down] });
+    pub const DOWN: Self = Self(&LinearNames { name: "mlp.down_proj", roles: &[LinearRole::Down] });
 
     /// The linear that holds the rows of this role alone.
     pub const fn alone(role: LinearRole) -> Self {

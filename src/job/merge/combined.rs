@@ -13,7 +13,6 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
-use super::job::MergeJob;
 use super::models::{InputModelFiles, InputModels, open_adapter};
 use crate::adapter::{Adapter, AdapterShare, Combination, CombinationKind};
 use crate::checkpoint::refuse_source_folder;
@@ -25,6 +24,7 @@ use crate::merging::recipe::{
 };
 use crate::run::merging::CombinedAdapter;
 use crate::run::{Events, Phase};
+use crate::runtime::Clock;
 use crate::settings::MergeSettings;
 
 /// The folder of the combined adapter, in the run folder.
@@ -309,33 +309,35 @@ pub(super) struct CombinedInputs<'a> {
     pub(super) report: CombinedAdapter,
 }
 
-impl MergeJob {
-    /// Combines the adapters, and writes the result; `None` without `--semantics peft`.
+impl CombinedJob {
+    /// Combines the adapters, writes the result, and puts it on the base.
     ///
     /// # Errors
     /// Fails when an adapter cannot be read or the result cannot be written.
-    pub(super) fn combine(&self, events: &dyn Events) -> Result<Option<CombinedInputs<'_>>> {
-        let Some(job) = &self.merge.combined else {
-            return Ok(None);
-        };
+    pub(super) fn combine<'a>(
+        &self,
+        inputs: &'a InputModels,
+        seed: u64,
+        clock: &Clock,
+        events: &dyn Events,
+    ) -> Result<CombinedInputs<'a>> {
         let draws = |adapter: usize, factor: &str, numbers: &mut [u32]| {
-            Stream::new(self.settings.seed, adapter, factor).fill(0, numbers);
+            Stream::new(seed, adapter, factor).fill(0, numbers);
         };
-        let files =
-            self.clock.measure(Phase::Merge, || job.combination.write(&job.folder, &draws))?;
-        events.note(format!("adapter      {}", job.folder.display()));
-        let base = &self.merge.inputs.models[0];
-        let adapter = open_adapter(&job.folder, base.is_tied)?;
+        let files = clock.measure(Phase::Merge, || self.combination.write(&self.folder, &draws))?;
+        events.note(format!("adapter      {}", self.folder.display()));
+        let base = &inputs.models[0];
+        let adapter = open_adapter(&self.folder, base.is_tied)?;
         adapter.check(&*base.checkpoint)?;
-        Ok(Some(CombinedInputs {
-            base: &self.merge.inputs,
+        Ok(CombinedInputs {
+            base: inputs,
             adapter,
             report: CombinedAdapter {
-                folder: job.folder.display().to_string(),
-                majority_sign: job.majority_sign.map(str::to_string),
+                folder: self.folder.display().to_string(),
+                majority_sign: self.majority_sign.map(str::to_string),
                 files,
             },
-        }))
+        })
     }
 }
 

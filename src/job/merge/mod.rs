@@ -9,6 +9,7 @@
 //! | `vocabulary` | the tokens of the output |
 //! | `models` | the input models and their adapters |
 //! | `devices` | the GPUs that compute |
+//! | `donor` | the model whose configuration and tokenizer the output gets |
 //! | `memory` | the memory of the pass |
 //! | `evaluation` | perplexities of the models and of the merge |
 //! | `saliency`, `saliency_file` | activation statistics: what is measured, and the file |
@@ -20,6 +21,7 @@
 
 mod combined;
 mod devices;
+mod donor;
 mod evaluation;
 mod job;
 mod layer_settings;
@@ -43,6 +45,7 @@ use super::settled_run::RunStart;
 use crate::merging::pass::{MergePass, MergeSources};
 use crate::run::{Event, Events, Manifest, Moment, Phase, Unfinished};
 use crate::settings::MergeSettings;
+use combined::CombinedJob;
 pub use combined::peft_methods;
 use job::MergeJob;
 use outputs::MergeOutputs;
@@ -72,7 +75,9 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
     job.evaluate_inputs(&mut outputs.state, &mut weighed.devices, &recorder)?;
     job.clock.mark(Moment::BeforePruning, &recorder);
     let devices = devices::open(&job.plan, &job.settings.device, job.size)?;
-    let combined = job.combine(&recorder)?;
+    let combine =
+        |of: &CombinedJob| of.combine(&job.merge.inputs, job.settings.seed, &job.clock, &recorder);
+    let combined = job.merge.combined.as_ref().map(combine).transpose()?;
     let inputs: &dyn MergeSources = match &combined {
         Some(combined) => combined,
         None => &job.merge.inputs,

@@ -1,12 +1,8 @@
 //! The files beside the weights of a merged model: configuration, tokenizer, recipe, record and card.
 
-use anyhow::{Context, Result};
-use serde_json::Value;
+use anyhow::Result;
 
 use super::job::MergeJob;
-use super::layer_settings;
-use super::models::InputModels;
-use super::vocabulary::OutputVocabulary;
 use crate::bytes::json_file;
 use crate::checkpoint::{
     CARD_FILE, CONFIG_FILE, INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE, Published,
@@ -14,69 +10,12 @@ use crate::checkpoint::{
 };
 use crate::data::DatasetSpec;
 use crate::job::published::{hub_datasets, shared_front_matter};
-use crate::linalg::StoredDtype;
-use crate::merging::pass::MergeTensor;
-use crate::merging::recipe::{Recipe, without_folders};
+use crate::merging::recipe::without_folders;
 use crate::merging::vocabulary::TOKENIZER_FILES;
-use crate::model::{EMBEDDING, HEAD, text_settings_mut};
 use crate::report::card::{Card, CardSource};
 use crate::report::cards;
 use crate::run::merging::MergeReport;
 use crate::settings::MergeEval;
-
-/// The model whose configuration and tokenizer the output gets: the base, else the first.
-pub(super) struct Donor {
-    /// Its index among the models.
-    pub(super) model: usize,
-    /// The configuration of the output.
-    pub(super) config: Value,
-}
-
-impl Donor {
-    /// Takes the donor's configuration, with the output's layers, vocabulary and dtype.
-    pub(super) fn of(
-        recipe: &Recipe,
-        inputs: &InputModels,
-        tensors: &[MergeTensor],
-        vocabulary: &OutputVocabulary,
-    ) -> Result<Self> {
-        let base = recipe.base_model.as_ref();
-        let base = inputs.models.iter().position(|model| Some(&model.spec) == base);
-        let model = base.unwrap_or(0);
-        let donor = inputs.models.get(model).context("a merge has models")?;
-        let mut config = donor.config.clone();
-        let object = config.as_object_mut().with_context(|| {
-            format!("`{}` is no object", donor.folder.join(CONFIG_FILE).display())
-        })?;
-        let layers = tensors.iter().filter_map(|tensor| tensor.recipe.layer);
-        let layers = layers.max().map_or(0, |last| last + 1);
-        let settings = text_settings_mut(object);
-        layer_settings::write(settings, tensors, inputs)?;
-        settings.insert("num_hidden_layers".to_string(), layers.into());
-        let embedding = tensors.iter().find(|tensor| tensor.recipe.name == EMBEDDING);
-        if let Some(rows) = embedding.and_then(|embedding| embedding.shape.first()) {
-            settings.insert("vocab_size".to_string(), (*rows).into());
-        }
-        let has_head = tensors.iter().any(|tensor| tensor.recipe.name == HEAD);
-        if has_head == donor.is_tied {
-            object.insert("tie_word_embeddings".to_string(), (!has_head).into());
-        }
-        // transformers 5 writes `dtype`, 4 wrote `torch_dtype`; both read either.
-        let key = match object.contains_key("dtype") {
-            true => "dtype",
-            false => "torch_dtype",
-        };
-        object.insert(key.to_string(), widest(tensors).torch_name().into());
-        vocabulary.configure(&donor.folder, &mut config)?;
-        Ok(Self { model, config })
-    }
-}
-
-/// The widest dtype of the output.
-pub(super) fn widest(tensors: &[MergeTensor]) -> StoredDtype {
-    let dtypes = tensors.iter().map(|tensor| tensor.dtype);
-    dtypes.reduce(StoredDtype::wider).unwrap_or(StoredDtype::F32)
-}
 
 impl MergeJob {
     /// Writes the card again, with the perplexities of a finished evaluation.

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Result};
 
+use super::donor::widest;
 use super::job::MergeJob;
 use super::outputs::MergeOutputs;
-use super::published::widest;
 use super::weighing::MeasuredTensors;
 use crate::bytes::ByteSize;
 use crate::job::device_records::DeviceRecords;

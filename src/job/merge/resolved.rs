@@ -3,8 +3,8 @@
 use anyhow::{Context, Result};
 
 use super::combined::{self, CombinedJob};
+use super::donor::Donor;
 use super::models::{InputModelFiles, InputModels};
-use super::published::Donor;
 use super::vocabulary::OutputVocabulary;
 use crate::failure::Failure;
 use crate::linalg::StoredDtype;

@@ -322,7 +322,7 @@ fn config_values_out_of_range_are_named_with_what_they_may_be() {
         ("rope_scaling", llama3("low_freq_factor", json!(4)), "`rope_scaling`: low_freq_factor 4 must be smaller than high_freq_factor 4".into()),
         ("rope_scaling", llama3("original_max_position_embeddings", json!(1e300)), size("original_max_position_embeddings", "1e+300")),
         ("tie_word_embeddings", json!("yes"), "`tie_word_embeddings` is \"yes\"; it must be true or false".into()),
-        ("hidden_act", json!(7), "`hidden_act` is 7; the MLP of LlamaForCausalLM uses \"silu\"".into()),
+        ("hidden_act", json!(7), "`hidden_act` is 7; an MLP is computed with silu or gelu_pytorch_tanh".into()),
     ]);
     for (key, value, message) in refused {
         put(&place, "m/config.json", &good);
