@@ -155,7 +155,8 @@ fn gradients_of_any_layer_are_those_of_candles_autograd() {
         // Both are f32. Measured: at most 4e-5, and 2e-4 for the norms of heads, whose terms of all tokens and heads nearly cancel.
         let assert_close = |got: &[f32], name: &str, exact: &Tensor| {
             let apart = apart(got, exact);
-            let allowed = if name.contains("self_attn.q_norm") { 5e-4 } else { 1e-4 };
+            let is_of_heads = name.contains("self_attn.") && name.ends_with("_norm.weight");
+            let allowed = if is_of_heads { 1e-3 } else { 1e-4 };
             assert!(apart < allowed, "{json}: {name} differs by {apart:e}");
         };
         assert_close(&dx, "the input", store.get(input.as_tensor()).unwrap());
