@@ -1,4 +1,4 @@
-//! `prune` removes the weights that matter least from Llama-family checkpoints, layer by layer within a memory budget, and
+//! `prune` removes the weights that matter least from language models, layer by layer within a memory budget, and
 //! measures what that cost. The binary is a thin shell over this library; docs/dev/architecture.md shows the rooms.
 
 pub mod adapter;

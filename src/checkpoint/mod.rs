@@ -71,7 +71,9 @@ pub use headers_only::HeadersOnly;
 pub use layout::{Layout, PlannedFile, PlannedTensor};
 pub use masks::{MASKS_FILE, MaskWriter};
 pub use merged_writer::{MergedWriter, TensorStream};
-pub(crate) use names::{CHUNK_BYTES, partial_of};
+pub(crate) use names::CHUNK_BYTES;
+#[cfg(feature = "synthetic")]
+pub(crate) use names::partial_of;
 pub use names::{
     CONFIG_FILE, INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE, PARTIAL_SUFFIX, SINGLE_FILE,
 };

@@ -1,4 +1,4 @@
-//! The files that are copied with the weights byte for byte: config, tokenizer, chat template, licence.
+//! The files that are copied with the weights byte for byte: config, tokenizer, chat template, settings of pictures, licence.
 //!
 //! Without the tokenizer the output is no usable model; without the licence it may not be distributed.
 
@@ -23,7 +23,7 @@ const COPY_BYTES: usize = 1 << 20;
 /// The hashes of all files of the folder, in the format of `sha256sum -c`.
 pub const SUMS_FILE: &str = "SHA256SUMS";
 
-const NAMES: [&str; 12] = [
+const NAMES: [&str; 15] = [
     "generation_config.json",
     "tokenizer.json",
     "tokenizer.model",
@@ -34,6 +34,10 @@ const NAMES: [&str; 12] = [
     "merges.txt",
     "chat_template.json",
     "chat_template.jinja",
+    // Of models of several media.
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
     INDEX_FILE,
     CONFIG_FILE,
 ];

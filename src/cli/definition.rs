@@ -12,7 +12,7 @@ use super::{
 };
 use crate::job::machine;
 
-/// Prune Llama-family language models layer by layer, and measure what it cost.
+/// Prune language models layer by layer, and measure what it cost.
 ///
 /// Zeros alone change neither the size of the files nor the speed of inference; N:M patterns need a runtime that uses them.
 #[derive(Debug, Parser)]

@@ -125,6 +125,8 @@ impl ModelConfig {
         let family = family::identify(json)?;
         let text = text_settings(json).unwrap_or(json);
         let keys = Keys(text);
+        refuse_quantized(&Keys(json))?;
+        refuse_quantized(&keys)?;
         let activation = computed_activation(&keys, family)?;
         let (hidden_size, heads) = heads(&keys, family)?;
         let num_hidden_layers = keys.size_up_to(MOST_LAYERS, "num_hidden_layers", None)?;
@@ -234,8 +236,8 @@ impl LinearId {
     }
 }
 
-/// Refuses models whose arithmetic is not computed, and returns the activation of the MLP.
-fn computed_activation(keys: &Keys<'_>, family: &Family) -> Result<Activation> {
+/// Refuses quantised checkpoints.
+fn refuse_quantized(keys: &Keys<'_>) -> Result<()> {
     if let Some(quantization) = keys.given("quantization_config") {
         let method =
             quantization.get("quant_method").and_then(Value::as_str).unwrap_or("an unnamed method");
@@ -243,6 +245,11 @@ fn computed_activation(keys: &Keys<'_>, family: &Family) -> Result<Activation> {
             .hint("prune the unquantised checkpoint and quantise the result")
             .into());
     }
+    Ok(())
+}
+
+/// Refuses models whose arithmetic is not computed, and returns the activation of the MLP.
+fn computed_activation(keys: &Keys<'_>, family: &Family) -> Result<Activation> {
     if keys.flag("use_bidirectional_attention", false).unwrap_or(true) {
         return Err(Failure::new("`use_bidirectional_attention` is set: tokens see later tokens")
             .hint("choose a causal model")

@@ -281,7 +281,7 @@ pub struct LayerReport {
     pub layer: usize,
     /// Seconds spent in this layer for calibration and pruning.
     pub seconds: f64,
-    /// Zeros over weights of its seven linears.
+    /// Zeros over weights of its linears.
     pub sparsity: f64,
     /// The new order of its MLP's channels; absent without a new order.
     #[serde(default, skip_serializing_if = "Option::is_none")]
