@@ -65,21 +65,20 @@ impl KeptLayers {
     /// full attention (`max_window_layers`). Layers whose kind follows from their number get such a list.
     pub fn edit_json(&self, of: &ModelConfig, config: &mut Map<String, Value>) {
         let config = text_settings_mut(config);
-        let mut list = |key: &str, values: Vec<Value>| {
-            if config.get(key).is_none_or(Value::is_null) {
-                config.insert(key.to_owned(), values.into());
-            }
-        };
-        if matches!(of.family.windows, Windows::AllButEvery { .. }) {
+        // A window that begins at a layer begins at another number once layers are gone.
+        let is_by_place =
+            matches!(of.family.windows, Windows::AllButEvery { .. } | Windows::LastLayers { .. });
+        if is_by_place && of.layers.iter().any(|kind| kind.window.is_some()) {
             let names = of.layers.iter().map(|kind| match kind.window {
-                Some(_) => "sliding_attention".into(),
-                None => "full_attention".into(),
+                Some(_) => "sliding_attention",
+                None => "full_attention",
             });
-            list("layer_types", names.collect());
+            config.insert("layer_types".to_owned(), names.collect());
         }
         if matches!(of.family.rotation, Rotation::NotEvery { .. }) {
-            let rotated = of.layers.iter().map(|kind| u8::from(kind.rope.is_some()).into());
-            list("no_rope_layers", rotated.collect());
+            // A list of the file may be longer than the model.
+            let rotated = of.layers.iter().map(|kind| u8::from(kind.rope.is_some()));
+            config.insert("no_rope_layers".to_owned(), rotated.collect());
         }
         for (key, value) in config.iter_mut() {
             match value {

@@ -146,7 +146,7 @@ impl<'a> QuantizePass<'a> {
     /// The layout of the output: the tensors of the source in their order, each matrix as its parts.
     ///
     /// # Errors
-    /// Fails as [`Layout::new`], so where the source has a tensor with the name of such a part.
+    /// Fails as [`Layout::named_as`], so where the source has a tensor with the name of such a part.
     pub fn layout(&self) -> Result<Layout> {
         let mut planned = Vec::new();
         for entry in self.source.tensors() {
@@ -159,7 +159,7 @@ impl<'a> QuantizePass<'a> {
                 }),
             }
         }
-        Layout::new(planned, SHARD_BYTES)
+        Layout::named_as(self.source, planned, SHARD_BYTES)
     }
 
     /// Writes every tensor that the writer does not have.

@@ -17,6 +17,7 @@ use crate::job::{machine, same_run};
 use crate::merging::methods::{MethodSettings, Scope};
 use crate::merging::pass::MergeTensor;
 use crate::merging::recipe::{Parameter, without_folders};
+use crate::model::text_settings;
 use crate::placement::cpu_budget;
 use crate::run::{Events, Moment};
 use crate::runtime::Clock;
@@ -36,6 +37,7 @@ impl MergeJob {
         clock.mark(Moment::Start, events);
         let started_unix_seconds = machine::unix_seconds();
         let merge = ResolvedMerge::of(&settings, events)?;
+        refuse_parts_beside(&merge)?;
         let layout =
             layout_of(&merge.donor().checkpoint, &merge.tensors, settings.out_shard_size.0)?;
         let method_settings = method_settings(&settings);
@@ -179,6 +181,21 @@ fn with_advice_of(pass: Failure, measuring: anyhow::Error) -> anyhow::Error {
     match hint.filter(|hint| hint.contains("--max-memory")) {
         Some(hint) => pass.detail("measuring the activations needs more").hint(hint).into(),
         None => measuring,
+    }
+}
+
+/// Refuses a merge that would leave out the parts beside the text model that its configuration names.
+fn refuse_parts_beside(merge: &ResolvedMerge) -> Result<()> {
+    match merge.left_out.first().filter(|_| text_settings(&merge.donor().config).is_some()) {
+        None => Ok(()),
+        Some(first) => Err(Failure::new(format!(
+            "`{}` is a model of several media, and {} of its tensors are no part of its text model",
+            merge.donor().folder.display(),
+            merge.left_out.len()
+        ))
+        .detail(format!("`{first}` is among them; the output would be without them"))
+        .hint("merge the text models, saved by themselves")
+        .into()),
     }
 }
 
