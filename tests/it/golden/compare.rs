@@ -11,6 +11,8 @@ use super::reference::{Golden, Settings};
 
 /// Of all bits of a model, and of those of any one matrix, this many must be equal.
 const EQUAL_IN_MODEL: f64 = 0.9999;
+/// Of all bits of a model, this many must be equal after a near-tie of an earlier layer fell the other way. Measured: 99.952 % at least.
+const EQUAL_AFTER_A_TIE: f64 = 0.999;
 const EQUAL_IN_MATRIX: f64 = 0.999;
 /// The largest distance, relative to the threshold, of the score of a differing bit: a few steps of f32 (1.2e-7),
 /// since statistics summed in another order move scores by about that.
@@ -372,8 +374,11 @@ impl<'a> Comparison<'a> {
         let bits: usize = self.matrices.iter().map(|matrix| matrix.bits).sum();
         let differing: usize =
             self.matrices.iter().map(|matrix| matrix.differing.unwrap_or(matrix.bits)).sum();
-        // A near-tie in an early layer may move later layers; so many bits moved when the reference was computed in f64.
-        if (1..=self.golden.bits_other_in_f64).contains(&differing) {
+        // A near-tie that the reference has recorded may fall the other way, and move bits of later layers.
+        let first = self.matrices.iter().find(|matrix| matrix.differing != Some(0));
+        let first = first.and_then(|matrix| self.golden.per_linear.get(&matrix.name));
+        let began_at_tie = first.is_some_and(|linear| linear.near_ties_1e_5 > 0);
+        if began_at_tie && differing as f64 <= (1.0 - EQUAL_AFTER_A_TIE) * bits as f64 {
             self.notes.append(&mut self.far);
             return;
         }

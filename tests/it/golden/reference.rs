@@ -34,6 +34,9 @@ pub(super) struct Linear {
     pub(super) shape: [usize; 2],
     pub(super) pruned: u64,
     pub(super) mask_sha256: String,
+    /// Decisions whose two scores differ by less than 1e-5 relatively, where recorded.
+    #[serde(default)]
+    pub(super) near_ties_1e_5: u64,
 }
 
 /// One run.
@@ -47,9 +50,6 @@ pub(super) struct Golden {
     pub(super) calibration_starts: Option<Vec<u64>>,
     pub(super) calibration_tokens_sha256_int32le: Option<String>,
     pub(super) ppl: f64,
-    /// Bits of all masks that change when the reference computes in f64.
-    #[serde(default)]
-    pub(super) bits_other_in_f64: usize,
     /// The error of the outputs, mean over the linears; in goldens of methods only.
     pub(super) mean_relative_error: Option<f64>,
     /// Packed bits by matrix, where saved.
