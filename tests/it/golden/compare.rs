@@ -11,9 +11,9 @@ use super::reference::{Golden, Settings};
 
 /// Of all bits of a model, and of those of any one matrix, this many must be equal.
 const EQUAL_IN_MODEL: f64 = 0.9999;
+const EQUAL_IN_MATRIX: f64 = 0.999;
 /// Of all bits of a model, this many must be equal after a near-tie of an earlier layer fell the other way. Measured: 99.952 % at least.
 const EQUAL_AFTER_A_TIE: f64 = 0.999;
-const EQUAL_IN_MATRIX: f64 = 0.999;
 /// The largest distance, relative to the threshold, of the score of a differing bit: a few steps of f32 (1.2e-7),
 /// since statistics summed in another order move scores by about that.
 const NEAR_TIE: f64 = 1e-6;
