@@ -361,7 +361,7 @@ fn repositories_that_cannot_be_pruned_are_refused_before_anything_large_is_downl
         &mut command(&place, &server, QUICK),
         1,
         "error: the architecture `MambaForCausalLM` is not supported",
-        "hint: choose a model of a supported family; a changed config.json does not make it one",
+        "hint: choose a model of a supported family (docs/families.md); a changed config.json does not make it one",
     );
     assert!(server.seen().iter().all(|request| request.path.contains("/api/") || request.path.ends_with("/config.json")));
     let config = config.into_bytes();
