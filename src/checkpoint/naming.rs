@@ -25,7 +25,7 @@ const STORED: [(&str, &str); 3] = [
 /// The names in the files of a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Naming {
-    /// What stands for [`MODEL`].
+    /// Text that stands for [`MODEL`].
     model: &'static str,
     head: &'static str,
     /// The embedding is stored under the name of the head.

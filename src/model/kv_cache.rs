@@ -2,7 +2,7 @@
 //!
 //! Each layer has two f32 arrays `[tokens, num_key_value_heads * head_dim]`; rotary positions are applied to the keys. Grouped-query
 //! models keep their few key heads once. Memory for the longest sequence is reserved at the start, and used as tokens come. A layer with an
-//! attention window keeps the tokens of two windows at most.
+//! attention window keeps the tokens of two windows and a block at most.
 
 use anyhow::{Result, ensure};
 
@@ -171,5 +171,31 @@ mod tests {
         assert_eq!(cache.tokens(), 0, "the other layers have seen none");
         cache.clear();
         assert_eq!(cache.layer(0).tokens(), 0);
+    }
+
+    #[test]
+    fn a_window_keeps_the_tokens_that_the_next_token_sees_in_the_reserved_memory() {
+        const WINDOW: usize = 4;
+        let config = ModelConfig::from_json(&json!({"model_type": "mistral", "hidden_size": 8, "intermediate_size": 8,
+            "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 10,
+            "sliding_window": WINDOW}))
+        .unwrap();
+        for block in [1, 3] {
+            let mut cache = KvCache::new(&config, 60, block).unwrap();
+            let layer = cache.layer(0);
+            let (memory, room) = (layer.keys.as_ptr(), 2 * WINDOW + block);
+            for first in (0..60).step_by(block) {
+                let tokens: Vec<f32> =
+                    (first..first + block).flat_map(|token| [token as f32; 8]).collect();
+                let before = layer.append(&tokens, &tokens).unwrap();
+                assert!(before >= first.min(WINDOW - 1), "{before} tokens before token {first}");
+                assert_eq!(layer.tokens(), first + block);
+                assert!(layer.keys().len() <= room * 8, "{} values", layer.keys().len());
+                let oldest = layer.tokens() - layer.keys().len() / 8;
+                assert_eq!((layer.keys()[0], layer.values()[0]), (oldest as f32, oldest as f32));
+            }
+            assert_eq!(layer.keys.as_ptr(), memory, "the reserved memory is enough");
+            assert!(layer.append(&[0.0; 8], &[0.0; 8]).is_err(), "the sequence is full");
+        }
     }
 }

@@ -47,7 +47,7 @@ use std::sync::Arc;
 use anyhow::Result;
 
 use super::config::ModelConfig;
-use super::linears::{LinearId, LinearRole};
+use super::linears::{InputId, LinearId, LinearRole};
 use super::norms::{NormRole, NormWeight};
 use super::reading::{matrix_at_rest, read_matrix, read_vector};
 use super::spec::LayerSpec;
@@ -237,11 +237,7 @@ impl DecoderLayer {
     /// # Panics
     /// Panics when `order` does not name every channel once.
     pub fn permute_intermediate(&mut self, order: &[usize]) {
-        for id in self
-            .spec
-            .linears()
-            .filter(|id| id.roles().contains(&LinearRole::Gate) || id.roles() == [LinearRole::Up])
-        {
+        for id in self.spec.linears().filter(|id| id.input() == InputId::Mlp) {
             // A matrix with the rows of both has each part in the new order.
             let parts = 0..id.roles().len();
             let order =

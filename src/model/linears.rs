@@ -10,7 +10,7 @@ use std::ops::{Index, IndexMut};
 
 use serde::{Serialize, Serializer};
 
-/// What rows of a matrix compute. The order of the variants is the order in which the reference prunes them.
+/// Purpose of the rows of a matrix. The order of the variants is the order in which the reference prunes them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[expect(missing_docs, reason = "the names are those of the tensors")]
 pub enum LinearRole {

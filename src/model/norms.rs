@@ -4,7 +4,7 @@
 
 use serde::Serialize;
 
-/// What a norm of a layer is applied to. The order of the variants is the order of a forward pass.
+/// Place of a norm in a layer. The order of the variants is the order of a forward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum NormRole {

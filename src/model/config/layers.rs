@@ -105,7 +105,7 @@ fn windows(keys: &Keys<'_>, family: &Family, rotated: &[bool]) -> Result<Vec<Opt
     }
 }
 
-/// Which layers `layer_types` gives a window; `None` without the key.
+/// Layers to which `layer_types` gives a window; `None` without the key.
 fn layer_types(keys: &Keys<'_>, layers: usize) -> Result<Option<Vec<bool>>> {
     let Some(list) = keys.given("layer_types") else {
         return Ok(None);

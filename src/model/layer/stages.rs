@@ -1,4 +1,4 @@
-//! What a pass needs beside the layer and memory, and the norms of a decoder layer as its stages. A norm that the family does not have is
+//! Inputs of a pass beside the layer and memory, and the norms of a decoder layer as its stages. A norm that the family does not have is
 //! the identity.
 
 use super::DecoderLayer;
@@ -13,7 +13,7 @@ use crate::model::norms::NormRole;
 use crate::model::observe::Observer;
 use crate::model::rotary::Rotary;
 
-/// What a forward pass needs beside the layer and memory for activations.
+/// Inputs of a forward pass beside the layer and memory for activations.
 pub(super) struct ForwardPass<'a> {
     pub(super) rotary: Option<&'a Rotary>,
     pub(super) products: &'a mut ProductContext,
@@ -37,7 +37,7 @@ impl<'a> ForwardPass<'a> {
     }
 }
 
-/// What a backward pass needs beside the layer and memory.
+/// Inputs of a backward pass beside the layer and memory.
 pub(super) struct BackwardPass<'a> {
     pub(super) rotary: Option<&'a Rotary>,
     pub(super) products: &'a mut ProductContext,

@@ -137,7 +137,7 @@ impl DeviceTraining {
     }
 }
 
-/// What the parts of a backward pass share.
+/// Inputs that the parts of a backward pass share.
 pub(super) struct DeviceBackward<'a> {
     pub(super) training: &'a DeviceTraining,
     pub(super) tables: &'a DeviceTables,
