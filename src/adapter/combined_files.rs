@@ -102,7 +102,7 @@ impl Combination {
             others.map(|(module, rank)| (regex::escape(module), *rank)).collect();
         let modules: Vec<&str> = ranks.keys().copied().collect();
         let base = self.adapters[0].base_model_name();
-        let mut config = written_config(base, most, json!(most), &modules);
+        let mut config = written_config(base, most, json!(most), json!(modules));
         config["rank_pattern"] = json!(patterns);
         config["alpha_pattern"] = json!(patterns);
         if self.adapters.iter().all(|adapter| adapter.keeps_tie) {

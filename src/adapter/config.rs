@@ -71,7 +71,7 @@ pub(super) fn written_config(
     base: Option<&str>,
     rank: usize,
     alpha: Value,
-    modules: &[&str],
+    target_modules: Value,
 ) -> Value {
     json!({
         "peft_type": "LORA",
@@ -80,7 +80,7 @@ pub(super) fn written_config(
         "inference_mode": true,
         "r": rank,
         "lora_alpha": alpha,
-        "target_modules": modules,
+        "target_modules": target_modules,
         "use_rslora": false,
         "use_dora": false,
         "bias": "none",

@@ -3,6 +3,8 @@
 //! peft writes `base_model.model.<module>.lora_A.weight` and its relatives, without the name of the adapter. A key that does not
 //! belong to a LoRA is the full name of a tensor that replaces the base's.
 
+use crate::checkpoint::name_of_text_model;
+
 /// A part of the change of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum ChangePart {
@@ -59,14 +61,15 @@ const ENDINGS: &[(&str, &str, ChangePart)] = &[
 
 /// Returns the name of the base's tensor and the part of its change; `None` for an unknown key.
 pub(super) fn parse(key: &str) -> Option<(String, ChangePart)> {
-    let rest = key.strip_prefix(PREFIX)?;
+    // peft names the text model inside a model of several media by its place there.
+    let rest = name_of_text_model(key.strip_prefix(PREFIX)?);
     for (ending, tensor, part) in ENDINGS {
         if let Some(module) = rest.strip_suffix(ending) {
             return Some((format!("{module}{tensor}"), *part));
         }
     }
     let is_parameter = rest.ends_with(".weight") || rest.ends_with(".bias");
-    (is_parameter && !rest.contains("lora_")).then(|| (rest.to_owned(), ChangePart::Whole))
+    (is_parameter && !rest.contains("lora_")).then_some((rest, ChangePart::Whole))
 }
 
 /// The module of a tensor: its name without `.weight` or `.bias`.

@@ -18,6 +18,9 @@ use crate::bytes::json_file;
 use crate::checkpoint::{cannot_write, encode_header, in_a_row, write_atomic, write_atomic_with};
 use crate::disk;
 
+/// The place of the text model inside a model of several media, in the classes of transformers.
+const INSIDE: &str = "model.language_model.";
+
 /// The card of the adapter.
 const CARD: &str = "README.md";
 
@@ -32,6 +35,8 @@ pub struct TrainedAdapter {
     pub alpha: f64,
     /// The names of the trained modules inside a layer: `q_proj`.
     pub modules: Vec<String>,
+    /// The base is the text model inside a model of several media.
+    pub is_inside: bool,
     /// Full names of the matrices of each layer, with `[out_features, in_features]`.
     pub layers: Vec<Vec<(String, [usize; 2])>>,
 }
@@ -85,7 +90,11 @@ impl TrainedAdapter {
         let factors = self.layers.iter().flatten().flat_map(|(name, [out, inner])| {
             [("lora_A", [self.rank, *inner]), ("lora_B", [*out, self.rank])].map(
                 |(factor, shape)| {
-                    (format!("{PREFIX}{name}.{factor}.weight"), Dtype::F32, shape.to_vec())
+                    let module = match (self.is_inside, name.strip_prefix("model.")) {
+                        (true, Some(rest)) => format!("{PREFIX}{INSIDE}{rest}"),
+                        _ => format!("{PREFIX}{name}"),
+                    };
+                    (format!("{module}.{factor}.weight"), Dtype::F32, shape.to_vec())
                 },
             )
         });
@@ -111,8 +120,12 @@ impl TrainedAdapter {
     }
 
     fn config(&self) -> serde_json::Value {
-        let modules: Vec<&str> = self.modules.iter().map(String::as_str).collect();
-        written_config(Some(&self.base), self.rank, json!(self.alpha), &modules)
+        // Parts for other media may have modules of the same names, and a list would add factors to them.
+        let targets = match self.is_inside {
+            true => json!(format!("{}.*\\.({})", regex::escape(INSIDE), self.modules.join("|"))),
+            false => json!(self.modules),
+        };
+        written_config(Some(&self.base), self.rank, json!(self.alpha), targets)
     }
 }
 
@@ -130,6 +143,7 @@ mod tests {
             rank: 2,
             alpha: 8.0,
             modules: vec!["q_proj".to_string(), "k_proj".to_string()],
+            is_inside: false,
             layers: (0..3)
                 .map(|layer| vec![(name(layer, "q_proj"), [4, 3]), (name(layer, "k_proj"), [5, 3])])
                 .collect(),
@@ -160,6 +174,12 @@ mod tests {
         let card = std::fs::read_to_string(place.join(CARD)).unwrap();
         assert!(card.contains("rank 2, alpha 8, q_proj, k_proj") && !card.contains("base_model"));
         assert_eq!(std::fs::read_dir(&place).unwrap().count(), 3);
+        let inside = TrainedAdapter { is_inside: true, ..adapter.clone() };
+        inside.write(&place, &factors).unwrap();
+        let changed = |adapter: &Adapter| adapter.changed().map(str::to_owned).collect::<Vec<_>>();
+        assert_eq!(changed(&Adapter::open(&place).unwrap()), changed(&read));
+        let config = std::fs::read_to_string(place.join(CONFIG_FILE)).unwrap();
+        assert!(config.contains(r"model\\.language_model\\..*\\.(q_proj|k_proj)"), "{config}");
         let short = |layer| factors(layer).map(|values| values[1..].to_vec());
         assert!(adapter.write(&place, &short).is_err());
     }

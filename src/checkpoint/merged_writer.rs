@@ -10,13 +10,15 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 
+use anyhow::Context;
 use sha2::{Digest, Sha256};
 
 use super::header::TensorEntry;
 use super::layout::Layout;
-use super::names::INDEX_FILE;
+use super::names::{CHUNK_BYTES, INDEX_FILE};
 use super::output_files::{OutputFiles, ReopenedFiles, TensorRecord};
 use super::publish::Published;
+use super::source::{Checkpoint, WeightSource};
 use super::target::refuse_source_folder;
 use super::verify_tensor::ExpectedMatrix;
 use crate::bytes::hex;
@@ -123,6 +125,23 @@ impl MergedWriter {
             anyhow::bail!("tensor `{name}` was written twice");
         }
         Ok(stream)
+    }
+
+    /// Copies the tensor `name` of `source`, whose bytes stay as they are.
+    ///
+    /// # Errors
+    /// Fails as [`MergedWriter::begin`] and [`TensorStream::write`], and when the source cannot be read.
+    pub fn copy(&self, source: &Checkpoint, name: &str) -> anyhow::Result<()> {
+        let entry = source.entry(name);
+        let entry = entry.with_context(|| format!("tensor `{name}` is not in the source"))?;
+        let mut stream = self.begin(name)?;
+        let mut buffer = Vec::new();
+        for start in (0..entry.bytes).step_by(CHUNK_BYTES) {
+            buffer.resize((entry.bytes - start).min(CHUNK_BYTES as u64) as usize, 0);
+            source.read(entry, start, &mut buffer)?;
+            stream.write(&buffer)?;
+        }
+        stream.finish()
     }
 
     /// Returns whether the tensor `name` is finished.

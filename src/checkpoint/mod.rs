@@ -77,6 +77,7 @@ pub(crate) use names::partial_of;
 pub use names::{
     CONFIG_FILE, INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE, PARTIAL_SUFFIX, SINGLE_FILE,
 };
+pub use naming::{is_of_text_model, name_of_text_model};
 pub use not_a_model::not_a_model;
 pub use publish::{Published, replace_published};
 pub use scan::{ChangedElement, Compared, GROUP_SIZES, Scan, scan_tensor};

@@ -76,6 +76,26 @@ impl Naming {
     }
 }
 
+/// Returns whether a tensor, by the name the program uses, belongs to the language model: embedding, layers, norm, head.
+pub fn is_of_text_model(used: &str) -> bool {
+    used == HEAD || used.strip_prefix(MODEL).is_some_and(is_of_decoder)
+}
+
+/// The name the program uses for a tensor or module of the language model, from its name inside a model of several media. Other names
+/// stay as they are.
+pub fn name_of_text_model(stored: &str) -> String {
+    for (model, head) in &STORED[..2] {
+        let head = head.trim_end_matches(".weight");
+        if let Some(rest) = stored.strip_prefix(head).filter(|rest| rest.starts_with('.')) {
+            return format!("lm_head{rest}");
+        }
+        if let Some(rest) = stored.strip_prefix(model).filter(|rest| is_of_decoder(rest)) {
+            return format!("{MODEL}{rest}");
+        }
+    }
+    stored.to_owned()
+}
+
 fn is_of_decoder(rest: &str) -> bool {
     DECODER.iter().any(|beginning| rest.starts_with(beginning))
 }
@@ -112,6 +132,12 @@ mod tests {
             }
             let back: Vec<_> = used.iter().map(|name| naming.stored(name)).collect();
             assert_eq!(back, stored);
+            let of_text = used.iter().filter(|name| is_of_text_model(name)).count();
+            assert_eq!(of_text, used.len() - 2, "{used:?}");
+            if !files.is_empty() && !embedding_is_head {
+                let names = stored.iter().map(|name| name_of_text_model(name));
+                assert_eq!(names.collect::<Vec<_>>(), used);
+            }
         }
     }
 }

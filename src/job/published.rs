@@ -20,6 +20,7 @@ use crate::data::DatasetSpec;
 use crate::hub::HubRepo;
 use crate::input::{self, Expected};
 use crate::merging::recipe::without_folders;
+use crate::model::{ModelConfig, text_settings};
 use crate::pruning::Pattern;
 use crate::report::card::{self, Card, CardSource};
 use crate::report::cards;
@@ -215,6 +216,7 @@ pub(super) fn read_record(folder: &Path) -> Option<Result<PruningRecord, String>
 /// The cards in the folder of a source.
 pub(super) struct SourceCards {
     front_matter: FrontMatter,
+    class: Option<String>,
     /// The cards that are copied: their paths, and their names in the output.
     pub(super) copied: Vec<(PathBuf, String)>,
 }
@@ -229,7 +231,12 @@ impl SourceCards {
             let kept = if keeps_names { name.clone() } else { card_of_source(&name)? };
             Some((folder.join(name), kept))
         });
-        Self { front_matter: FrontMatter::of(&card), copied: copied.collect() }
+        let config = ModelConfig::read_json(folder).unwrap_or_default();
+        Self {
+            front_matter: FrontMatter::of(&card),
+            class: class_of(&config),
+            copied: copied.collect(),
+        }
     }
 
     /// The source for a card, with the datasets that have a repository on the hub.
@@ -239,8 +246,16 @@ impl SourceCards {
             front_matter: self.front_matter.clone(),
             kept_as: own.map(|(_, kept)| kept.clone()),
             datasets: hub_datasets(datasets),
+            class: self.class.clone(),
         }
     }
+}
+
+/// The class of transformers that loads a model of several media, from its `config.json`; `None` for a language model by itself.
+pub(super) fn class_of(config: &Value) -> Option<String> {
+    let name = text_settings(config).and(config.get("architectures")?.get(0)?.as_str())?;
+    let is_class = name.chars().all(|letter| letter.is_ascii_alphanumeric() || letter == '_');
+    is_class.then(|| name.to_owned())
 }
 
 /// The repositories on the hub of datasets that have one, each once.

@@ -16,10 +16,10 @@ use super::{located, machine, same_run};
 use crate::bytes::{ByteSize, json_file};
 use crate::checkpoint::{
     CARD_FILE, CHUNK_BYTES, CONFIG_FILE, Checkpoint, INDEX_FILE, Published, WeightSource,
-    check_sidecars, sidecars_in,
+    check_sidecars, is_of_text_model, sidecars_in,
 };
 use crate::failure::Failure;
-use crate::model::{DecoderLayer, ModelConfig};
+use crate::model::{DecoderLayer, ModelConfig, text_settings};
 use crate::placement::Inventory;
 use crate::placement::cpu_budget;
 use crate::quantized::{
@@ -243,6 +243,21 @@ fn planned(
     Ok((piece, Plan::on_cpu(budget, phases, time, format!("pieces of {piece} weights"))))
 }
 
+/// The modules beside the linears of the text model in a model of several media: its parts for other media, and the head. transformers
+/// puts some parts into its module `model`, so both names are given.
+fn modules_beside(checkpoint: &Checkpoint) -> Vec<String> {
+    let beside = checkpoint.tensors().filter(|entry| !is_of_text_model(&entry.name));
+    let mut modules: BTreeSet<String> = beside
+        .filter_map(|entry| {
+            let name = entry.name.strip_prefix("model.").unwrap_or(&entry.name);
+            name.split_once('.').map(|(module, _)| module.to_string())
+        })
+        .flat_map(|module| [format!("model.{module}"), module])
+        .collect();
+    modules.insert("lm_head".to_string());
+    modules.into_iter().collect()
+}
+
 /// The files beside the weights: the source's, with a `config.json` that names the quantisation, and a card.
 fn published(
     job: &QuantizeJob,
@@ -253,7 +268,8 @@ fn published(
     let dtype = dtype.and_then(|name| job.checkpoint.entry(name));
     let dtype = dtype.map_or(Dtype::F32, |entry| entry.dtype);
     let mut json = job.json.clone();
-    json[config::KEY] = config::quantization_config(format, dtype);
+    let skipped = text_settings(&json).map(|_| modules_beside(&job.checkpoint));
+    json[config::KEY] = config::quantization_config(format, dtype, skipped);
     let sidecars = sidecars_in(&job.source)?.into_iter();
     let sidecars = sidecars.filter(|name| name != CONFIG_FILE && name != INDEX_FILE);
     let cards = SourceCards::of(&job.source, false);

@@ -136,6 +136,19 @@ pub(super) fn narrower(
     };
     let width = width(asked, &model.config, folder)?;
     let config = width.config(&model.config);
+    if asked.width_of == WidthOf::Both {
+        let (of, asked) = (&model.config, asked.drop_width.0);
+        for (kept, all, units) in [
+            (width.intermediate_size, of.intermediate_size, "MLP channels"),
+            (width.num_key_value_heads, of.num_key_value_heads, "key/value heads"),
+        ] {
+            if kept == all {
+                events.warn(format!(
+                    "--drop-width {asked} drops none of {all} {units}: the share is too small for one unit"
+                ));
+            }
+        }
+    }
     let place = folder.narrower().context("a run folder was required")?;
     if let Some(report) = known {
         let matrices = Checkpoint::open(&place).and_then(|matrices| {

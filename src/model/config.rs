@@ -24,7 +24,7 @@ use crate::input::{cannot_read, read_settings};
 use crate::linalg::attention::{Heads, Scoring};
 use keys::{ANOTHER_MODEL, Keys, LARGEST_SIZE};
 pub use keys::{text_settings, text_settings_mut};
-pub use layers::LayerKind;
+pub use layers::{LayerKind, layer_kinds, layer_lists};
 pub use pairs::disagreements;
 pub use rope::{Rope, RopeScaling};
 
@@ -129,7 +129,7 @@ impl ModelConfig {
         refuse_quantized(&keys)?;
         let activation = computed_activation(&keys, family)?;
         let (hidden_size, heads) = heads(&keys, family)?;
-        let num_hidden_layers = keys.size_up_to(MOST_LAYERS, "num_hidden_layers", None)?;
+        let num_hidden_layers = keys.whole(1..=MOST_LAYERS, "num_hidden_layers", None)?;
         let max_position_embeddings =
             keys.size("max_position_embeddings", Some(family.defaults.positions))?;
         let ropes = rope::read(&keys, family, heads.head_dim, max_position_embeddings)?;

@@ -1,5 +1,4 @@
-//! The forward pass of a model with gradients: the formulas of `layer.rs` and `head.rs` out of candle's basic operators, each of which
-//! has a backward pass.
+//! The forward pass of a model out of candle's basic operators, each of which has a backward pass: an oracle of the tests.
 //!
 //! ```text
 //! x ← embedding[ids];  per layer: a = norm(x);  q, k, v = rotate(norm(a·Wqᵀ)), rotate(norm(a·Wkᵀ)), a·Wvᵀ
@@ -8,23 +7,23 @@
 //! logits = cap(norm(x)·headᵀ)
 //! ```
 //!
-//! A norm that the family does not have is the identity. Linears add their biases. Everything is f32. Training uses this pass; pruning and evaluation use [`DecoderLayer`](super::DecoderLayer),
-//! whose fused norms and rotations have no backward pass. `tests/it/differentiable.rs` compares the two.
+//! A norm that the family does not have is the identity. Linears add their biases. Everything is f32. Tests compare this pass and
+//! candle's gradients of it with the program's layers.
 
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{D, Device, Tensor};
 
-use super::config::ModelConfig;
-use super::embedding::EMBEDDING;
-use super::family::Activation;
-use super::head::{Head, NORM};
-use super::linears::LinearRole;
-use super::norms::NormRole;
-use super::rotary::Rotary;
-use super::spec::LayerSpec;
 use crate::linalg::attention::{Heads, Scoring};
+use crate::model::LinearRole;
+use crate::model::ModelConfig;
+use crate::model::Rotary;
+use crate::model::embedding::EMBEDDING;
+use crate::model::family::Activation;
+use crate::model::head::{Head, NORM};
+use crate::model::norms::NormRole;
+use crate::model::spec::LayerSpec;
 
 /// The weights by their names in the checkpoint, in f32. The map is ordered, so that sums over all weights have a fixed order.
 pub type Weights = BTreeMap<String, Tensor>;

@@ -388,7 +388,9 @@ pub fn identify(config: &Value) -> Result<&'static Family> {
     let model_type = text.unwrap_or(config).get("model_type").and_then(Value::as_str);
     // The architecture of a model of several media says nothing of its text model.
     let architectures = if text.is_some() { None } else { config.get("architectures") };
-    let architecture = architectures.and_then(|names| names.get(0)).and_then(Value::as_str);
+    // An older file may have a name in place of the list.
+    let first = architectures.map(|names| names.get(0).unwrap_or(names));
+    let architecture = first.and_then(Value::as_str);
     let is_known = |family: &&Family| {
         model_type.is_none_or(|name| name == family.model_type)
             && architecture.is_none_or(|name| family.architectures.contains(&name))
@@ -397,6 +399,11 @@ pub fn identify(config: &Value) -> Result<&'static Family> {
         && let Some(family) = FAMILIES.iter().find(is_known)
     {
         return Ok(family);
+    }
+    if text.is_some() && model_type.is_none() {
+        return Err(
+            Failure::new("`text_config` has no `model_type`, which names its family").into()
+        );
     }
     if let Some((_, why)) = NOT_YET.iter().find(|(name, _)| model_type == Some(name)) {
         let name = architecture.or(model_type).unwrap_or_default();

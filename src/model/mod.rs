@@ -8,7 +8,7 @@
 //! | `backward` | the backward pass: gradients of a decoder layer and of the head, from recomputed activations |
 //! | `config` | `config.json` of a model: read and checked, never written |
 //! | `context` | the state that all layers of a model share: rotary tables, scratch memory and memory settings |
-//! | `differentiable` | the forward pass out of candle's operators, each of which has a backward pass |
+//! | `differentiable` | a forward pass out of candle's operators, each of which has a backward pass: an oracle of the tests, with feature `synthetic` |
 //! | `embedding` | token embeddings, read row by row from the file |
 //! | `footprint` | memory of each phase of a run, computed from the model's shape and the `MemorySettings` |
 //! | `head` | the end of the model: the last norm and the language-model head |
@@ -29,6 +29,7 @@
 pub mod backward;
 pub mod config;
 mod context;
+#[cfg(feature = "synthetic")]
 pub mod differentiable;
 pub mod embedding;
 pub mod family;
@@ -49,7 +50,10 @@ mod tensors;
 pub mod training_footprint;
 
 pub use backward::{LayerGradients, TeacherStates};
-pub use config::{LayerKind, ModelConfig, Rope, RopeScaling, text_settings, text_settings_mut};
+pub use config::{
+    LayerKind, ModelConfig, Rope, RopeScaling, layer_kinds, layer_lists, text_settings,
+    text_settings_mut,
+};
 pub use context::LayerContext;
 pub use embedding::{EMBEDDING, Embedding};
 pub use footprint::{Dtypes, stored_dtypes};

@@ -58,7 +58,7 @@ impl Rotary {
     }
 
     /// cos and sin, `[seqlen, dims / 2]` each.
-    pub(super) fn tables(&self) -> (&[f32], &[f32]) {
+    pub(crate) fn tables(&self) -> (&[f32], &[f32]) {
         (&self.cos, &self.sin)
     }
 

@@ -10,8 +10,7 @@ use std::collections::BTreeSet;
 
 use serde_json::{Map, Value};
 
-use super::config::{ModelConfig, text_settings_mut};
-use super::family::{Rotation, Windows};
+use super::config::{ModelConfig, layer_lists, text_settings_mut};
 
 /// The beginning of the names of a layer's tensors.
 const LAYERS: &str = "model.layers.";
@@ -66,19 +65,12 @@ impl KeptLayers {
     pub fn edit_json(&self, of: &ModelConfig, config: &mut Map<String, Value>) {
         let config = text_settings_mut(config);
         // A window that begins at a layer begins at another number once layers are gone.
-        let is_by_place =
-            matches!(of.family.windows, Windows::AllButEvery { .. } | Windows::LastLayers { .. });
-        if is_by_place && of.layers.iter().any(|kind| kind.window.is_some()) {
-            let names = of.layers.iter().map(|kind| match kind.window {
-                Some(_) => "sliding_attention",
-                None => "full_attention",
-            });
-            config.insert("layer_types".to_owned(), names.collect());
-        }
-        if matches!(of.family.rotation, Rotation::NotEvery { .. }) {
-            // A list of the file may be longer than the model.
-            let rotated = of.layers.iter().map(|kind| u8::from(kind.rope.is_some()));
-            config.insert("no_rope_layers".to_owned(), rotated.collect());
+        // A list of the file may be longer than the model.
+        let has_windows = of.layers.iter().any(|kind| kind.window.is_some());
+        for (key, list) in layer_lists(of.family, &of.layers) {
+            if key != "layer_types" || has_windows {
+                config.insert(key.to_owned(), list.into());
+            }
         }
         for (key, value) in config.iter_mut() {
             match value {

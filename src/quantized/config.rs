@@ -20,7 +20,12 @@ pub fn is_four_bit(config: &Value) -> bool {
 }
 
 /// The value of the key, with which transformers loads the checkpoint. Products are computed in the dtype of the dense matrices.
-pub fn quantization_config(format: FourBitFormat, dtype: Dtype) -> Value {
+/// `skipped` has modules that stay dense; without it, transformers leaves only the head dense.
+pub fn quantization_config(
+    format: FourBitFormat,
+    dtype: Dtype,
+    skipped: Option<Vec<String>>,
+) -> Value {
     json!({
         "_load_in_4bit": true,
         "_load_in_8bit": false,
@@ -30,7 +35,7 @@ pub fn quantization_config(format: FourBitFormat, dtype: Dtype) -> Value {
         "bnb_4bit_use_double_quant": format == FourBitFormat::Nf4Double,
         "llm_int8_enable_fp32_cpu_offload": false,
         "llm_int8_has_fp16_weight": false,
-        "llm_int8_skip_modules": null,
+        "llm_int8_skip_modules": skipped,
         "llm_int8_threshold": 6.0,
         "load_in_4bit": true,
         "load_in_8bit": false,

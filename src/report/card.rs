@@ -51,6 +51,8 @@ pub struct CardSource {
     pub kept_as: Option<String>,
     /// The repositories on the hub of the texts that the weights depend on.
     pub datasets: Vec<String>,
+    /// The class of transformers that loads the model, where it is not `AutoModelForCausalLM`.
+    pub class: Option<String>,
 }
 
 impl CardSource {
@@ -106,11 +108,12 @@ impl Card {
         let _ = write!(
             text,
             "\n## Reproduce\n\n```sh\n{}\n```\n\nPaths are reduced to their last component.\n\n\
-             ## Load\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\
-             model = AutoModelForCausalLM.from_pretrained(\"YOUR_NAME/{name}\")\n\
+             ## Load\n\n```python\nfrom transformers import {class}, AutoTokenizer\n\
+             model = {class}.from_pretrained(\"YOUR_NAME/{name}\")\n\
              tokenizer = AutoTokenizer.from_pretrained(\"YOUR_NAME/{name}\")\n```\n\n## Licence\n\n",
             printable(&quoted(&self.command)),
             name = self.name,
+            class = self.source.class.as_deref().unwrap_or("AutoModelForCausalLM"),
         );
         text += match self.source.front_matter.get("license") {
             [] => {
@@ -196,6 +199,7 @@ mod tests {
                 front_matter: FrontMatter::of(b"---\nlanguage: \"a\\nb\"\n---\n"),
                 kept_as: Some(hostile.to_string()),
                 datasets: vec![hostile.to_string()],
+                class: None,
             },
             facts: vec![("Model", code(hostile))],
             perplexities: vec![(code(hostile), report)],

@@ -169,15 +169,18 @@ fn patterns(counts: &[PatternCount]) -> String {
 
 fn layers(inspection: &Inspection) -> String {
     let columns = columns(inspection);
-    let headings = columns.iter().map(|heading| format!("{heading:>7}"));
+    let headings = columns.iter().map(|heading| cell(heading, heading.to_string()));
     let mut text =
         format!("{:<10}{}{:>7}  pattern\n", "zeros %", headings.collect::<String>(), "all");
-    let cells = |layers: &[InspectedLayer]| -> Vec<Option<Zeros>> {
+    let cells = |layers: &[InspectedLayer]| -> String {
         let of_column = |column: &&str| {
             let matrices = layers.iter().flat_map(|layer| &layer.matrices);
             let matrices = matrices.filter(|matrix| short_name(&matrix.name) == *column);
             let zeros: Vec<Zeros> = matrices.map(|matrix| matrix.sparsity).collect();
-            (!zeros.is_empty()).then(|| Zeros::sum(&zeros))
+            cell(
+                column,
+                if zeros.is_empty() { "-".to_string() } else { percent(Zeros::sum(&zeros)) },
+            )
         };
         columns.iter().map(of_column).collect()
     };
@@ -197,9 +200,12 @@ fn columns(inspection: &Inspection) -> Vec<&str> {
     matrices.map(|matrix| short_name(&matrix.name)).collect()
 }
 
-fn row(name: &str, cells: &[Option<Zeros>], all: Zeros, pattern: &str) -> String {
-    let cells: String =
-        cells.iter().map(|cell| format!("{:>7}", cell.map_or("-".to_string(), percent))).collect();
+/// A cell of a column, which is as wide as a percentage or its heading.
+fn cell(heading: &str, text: String) -> String {
+    format!("{text:>0$}", (heading.len() + 1).max(7))
+}
+
+fn row(name: &str, cells: &str, all: Zeros, pattern: &str) -> String {
     let line = format!("{name:<10}{cells}{:>7}  {pattern}", percent(all));
     format!("{}\n", line.trim_end())
 }
@@ -328,8 +334,8 @@ mod tests {
 
     #[test]
     fn a_row_fits_eighty_columns_in_the_deepest_model() {
-        let cell = Zeros::of(5, 5);
-        let line = row("layer 125", &[Some(cell); 7], cell, "31:32");
+        let all = Zeros::of(5, 5);
+        let line = row("layer 125", &cell("down", percent(all)).repeat(7), all, "31:32");
         assert!(line.trim_end().len() <= 80, "{}", line.len());
     }
 

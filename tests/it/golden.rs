@@ -369,7 +369,7 @@ fn the_comparison_notices_flipped_bits_and_lets_only_near_ties_pass() {
         }
         let mut comparison = Comparison::new(&golden);
         comparison.matrix(&pruned(&weight, Some(&statistics), &ours, pattern)).unwrap();
-        (comparison.failures, comparison.notes)
+        ([comparison.failures, comparison.far].concat(), comparison.notes)
     };
     let unstructured = Pattern::Unstructured;
     assert_eq!(ours.bits(), [0b1100_0011]);

@@ -54,7 +54,14 @@ impl Donor {
             true => "dtype",
             false => "torch_dtype",
         };
-        object.insert(key.to_string(), widest(tensors).torch_name().into());
+        let dtype = widest(tensors).torch_name();
+        object.insert(key.to_string(), dtype.into());
+        let settings = text_settings_mut(object);
+        for key in ["dtype", "torch_dtype"] {
+            if let Some(own) = settings.get_mut(key) {
+                *own = dtype.into();
+            }
+        }
         vocabulary.configure(&donor.folder, &mut config)?;
         Ok(Self { model, config })
     }

@@ -1,9 +1,8 @@
 //! Settings of single layers in the configuration of a stack.
 //!
-//! Some families give a layer its attention window or its positions by its place: Gemma 2 alternates, Qwen 2 begins at
-//! `max_window_layers`, SmolLM3 leaves every fourth layer without positions. A stack moves layers. So its configuration lists
-//! the setting of every layer, as the source has it. The rules follow transformers 5.23, which reads the lists of all of these families.
-//! A stack is refused where a setting cannot be listed.
+//! Some families give a layer its attention window or its positions by its place: windows alternate, or begin at a layer. A stack moves
+//! layers. So its configuration lists the setting of every layer, as the source has it. The rules are those of the family's record; an
+//! architecture without a record has its lists, and is refused where a setting cannot be listed.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,6 +12,7 @@ use serde_json::{Map, Value};
 use super::models::InputModels;
 use crate::failure::Failure;
 use crate::merging::pass::MergeTensor;
+use crate::model::{layer_kinds, layer_lists};
 
 /// A configuration.
 type Config = Map<String, Value>;
@@ -183,49 +183,12 @@ fn as_written(key: &str, list: Vec<Value>) -> Value {
     numbers.collect::<Vec<Value>>().into()
 }
 
-/// The lists that follow from the rules of the model type, where the configuration does not have them.
+/// The lists that follow from the rules of the family, where the configuration does not have them. Other architectures have none.
 fn derived(config: &Config, layers: usize) -> Vec<(&'static str, Vec<Value>)> {
-    let number = |key: &str, default: u64| {
-        let value = config.get(key).and_then(Value::as_u64);
-        value.unwrap_or(default)
-    };
-    let has_window = config.get("sliding_window").is_none_or(|of| !of.is_null())
-        && config.get("use_sliding_window") == Some(&Value::Bool(true));
-    let windows = |is_window: &dyn Fn(u64) -> bool| -> Vec<Value> {
-        let kind = |layer| match is_window(layer) {
-            true => "sliding_attention".into(),
-            false => "full_attention".into(),
-        };
-        (0..layers as u64).map(kind).collect()
-    };
-    // The last of every `period` layers sees all tokens.
-    let periodic = |period: u64| windows(&|layer| !(layer + 1).is_multiple_of(period));
-    match config.get("model_type").and_then(Value::as_str) {
-        Some("gemma2" | "gpt_oss") => vec![("layer_types", periodic(2))],
-        Some("gemma3_text") => {
-            let period = number("_sliding_window_pattern", 6);
-            vec![("layer_types", periodic(number("sliding_window_pattern", period)))]
-        }
-        Some("cohere2") => vec![("layer_types", periodic(number("sliding_window_pattern", 4)))],
-        Some("olmo3") => vec![("layer_types", periodic(4))],
-        Some("qwen2" | "qwen3") => {
-            let first = number("max_window_layers", 28);
-            vec![("layer_types", windows(&|layer| has_window && layer >= first))]
-        }
-        Some("smollm3") => {
-            let interval = number("no_rope_layer_interval", 4);
-            let given = config.get("no_rope_layers").and_then(Value::as_array);
-            let has_positions = |layer: u64| match given {
-                Some(given) => given.get(layer as usize).is_none_or(|of| of.as_u64() != Some(0)),
-                None => !(layer + 1).is_multiple_of(interval),
-            };
-            let positions = (0..layers as u64).map(|of| u64::from(has_positions(of)).into());
-            vec![
-                ("no_rope_layers", positions.collect()),
-                ("layer_types", windows(&|layer| has_window && !has_positions(layer))),
-            ]
-        }
-        _ => Vec::new(),
+    let settings = Value::Object(config.clone());
+    match layer_kinds(&settings, layers) {
+        Ok((family, kinds)) => layer_lists(family, &kinds),
+        Err(_) => Vec::new(),
     }
 }
 

@@ -94,7 +94,14 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
         keep_zeros: job.settings.keep_zeros,
         events: &recorder,
     };
-    job.clock.measure(Phase::Merge, || pass.run(&mut outputs.state))?;
+    job.clock.measure(Phase::Merge, || {
+        pass.run(&mut outputs.state)?;
+        let source = &job.merge.donor().checkpoint;
+        job.merge.beside.iter().try_for_each(|name| {
+            recorder.check()?;
+            outputs.writer.copy(source, name)
+        })
+    })?;
     job.clock.mark(Moment::AfterPruning, &recorder);
     for device in devices {
         let (fallbacks, memory) = device.report();

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use serde_json::Value;
 
 use crate::adapter::{AdaptedSource, Adapter, TensorChange};
-use crate::checkpoint::{CONFIG_FILE, Checkpoint, TensorEntry, WeightSource};
+use crate::checkpoint::{CONFIG_FILE, Checkpoint, TensorEntry, WeightSource, is_of_text_model};
 use crate::failure::Failure;
 use crate::job::located::{self, HubModel};
 use crate::job::opened::OpenedModel;
@@ -138,6 +138,13 @@ impl InputModelFiles {
     /// The settings of the language model, which a model of several media has inside its configuration.
     pub(super) fn settings(&self) -> &Value {
         text_settings(&self.config).unwrap_or(&self.config)
+    }
+
+    /// Returns whether the model has a tensor beside its text model, in a part for another medium.
+    pub(super) fn has_beside(&self, tensor: &str) -> bool {
+        text_settings(&self.config).is_some()
+            && self.checkpoint.entry(tensor).is_some()
+            && !is_of_text_model(tensor)
     }
 
     fn shape(&self) -> Result<ModelShape> {

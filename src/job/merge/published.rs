@@ -9,7 +9,7 @@ use crate::checkpoint::{
     replace_published, sidecars_in,
 };
 use crate::data::DatasetSpec;
-use crate::job::published::{hub_datasets, shared_front_matter};
+use crate::job::published::{class_of, hub_datasets, shared_front_matter};
 use crate::merging::recipe::without_folders;
 use crate::merging::vocabulary::TOKENIZER_FILES;
 use crate::report::card::{Card, CardSource};
@@ -40,6 +40,7 @@ impl MergeJob {
             front_matter: shared_front_matter(self.merge.inputs.folders().into_iter()),
             kept_as: None,
             datasets: hub_datasets(self.datasets()),
+            class: class_of(&self.merge.donor.config),
         };
         cards::merged(public, source, self.command(public))
     }

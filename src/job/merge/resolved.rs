@@ -23,6 +23,8 @@ pub(super) struct ResolvedMerge {
     /// The combination of adapters, with `--semantics peft`.
     pub(super) combined: Option<CombinedJob>,
     pub(super) tensors: Vec<MergeTensor>,
+    /// Tensors of the donor beside its text model, which the output has unchanged.
+    pub(super) beside: Vec<String>,
     /// Tensors of the inputs that the output does not have.
     pub(super) left_out: Vec<String>,
     pub(super) num_hidden_layers: usize,
@@ -61,13 +63,17 @@ impl ResolvedMerge {
             OutputVocabulary::settle(settings, &recipe, &inputs, &mut tensors, events)?;
         inputs.row_maps = vocabulary.maps.clone();
         let donor = Donor::of(&recipe, &inputs, &tensors, &vocabulary)?;
+        let of_donor = &inputs.models[donor.model];
+        let (beside, left_out) =
+            resolved.left_out.into_iter().partition(|name| of_donor.has_beside(name));
         Ok(Self {
             recipe,
             method,
             inputs,
             combined,
             tensors,
-            left_out: resolved.left_out.into_iter().collect(),
+            beside,
+            left_out,
             num_hidden_layers,
             vocabulary,
             donor,

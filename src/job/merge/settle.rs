@@ -8,7 +8,7 @@ use super::job::MergeJob;
 use super::memory::{MergeShape, PassSize, PassWork};
 use super::resolved::ResolvedMerge;
 use super::saliency::Saliency;
-use crate::checkpoint::{Checkpoint, Layout, PlannedTensor};
+use crate::checkpoint::{Layout, PlannedTensor, TensorEntry, WeightSource};
 use crate::failure::Failure;
 use crate::job::device_records::joined;
 use crate::job::folder::RunFolder;
@@ -17,7 +17,6 @@ use crate::job::{machine, same_run};
 use crate::merging::methods::{MethodSettings, Scope};
 use crate::merging::pass::MergeTensor;
 use crate::merging::recipe::{Parameter, without_folders};
-use crate::model::text_settings;
 use crate::placement::cpu_budget;
 use crate::run::{Events, Moment};
 use crate::runtime::Clock;
@@ -37,9 +36,7 @@ impl MergeJob {
         clock.mark(Moment::Start, events);
         let started_unix_seconds = machine::unix_seconds();
         let merge = ResolvedMerge::of(&settings, events)?;
-        refuse_parts_beside(&merge)?;
-        let layout =
-            layout_of(&merge.donor().checkpoint, &merge.tensors, settings.out_shard_size.0)?;
+        let layout = layout_of(&merge, settings.out_shard_size.0)?;
         let method_settings = method_settings(&settings);
         let scope = merge.method.scope(&method_settings);
         check_groups(&merge.tensors, scope)?;
@@ -137,6 +134,13 @@ impl MergeJob {
             merge.num_hidden_layers,
             self.layout.bytes()
         ));
+        if let Some(first) = merge.beside.first() {
+            events.note(format!(
+                "unchanged    {} tensors beside the text model of `{}`, `{first}` among them",
+                merge.beside.len(),
+                merge.donor().spec
+            ));
+        }
         if let Some(first) = merge.left_out.first() {
             events.note(format!(
                 "left out     {} tensors that are no part of a decoder, `{first}` among them",
@@ -184,29 +188,21 @@ fn with_advice_of(pass: Failure, measuring: anyhow::Error) -> anyhow::Error {
     }
 }
 
-/// Refuses a merge that would leave out the parts beside the text model that its configuration names.
-fn refuse_parts_beside(merge: &ResolvedMerge) -> Result<()> {
-    match merge.left_out.first().filter(|_| text_settings(&merge.donor().config).is_some()) {
-        None => Ok(()),
-        Some(first) => Err(Failure::new(format!(
-            "`{}` is a model of several media, and {} of its tensors are no part of its text model",
-            merge.donor().folder.display(),
-            merge.left_out.len()
-        ))
-        .detail(format!("`{first}` is among them; the output would be without them"))
-        .hint("merge the text models, saved by themselves")
-        .into()),
-    }
-}
-
 /// The files of the output, with the names of the donor's files.
-fn layout_of(donor: &Checkpoint, tensors: &[MergeTensor], shard_bytes: u64) -> Result<Layout> {
-    let planned = tensors.iter().map(|tensor| PlannedTensor {
+fn layout_of(merge: &ResolvedMerge, shard_bytes: u64) -> Result<Layout> {
+    let donor = &merge.donor().checkpoint;
+    let merged = merge.tensors.iter().map(|tensor| PlannedTensor {
         name: tensor.recipe.name.clone(),
         dtype: tensor.dtype.in_file(),
         shape: tensor.shape.clone(),
     });
-    Layout::named_as(donor, planned.collect(), shard_bytes)
+    let beside = merge.beside.iter().filter_map(|name| donor.entry(name));
+    let beside = beside.map(|TensorEntry { name, dtype, shape, .. }| PlannedTensor {
+        name: name.clone(),
+        dtype: *dtype,
+        shape: shape.clone(),
+    });
+    Layout::named_as(donor, merged.chain(beside).collect(), shard_bytes)
 }
 
 /// The settings of the method.

@@ -95,7 +95,7 @@ fn quantised(
     let mut json = ModelConfig::read_json(&model.folder)?;
     let dtype = matrices.first().and_then(|name| checkpoint.entry(name));
     let dtype = dtype.context("a model has matrices")?.dtype;
-    json[config::KEY] = config::quantization_config(format, dtype);
+    json[config::KEY] = config::quantization_config(format, dtype, None);
     let published =
         Published { written: vec![(CONFIG_FILE, serde_json::to_vec(&json)?)], copied: Vec::new() };
     writer.finish(published, &[], events)?;

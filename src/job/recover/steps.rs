@@ -15,6 +15,7 @@ use crate::data::{ExampleOrder, Examples};
 use crate::failure::Failure;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::on_device::candle_dtype;
+use crate::model::{ModelConfig, text_settings};
 use crate::recovery::optimizers::{Schedule, TrainingStep};
 use crate::recovery::{
     Distillation, Diverged, Example, ParameterStore, StorePlace, Trainer, TrainerParts,
@@ -72,6 +73,7 @@ impl Trained {
             rank: recovery.settings.rank,
             alpha: recovery.settings.alpha,
             modules: modules.map(|one| one.module().to_string()).collect(),
+            is_inside: text_settings(&ModelConfig::read_json(&job.model.folder)?).is_some(),
             layers: (0..config.num_hidden_layers).map(of_layer).collect(),
         };
         adapter.write(folder, &|layer| {

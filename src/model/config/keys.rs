@@ -1,5 +1,7 @@
 //! The keys of a `config.json`: typed reads with bounds, and errors that name the key and the value found.
 
+use std::ops::RangeInclusive;
+
 use anyhow::Result;
 use serde_json::{Map, Value};
 
@@ -33,14 +35,20 @@ impl Keys<'_> {
         self.0.get(key).filter(|value| !value.is_null())
     }
 
-    /// A whole number from 1 to [`LARGEST_SIZE`].
-    pub(super) fn size(&self, key: &str, default: Option<usize>) -> Result<usize> {
-        self.size_up_to(LARGEST_SIZE, key, default)
+    /// The value of a key in a message.
+    pub(super) fn shown(&self, key: &str) -> String {
+        self.0.get(key).map_or("absent".to_owned(), Value::to_string)
     }
 
-    pub(super) fn size_up_to(
+    /// A whole number from 1 to [`LARGEST_SIZE`].
+    pub(super) fn size(&self, key: &str, default: Option<usize>) -> Result<usize> {
+        self.whole(1..=LARGEST_SIZE, key, default)
+    }
+
+    /// A whole number within bounds.
+    pub(super) fn whole(
         &self,
-        largest: u64,
+        bounds: RangeInclusive<u64>,
         key: &str,
         default: Option<usize>,
     ) -> Result<usize> {
@@ -50,9 +58,11 @@ impl Keys<'_> {
             (Some(value), _) => value,
         };
         match value.as_u64() {
-            Some(size) if (1..=largest).contains(&size) => Ok(size as usize),
+            Some(size) if bounds.contains(&size) => Ok(size as usize),
             _ => Err(Failure::new(format!(
-                "`{key}` is {value}; it must be a whole number from 1 to {largest}"
+                "`{key}` is {value}; it must be a whole number from {} to {}",
+                bounds.start(),
+                bounds.end()
             ))
             .into()),
         }

@@ -4,9 +4,9 @@ use anyhow::Result;
 use serde::Serialize;
 use serde_json::Value;
 
-use super::keys::{ANOTHER_MODEL, Keys};
+use super::keys::{ANOTHER_MODEL, Keys, LARGEST_SIZE};
 use crate::failure::Failure;
-use crate::model::family::{Family, Rotation, Windows};
+use crate::model::family::{Family, Rotation, Windows, identify};
 
 /// The facts in which the decoder layers of a model may differ.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
@@ -15,6 +15,32 @@ pub struct LayerKind {
     pub window: Option<usize>,
     /// Index of the layer's rotary tables; `None` for a layer without rotation.
     pub rope: Option<usize>,
+}
+
+/// The lists with which a `config.json` gives layers of these kinds their settings one by one: key, and an entry per layer.
+pub fn layer_lists(family: &Family, kinds: &[LayerKind]) -> Vec<(&'static str, Vec<Value>)> {
+    let mut lists = Vec::new();
+    if !matches!(family.windows, Windows::Never | Windows::AllLayers { .. }) {
+        let names = kinds.iter().map(|kind| match kind.window {
+            Some(_) => "sliding_attention".into(),
+            None => "full_attention".into(),
+        });
+        lists.push(("layer_types", names.collect()));
+    }
+    if matches!(family.rotation, Rotation::NotEvery { .. }) {
+        let rotated = kinds.iter().map(|kind| u8::from(kind.rope.is_some()).into());
+        lists.push(("no_rope_layers", rotated.collect()));
+    }
+    lists
+}
+
+/// The kinds of a model's layers, from its language model's settings, without its other settings.
+///
+/// # Errors
+/// Fails for a family without a record, and for settings that are refused.
+pub fn layer_kinds(settings: &Value, layers: usize) -> Result<(&'static Family, Vec<LayerKind>)> {
+    let family = identify(settings)?;
+    Ok((family, read(&Keys(settings), family, layers)?))
 }
 
 /// Reads the kind of every layer.
@@ -72,8 +98,13 @@ fn windows(keys: &Keys<'_>, family: &Family, rotated: &[bool]) -> Result<Vec<Opt
         let is_missing = window.is_none() && has_window.contains(&true);
         if is_missing {
             return Err(Failure::new(
-                "`layer_types` has `sliding_attention`, and `sliding_window` gives no size",
+                "`layer_types` has `sliding_attention`, and no window is given",
             )
+            .detail(format!(
+                "`sliding_window` is {}, `use_sliding_window` is {}",
+                keys.shown("sliding_window"),
+                keys.shown("use_sliding_window")
+            ))
             .into());
         }
         Ok(has_window.into_iter().map(|has| window.filter(|_| has)).collect())
@@ -84,11 +115,7 @@ fn windows(keys: &Keys<'_>, family: &Family, rotated: &[bool]) -> Result<Vec<Opt
         Windows::AllLayers { default } => Ok(vec![size(default)?; layers]),
         Windows::LastLayers { default, first } => {
             let window = if is_used()? { size(Some(default))? } else { None };
-            // The key may name 0 layers.
-            let first = match keys.given("max_window_layers") {
-                Some(Value::Number(number)) if number.as_u64() == Some(0) => 0,
-                _ => keys.size("max_window_layers", Some(first))?,
-            };
+            let first = keys.whole(0..=LARGEST_SIZE, "max_window_layers", Some(first))?;
             listed(window, &|layer| layer >= first)
         }
         Windows::AllButEvery { default, period, has_key } => {

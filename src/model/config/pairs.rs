@@ -6,7 +6,9 @@
 use serde_json::Value;
 
 use super::keys::{Keys, text_settings};
+use super::rope::of_kind;
 use crate::linalg::StoredDtype;
+use crate::model::family::{Rotation, identify};
 
 /// Names of the objects for kinds of layers in `rope_parameters`.
 pub(super) const KINDS: [&str; 2] = ["full_attention", "sliding_attention"];
@@ -17,14 +19,52 @@ pub(super) const KINDS: [&str; 2] = ["full_attention", "sliding_attention"];
 /// * `stored`: the dtype of the decoder's matrices
 pub fn disagreements(config: &Value, stored: StoredDtype) -> Vec<String> {
     let keys = Keys(text_settings(config).unwrap_or(config));
-    let found = [
-        rope_objects(&keys),
-        rope_bases(&keys),
-        rope_types(&keys),
-        dtypes(&keys),
-        stored_dtype(&keys, stored),
-    ];
-    found.into_iter().flatten().collect()
+    let rotation = identify(config).map(|family| family.rotation);
+    let mut found = match rotation {
+        Ok(Rotation::Local { .. }) => rope_by_kind(&keys),
+        _ => [rope_objects(&keys), rope_bases(&keys), rope_types(&keys)]
+            .into_iter()
+            .flatten()
+            .collect(),
+    };
+    found.extend(dtypes(&keys));
+    found.extend(stored_dtype(&keys, stored));
+    found
+}
+
+/// The warnings for a family whose layers with a window have rotary positions of their own.
+fn rope_by_kind(keys: &Keys<'_>) -> Vec<String> {
+    let parameters = keys.given("rope_parameters");
+    let stored = |kind: &str| parameters.and_then(|of| of.get(kind)).filter(|of| !of.is_null());
+    let mut found = Vec::new();
+    if parameters.is_some() && KINDS.iter().all(|kind| stored(kind).is_none()) {
+        found.push(format!(
+            "`rope_parameters` of config.json has no object `{}` or `{}`: it is ignored, as in transformers",
+            KINDS[0], KINDS[1]
+        ));
+    }
+    for (kind, outside) in KINDS.into_iter().zip(["rope_theta", "rope_local_base_freq"]) {
+        let used = of_kind(keys, kind);
+        let base = used.as_ref().and_then(|used| used.get("rope_theta"));
+        if let (Some(base), Some(outer)) = (base, keys.given(outside))
+            && !equal(base, outer)
+        {
+            found.push(format!(
+                "`{outside}` is {outer} in config.json, and `rope_theta` is {base} in its `rope_parameters.{kind}`: {base} is used, as in transformers 5"
+            ));
+        }
+        let objects = stored(kind).and_then(Value::as_object).zip(used.as_ref());
+        let replaced = objects.and_then(|(stored, used)| {
+            stored.iter().find(|(key, value)| used.get(key).is_some_and(|used| !equal(used, value)))
+        });
+        if let Some((key, value)) = replaced {
+            let used = used.as_ref().and_then(|used| used.get(key)).unwrap_or(&Value::Null);
+            found.push(format!(
+                "config.json has `rope_scaling` and `rope_parameters.{kind}`, which differ (`{key}` is {used} and {value}): `rope_scaling` is used, as in transformers"
+            ));
+        }
+    }
+    found
 }
 
 /// The object of the rotary positions: `rope_scaling` if it has a key, else `rope_parameters`, as transformers 4 and 5 choose.
@@ -39,8 +79,7 @@ pub(super) fn rope_place(keys: &Keys<'_>) -> &'static str {
 fn rope_objects(keys: &Keys<'_>) -> Option<String> {
     let object = |key| keys.given(key).and_then(Value::as_object);
     let (scaling, parameters) = (object("rope_scaling")?, object("rope_parameters")?);
-    // Objects by kind of layer have no pair.
-    if scaling.is_empty() || KINDS.iter().any(|kind| parameters.contains_key(*kind)) {
+    if scaling.is_empty() {
         return None;
     }
     // The older spelling calls the type `type`, and has the base outside the object.
@@ -234,5 +273,46 @@ mod tests {
         assert_eq!(half("float32", StoredDtype::Bf16), 0);
         assert_eq!(half("float16", StoredDtype::Bf16), 1);
         assert_eq!(half("torch.bfloat16", StoredDtype::F16), 1);
+    }
+
+    /// Windows with a base of their own. The values come from transformers 5.24.
+    #[test]
+    fn keys_outside_the_objects_for_kinds_of_layers_count_as_in_transformers() {
+        for (keys, thetas, scaling, warnings) in [
+            (
+                json!({"rope_parameters": {"rope_type": "linear", "factor": 8, "rope_theta": 5e5}}),
+                [1e6, 1e4],
+                RopeScaling::Default,
+                1,
+            ),
+            (
+                json!({"rope_theta": 3e5, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8}}),
+                [3e5, 2e4],
+                RopeScaling::Linear { factor: 8.0 },
+                0,
+            ),
+            (
+                json!({"rope_scaling": {"rope_type": "linear", "factor": 8}, "rope_parameters": {
+                    "full_attention": {"rope_type": "default", "rope_theta": 5e5}, "sliding_attention": {"rope_theta": 7e3}}}),
+                [5e5, 7e3],
+                RopeScaling::Linear { factor: 8.0 },
+                1,
+            ),
+            (
+                json!({"rope_theta": 3e5, "rope_local_base_freq": 2e4, "rope_parameters": {
+                    "full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 7e3}}}),
+                [5e5, 7e3],
+                RopeScaling::Default,
+                2,
+            ),
+        ] {
+            let mut config = with(keys.clone());
+            config["model_type"] = "gemma3_text".into();
+            let ropes = ModelConfig::from_json(&config).unwrap().ropes;
+            assert_eq!([ropes[0].theta, ropes[1].theta], thetas, "{keys}");
+            assert_eq!(ropes[0].scaling, scaling, "{keys}");
+            let found = disagreements(&config, StoredDtype::F32);
+            assert_eq!(found.len(), warnings, "{keys}: {found:?}");
+        }
     }
 }

@@ -103,23 +103,36 @@ pub(super) fn read(
 ) -> Result<Vec<Rope>> {
     let surroundings = Surroundings { config, family, head_dim, positions };
     let default = family.defaults.rope_theta;
-    let place = rope_place(config);
     let Rotation::Local { base } = family.rotation else {
+        let place = rope_place(config);
         return Ok(vec![surroundings.rope(config.given(place), place, ("rope_theta", default))?]);
     };
-    let parameters = config.given("rope_parameters");
-    let of_kind = |kind: &str| parameters.and_then(|of| of.get(kind)).filter(|of| !of.is_null());
-    // As transformers reads it: the older key counts for the layers without a window.
-    let full = match place {
-        "rope_scaling" => config.given(place),
-        _ => of_kind(KINDS[0]),
-    };
+    let [full, local] = KINDS.map(|kind| of_kind(config, kind));
     let [of_full, of_local] = KINDS.map(|kind| format!("rope_parameters.{kind}"));
-    let of_full = if place == "rope_scaling" { place } else { &of_full };
+    let of_full = if config.given("rope_scaling").is_some() { "rope_scaling" } else { &of_full };
     Ok(vec![
-        surroundings.rope(full, of_full, ("rope_theta", default))?,
-        surroundings.rope(of_kind(KINDS[1]), &of_local, ("rope_local_base_freq", base))?,
+        surroundings.rope(full.as_ref(), of_full, ("rope_theta", default))?,
+        surroundings.rope(local.as_ref(), &of_local, ("rope_local_base_freq", base))?,
     ])
+}
+
+/// The object of a kind of layer in `rope_parameters`. For the layers without a window, the keys of `rope_scaling` replace its keys, as
+/// in transformers 5.
+pub(super) fn of_kind(config: &Keys<'_>, kind: &str) -> Option<Value> {
+    let parameters = config.given("rope_parameters").and_then(|of| of.get(kind));
+    let parameters = parameters.filter(|of| !of.is_null());
+    let scaling = config.given("rope_scaling").filter(|_| kind == KINDS[0]);
+    match (parameters.cloned(), scaling) {
+        (Some(Value::Object(mut parameters)), Some(Value::Object(scaling))) => {
+            // The older name of the type would not count beside the newer name.
+            if scaling.contains_key("type") {
+                parameters.remove("rope_type");
+            }
+            parameters.extend(scaling.clone());
+            Some(parameters.into())
+        }
+        (parameters, scaling) => scaling.cloned().or(parameters),
+    }
 }
 
 impl Surroundings<'_> {
@@ -311,17 +324,20 @@ impl Surroundings<'_> {
 
 /// A list with a divisor for every pair of rotated elements.
 fn divisors(keys: &Keys<'_>, place: &str, key: &str, dims: usize) -> Result<Vec<f64>> {
-    let list = keys.given(key).and_then(Value::as_array);
-    let is_divisor = |value: &f64| (1e-6..=LARGEST_ROPE).contains(value);
-    let found = list.map(|list| list.iter().filter_map(Value::as_f64).filter(is_divisor));
-    let found: Vec<f64> = found.into_iter().flatten().collect();
-    if found.len() != dims / 2 || list.is_none_or(|list| list.len() != found.len()) {
-        let given = list.map_or("absent".to_owned(), |list| format!("a list of {}", list.len()));
-        return Err(Failure::new(format!(
-            "`{place}.{key}` is {given}; it must be a list of {} numbers from 1e-6 to {LARGEST_ROPE:e}, one per pair of rotated elements",
+    let refused = |found: String| {
+        Failure::new(format!("`{place}.{key}` {found}")).detail(format!(
+            "expected: a list of {} numbers from 1e-6 to {LARGEST_ROPE:e}, one per pair of rotated elements",
             dims / 2
         ))
-        .into());
+    };
+    let list = keys.given(key).ok_or_else(|| refused("is missing".to_owned()))?;
+    let list = list.as_array().ok_or_else(|| refused("is no list".to_owned()))?;
+    if list.len() != dims / 2 {
+        return Err(refused(format!("is a list of {}", list.len())).into());
     }
-    Ok(found)
+    let divisors = list.iter().enumerate().map(|(at, value)| {
+        let number = value.as_f64().filter(|number| (1e-6..=LARGEST_ROPE).contains(number));
+        Ok(number.ok_or_else(|| refused(format!("has {value} at index {at}")))?)
+    });
+    divisors.collect()
 }

@@ -203,7 +203,7 @@ pub(super) struct Comparison<'a> {
     /// Differing bits that are near-ties, one line each.
     pub(super) notes: Vec<String>,
     /// Differing bits that are no near-ties by themselves, one line each.
-    far: Vec<String>,
+    pub(super) far: Vec<String>,
 }
 
 impl MaskObserver for Comparison<'_> {

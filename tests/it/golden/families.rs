@@ -44,9 +44,6 @@ fn checkpoints() -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Sequence lengths of the dense perplexities.
-const SEQLENS: [&str; 2] = ["256", "512"];
-
 /// Largest difference to a state or logit of transformers. Both compute in f32 and sum up to 180 products in another order, through
 /// four layers. The states are numbers of up to about 16. Measured: at most 6.7e-6;
 /// the rest leaves room for other kernels.
@@ -81,8 +78,7 @@ fn settings(
     model: &Path,
     golden: &Golden,
     cache: &Path,
-    method: &str,
-    ratio: f64,
+    (method, ratio): (&str, f64),
 ) -> Result<Settings> {
     let shared = support::shared().context("checked by the caller")?;
     let of = &golden.settings;
@@ -101,45 +97,64 @@ fn settings(
 
 #[test]
 fn other_families_prune_and_predict_as_transformers() {
+    let cache = tempfile::tempdir().unwrap();
     for name in &checkpoints().unwrap() {
         let Some((model, goldens)) = folders(name) else {
             return;
         };
-        for pattern in ["unstructured", "2of4"] {
+        let reference = dense(&goldens).unwrap();
+        let reference = reference["ppl"]["256"].as_f64().unwrap();
+        for (pattern, eval) in [("unstructured", EvalSides::Both), ("2of4", EvalSides::Pruned)] {
             let golden = golden(&goldens.join(format!("wanda-0.5-{pattern}.json"))).unwrap();
-            let cache = tempfile::tempdir().unwrap();
-            let mut settings = settings(&model, &golden, cache.path(), "wanda", 0.5).unwrap();
+            let mut settings = settings(&model, &golden, cache.path(), ("wanda", 0.5)).unwrap();
             settings.seqlen = Some(256);
+            settings.evaluation.eval = eval;
             let mut comparison = Comparison::new(&golden);
             let manifest = job::prune(settings, &Silent, Some(&mut comparison)).unwrap();
             super::show(&comparison.finish(&manifest));
             assert!(comparison.failures.is_empty(), "{name}: {}", comparison.failures.join("\n"));
+            if let Some(ours) = manifest.perplexity.dense {
+                compare_dense(&format!("{name} 256"), ours.perplexity, reference);
+            }
         }
     }
 }
 
 #[test]
-fn other_families_have_the_dense_perplexity_of_transformers() {
+fn other_families_predict_windows_of_two_lengths_as_transformers() {
+    let cache = tempfile::tempdir().unwrap();
     for name in &checkpoints().unwrap() {
         let Some((model, goldens)) = folders(name) else {
             return;
         };
         let golden = golden(&goldens.join("wanda-0.5-unstructured.json")).unwrap();
-        let dense = fs::read_to_string(goldens.join("dense.json")).unwrap();
-        let dense: Value = serde_json::from_str(&dense).unwrap();
-        for seqlen in SEQLENS {
-            let cache = tempfile::tempdir().unwrap();
-            let mut settings = settings(&model, &golden, cache.path(), "magnitude", 0.0).unwrap();
+        let dense = dense(&goldens).unwrap();
+        for seqlen in ["256", "512"] {
+            let mut settings = settings(&model, &golden, cache.path(), ("magnitude", 0.0)).unwrap();
             settings.seqlen = Some(seqlen.parse().unwrap());
             settings.evaluation.eval = EvalSides::Both;
+            settings.evaluation.eval_windows = Some(FIRST);
             let manifest = job::prune(settings, &Silent, None).unwrap();
             let ours = manifest.perplexity.dense.unwrap().perplexity;
-            let reference = dense["ppl"][seqlen].as_f64().unwrap();
-            let error = relative(ours, reference);
-            super::show(&format!("{name} {seqlen}: {ours}, {reference}: {error:e}"));
-            assert!(within(error, DENSE_PERPLEXITY), "{name} {seqlen}: {ours}");
+            let losses = dense["perplexity"][seqlen]["window_mean_nll_first8"].as_array().unwrap();
+            assert_eq!(losses.len() as u64, FIRST);
+            let sum: f64 = losses.iter().map(|loss| loss.as_f64().unwrap()).sum();
+            compare_dense(&format!("{name} {seqlen}"), ours, (sum / FIRST as f64).exp());
         }
     }
+}
+
+/// Windows whose losses a golden has.
+const FIRST: u64 = 8;
+
+fn dense(goldens: &Path) -> Result<Value> {
+    Ok(serde_json::from_str(&fs::read_to_string(goldens.join("dense.json"))?)?)
+}
+
+fn compare_dense(what: &str, ours: f64, reference: f64) {
+    let error = relative(ours, reference);
+    super::show(&format!("{what}: {ours}, {reference}: {error:e}"));
+    assert!(within(error, DENSE_PERPLEXITY), "{what}: {ours}, {reference}");
 }
 
 /// Largest difference of two tensors of one shape.

@@ -109,5 +109,47 @@ fn a_text_model_inside_another_has_the_bits_of_the_model_by_itself() {
             assert_eq!(text["layer_types"], plain["layer_types"]);
             assert_eq!(config["vision_config"], json!({"hidden_size": 3}));
         }
+        compare_changed_weights(&place, &stored);
     }
+}
+
+/// Merges, trains and quantises the pruned models of both kinds.
+fn compare_changed_weights(place: &Place, stored: &dyn Fn(&str) -> String) {
+    let [m, wrapped] = ["m", "wrapped"];
+    for model in [m, wrapped] {
+        for command in [
+            format!(
+                "merge --method linear --model {model} --model wanda-{model}/model --weight 0.25,0.75 --save merged-{model}"
+            ),
+            format!(
+                "recover --model wanda-{model}/model --how lora --rank 4 --steps 2 --dataset train.txt --seqlen 32 --eval none \
+                 --save-adapter --use-cpu --save recovered-{model}"
+            ),
+            format!(
+                "merge --method linear --model wanda-{model}/model+recovered-{model}/adapter --save adapted-{model}"
+            ),
+            format!("quantize {model} --to nf4 --save quantised-{model}"),
+        ] {
+            let ran = place.run(&command);
+            assert_eq!(ran.code, 0, "{command}: {}", ran.stderr);
+        }
+    }
+    for name in ["merged", "recovered", "adapted"] {
+        let [ours, inside] = [m, wrapped].map(|model| format!("{name}-{model}/model"));
+        assert_same(place, stored, &ours, &inside);
+        let config = json_of(place, &format!("{inside}/config.json"));
+        assert_eq!(config["vision_config"], json!({"hidden_size": 3}));
+        let card = fs::read_to_string(place.path(&format!("{inside}/README.md")))
+            .expect("an output of this test");
+        assert!(card.contains("AnyForConditionalGeneration.from_pretrained"), "{card}");
+    }
+    assert_same(place, stored, "quantised-m", "quantised-wrapped");
+    let config = json_of(place, "quantised-wrapped/config.json");
+    let skipped = &config["quantization_config"]["llm_int8_skip_modules"];
+    assert_eq!(*skipped, json!(["lm_head", "model.vision_tower", "vision_tower"]));
+    let adapter = fs::read(place.path("recovered-wrapped/adapter/adapter_model.safetensors"))
+        .expect("an output of this test");
+    let adapter = safetensors::SafeTensors::deserialize(&adapter).expect("an output of this test");
+    let beginning = "base_model.model.model.language_model.layers.";
+    assert!(adapter.names().iter().all(|name| name.starts_with(beginning)));
 }
