@@ -3,6 +3,7 @@
 //! candle's Llama has grouped queries, tied embeddings and llama3 rotary scaling. It has no head_dim of its own, no biases and no
 //! other scaling: the plain layer of `oracle/plain.rs` has them.
 
+mod families;
 mod formulas;
 mod output;
 mod plain;

@@ -156,6 +156,8 @@ struct Seen<'a> {
     equal: u64,
     bits: u64,
     worst: f64,
+    /// The error of the outputs is compared.
+    measures_outputs: bool,
     errors: Vec<f64>,
     /// Squares of differences from the golden's weights of the first layer, and of these.
     distance: (f64, f64),
@@ -195,7 +197,7 @@ impl MaskObserver for Seen<'_> {
             }
         }
         let gram = (matrix.statistics).and_then(Statistics::downcast::<InputGram>);
-        // Swaps of weights need none.
+        let gram = gram.filter(|_| self.measures_outputs);
         let Some(gram) = gram else {
             return Ok(());
         };
@@ -263,6 +265,7 @@ fn repeat(case: &Case, shared: &Path, cache: &Path) -> Result<(String, Vec<Strin
         equal: 0,
         bits: 0,
         worst: 1.0,
+        measures_outputs: case.limits.output_error.is_some(),
         errors: Vec::new(),
         distance: (0.0, 0.0),
     };
@@ -275,7 +278,7 @@ fn repeat(case: &Case, shared: &Path, cache: &Path) -> Result<(String, Vec<Strin
 fn judge(case: &Case, golden: &Golden, seen: &Seen<'_>, perplexity: f64) -> (String, Vec<String>) {
     let equal = seen.equal as f64 / seen.bits.max(1) as f64;
     let off = perplexity / golden.ppl - 1.0;
-    let error = seen.errors.iter().sum::<f64>() / seen.errors.len().max(1) as f64;
+    let error = seen.errors.iter().sum::<f64>() / seen.errors.len() as f64;
     let error_off = golden.mean_relative_error.map_or(0.0, |reference| error / reference - 1.0);
     let distance = (seen.distance.0 / seen.distance.1.max(f64::MIN_POSITIVE)).sqrt();
     let mut row = format!(
