@@ -23,7 +23,7 @@ use crate::failure::Failure;
 use crate::input::{cannot_read, read_settings};
 use crate::linalg::attention::{Heads, Scoring};
 use keys::{ANOTHER_MODEL, Keys, LARGEST_SIZE};
-pub use keys::{text_settings, text_settings_mut};
+pub use keys::{completed_settings, text_settings, text_settings_mut};
 pub use layers::{LayerKind, layer_kinds, layer_lists};
 pub use pairs::disagreements;
 pub use rope::{Rope, RopeScaling};
@@ -123,8 +123,8 @@ impl ModelConfig {
     /// A model of several media has the settings of its text model in `text_config`.
     pub fn from_json(json: &Value) -> Result<Self> {
         let family = family::identify(json)?;
-        let text = text_settings(json).unwrap_or(json);
-        let keys = Keys(text);
+        let inside = completed_settings(json);
+        let keys = Keys(inside.as_ref().unwrap_or(json));
         refuse_quantized(&Keys(json))?;
         refuse_quantized(&keys)?;
         let activation = computed_activation(&keys, family)?;

@@ -51,8 +51,8 @@ pub mod training_footprint;
 
 pub use backward::{LayerGradients, TeacherStates};
 pub use config::{
-    LayerKind, ModelConfig, Rope, RopeScaling, layer_kinds, layer_lists, text_settings,
-    text_settings_mut,
+    LayerKind, ModelConfig, Rope, RopeScaling, completed_settings, layer_kinds, layer_lists,
+    text_settings, text_settings_mut,
 };
 pub use context::LayerContext;
 pub use embedding::{EMBEDDING, Embedding};

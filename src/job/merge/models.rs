@@ -16,7 +16,7 @@ use crate::linalg::StoredDtype;
 use crate::merging::pass::{AdaptedRows, MappedRows, MergeSources, SourceRows, StoredRows};
 use crate::merging::recipe::{ModelShape, ModelSpec};
 use crate::merging::vocabulary::RowMap;
-use crate::model::{EMBEDDING, HEAD, ModelConfig, text_settings};
+use crate::model::{EMBEDDING, HEAD, ModelConfig, completed_settings};
 use crate::run::Events;
 use crate::settings::ModelSettings;
 
@@ -36,6 +36,8 @@ pub(super) struct InputModelFiles {
     pub(super) hub_model: Option<HubModel>,
     pub(super) checkpoint: Arc<Checkpoint>,
     pub(super) config: Value,
+    /// The settings of the text model, if they are inside the configuration.
+    inside: Option<Value>,
     /// The head of the folder's model is its embedding. An adapter can end this.
     pub(super) is_tied: bool,
     pub(super) adapter: Option<Arc<Adapter>>,
@@ -137,12 +139,12 @@ impl InputModels {
 impl InputModelFiles {
     /// The settings of the language model, which a model of several media has inside its configuration.
     pub(super) fn settings(&self) -> &Value {
-        text_settings(&self.config).unwrap_or(&self.config)
+        self.inside.as_ref().unwrap_or(&self.config)
     }
 
     /// Returns whether the model has a tensor beside its text model, in a part for another medium.
     pub(super) fn has_beside(&self, tensor: &str) -> bool {
-        text_settings(&self.config).is_some()
+        self.inside.is_some()
             && self.checkpoint.entry(tensor).is_some()
             && !is_of_text_model(tensor)
     }
@@ -277,6 +279,7 @@ fn open_model(
         folder,
         hub_model,
         checkpoint,
+        inside: completed_settings(&config),
         config,
         is_tied: true,
         adapter: None,

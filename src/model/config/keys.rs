@@ -6,6 +6,7 @@ use anyhow::Result;
 use serde_json::{Map, Value};
 
 use crate::failure::Failure;
+use crate::model::family::identify;
 
 /// Upper bound of sizes. Products of two of them, and of a byte count, fit a u64 with room for the layers.
 pub(super) const LARGEST_SIZE: u64 = 1 << 24;
@@ -17,6 +18,19 @@ pub(super) const ANOTHER_MODEL: &str =
 /// The settings of the text model inside the `config.json` of a model of several media; `None` for a text model by itself.
 pub fn text_settings(json: &Value) -> Option<&Value> {
     json.get("text_config").filter(|text| text.is_object())
+}
+
+/// [`text_settings`] with the default sizes of the family where they are left out.
+pub fn completed_settings(json: &Value) -> Option<Value> {
+    let mut settings = text_settings(json)?.clone();
+    if let (Ok(family), Some(settings)) = (identify(json), settings.as_object_mut())
+        && let Ok(Value::Object(sizes)) = serde_json::to_value(family.sizes)
+    {
+        for (key, size) in sizes {
+            settings.entry(key).or_insert(size);
+        }
+    }
+    Some(settings)
 }
 
 /// [`text_settings`] for a change; the whole object for a text model by itself.

@@ -149,3 +149,20 @@ fn the_configuration_is_the_same_in_both_spellings_of_rotary_parameters() {
     let new = json!({"rope_theta": 1e6, "rope_type": "default"});
     assert_eq!(old, mistral("rope_parameters", new).unwrap());
 }
+
+/// The file of a published Gemma 3 with pictures.
+#[test]
+fn sizes_that_a_text_config_leaves_out_are_the_familys() {
+    let text = json!({"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024});
+    let json = json!({"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text});
+    let config = ModelConfig::from_json(&json).unwrap();
+    assert_eq!(
+        (config.num_attention_heads, config.num_key_value_heads, config.head_dim),
+        (8, 4, 256)
+    );
+    assert_eq!((config.hidden_size, config.vocab_size), (2560, 262_208));
+    assert!(config.tie_word_embeddings);
+    // A language model by itself must say its sizes.
+    assert!(ModelConfig::from_json(&text).is_err());
+}
