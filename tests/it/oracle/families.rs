@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 use super::{LOGITS, distance, ours, prompt, sharp};
 
 /// The logits after the last of some tokens.
-type Forward = dyn FnOnce(&Tensor) -> candle_core::Result<Tensor>;
+type Forward = dyn FnOnce(&[u32]) -> candle_core::Result<Tensor>;
 
 /// Keys that candle's configurations require and a `config.json` may leave out.
 fn config<C: DeserializeOwned>(of: &Value) -> Result<C> {
@@ -36,7 +36,10 @@ fn candles(family: &str, of: &Value, weights: VarBuilder<'_>) -> Result<Option<B
     macro_rules! model {
         ($model:expr) => {{
             let mut model = $model?;
-            Box::new(move |ids: &Tensor| model.forward(ids, 0)) as Box<Forward>
+            let forward = move |tokens: &[u32]| {
+                model.forward(&Tensor::new(tokens, &Device::Cpu)?.unsqueeze(0)?, 0)
+            };
+            Box::new(forward) as Box<Forward>
         }};
     }
     Ok(Some(match family {
@@ -44,7 +47,17 @@ fn candles(family: &str, of: &Value, weights: VarBuilder<'_>) -> Result<Option<B
         "qwen2" => model!(qwen2::ModelForCausalLM::new(&config(of)?, weights)),
         "qwen3" => model!(qwen3::ModelForCausalLM::new(&config(of)?, weights)),
         "gemma2" => model!(gemma2::Model::new(false, &config(of)?, weights)),
-        "gemma3_text" => model!(gemma3::Model::new(false, &config(of)?, weights)),
+        "gemma3_text" => {
+            let mut model = gemma3::Model::new(false, &config(of)?, weights)?;
+            // Its caches take only a token at a time.
+            Box::new(move |tokens| {
+                let mut last = Tensor::zeros(0, DType::F32, &Device::Cpu)?;
+                for (at, token) in tokens.iter().enumerate() {
+                    last = model.forward(&Tensor::new(&[[*token]], &Device::Cpu)?, at)?;
+                }
+                Ok(last)
+            })
+        }
         "phi3" => model!(phi3::Model::new(&config(of)?, weights)),
         "olmo2" => model!(olmo2::Model::new(&config(of)?, weights)),
         "smollm3" => model!(smol::smollm3::ModelForCausalLM::new(&config(of)?, weights)),
@@ -63,8 +76,7 @@ fn compare(folder: &Path, tokens: usize) -> Result<bool> {
         return Ok(false);
     };
     let tokens = prompt(tokens, ours_config.vocab_size);
-    let logits = forward(&Tensor::new(tokens.as_slice(), &Device::Cpu)?.unsqueeze(0)?)?;
-    let candles: Vec<f32> = logits.flatten_all()?.to_vec1()?;
+    let candles: Vec<f32> = forward(&tokens)?.flatten_all()?.to_vec1()?;
     let largest = candles.iter().fold(0f32, |max, logit| max.max(logit.abs()));
     ensure!(largest > 0.1 && largest < 60.0, "logits of up to {largest} say nothing");
     let apart = distance(&ours(folder, &tokens)?, &candles);
@@ -87,7 +99,8 @@ fn logits_of_random_checkpoints_of_other_families_are_candles() {
             shape.num_hidden_layers = 7;
             shape.tie_word_embeddings = family.starts_with("gemma");
             let settings = json!({"query_pre_attn_scalar": head_dim, "sliding_window": 64, "sliding_window_pattern": 6,
-                "rope_local_base_freq": 10000.0, "partial_rotary_factor": 0.5});
+                "rope_local_base_freq": 5000.0, "partial_rotary_factor": 0.5, "attn_logit_softcapping": 50.0,
+                "final_logit_softcapping": 30.0, "no_rope_layer_interval": 4});
             for (key, value) in settings.as_object().unwrap() {
                 shape.settings.insert(key.clone(), value.clone());
             }
