@@ -15,7 +15,7 @@ use sha2::{Digest, Sha256};
 
 use super::combine::{Combination, Draws};
 use super::config::{CONFIG_FILE, written_config};
-use super::keys::{PREFIX, module_of};
+use super::keys::{PREFIX, inside, module_of};
 use super::opened::WEIGHTS_FILE;
 use super::parts::transposed;
 use super::stored::Stored;
@@ -72,12 +72,21 @@ impl Combination {
         Ok(vec![config_file, weights_file])
     }
 
+    /// The module of a tensor, as the adapters name it.
+    fn module(&self, tensor: &str) -> String {
+        let module = module_of(tensor);
+        match self.adapters.iter().any(|adapter| adapter.is_inside) {
+            true => inside(module),
+            false => module.to_owned(),
+        }
+    }
+
     /// The header of the weights.
     fn header(&self) -> Vec<u8> {
         let mut tensors = Vec::new();
         for tensor in self.tensors() {
             let of = self.shape(tensor);
-            let module = format!("{PREFIX}{}", module_of(tensor));
+            let module = format!("{PREFIX}{}", self.module(tensor));
             let ([down, up], inner, outer) = match of.is_embedding {
                 false => (["lora_A.weight", "lora_B.weight"], of.columns, of.rows),
                 true => (["lora_embedding_A", "lora_embedding_B"], of.rows, of.columns),
@@ -94,13 +103,13 @@ impl Combination {
 
     /// The config. It names modules in full, so that no module gets factors by mistake.
     fn config(&self) -> serde_json::Value {
-        let modules = self.tensors().map(|tensor| (module_of(tensor), self.shape(tensor).rank));
-        let ranks: BTreeMap<&str, usize> = modules.collect();
+        let modules = self.tensors().map(|tensor| (self.module(tensor), self.shape(tensor).rank));
+        let ranks: BTreeMap<String, usize> = modules.collect();
         let most = ranks.values().max().copied().unwrap_or(1);
         let others = ranks.iter().filter(|(_, rank)| **rank != most);
         let patterns: BTreeMap<String, usize> =
             others.map(|(module, rank)| (regex::escape(module), *rank)).collect();
-        let modules: Vec<&str> = ranks.keys().copied().collect();
+        let modules: Vec<&String> = ranks.keys().collect();
         let base = self.adapters[0].base_model_name();
         let mut config = written_config(base, most, json!(most), json!(modules));
         config["rank_pattern"] = json!(patterns);

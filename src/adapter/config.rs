@@ -14,6 +14,7 @@ use std::path::Path;
 use anyhow::Result;
 use serde_json::{Value, json};
 
+use super::keys::inside;
 use super::patterns::{MOST_KEYS, Patterns};
 use crate::failure::Failure;
 use crate::input::{InOrder, read_settings, with_remedy};
@@ -182,8 +183,10 @@ impl AdapterConfig {
     /// # Errors
     /// Fails when r is zero or impossibly large, and when s is not a positive number.
     pub(super) fn rank_and_scale(&self, module: &str) -> Result<(usize, f32), Failure> {
-        let rank = self.ranks.first_match(module).unwrap_or(self.rank);
-        let alpha = self.alphas.first_match(module).unwrap_or(self.alpha);
+        let inside = inside(module);
+        let rank = self.ranks.first_match(module).or_else(|| self.ranks.first_match(&inside));
+        let alpha = self.alphas.first_match(module).or_else(|| self.alphas.first_match(&inside));
+        let (rank, alpha) = (rank.unwrap_or(self.rank), alpha.unwrap_or(self.alpha));
         if rank == 0 || rank > MAX_RANK {
             return Err(Failure::new(format!("`{module}` of the adapter has rank {rank}"))
                 .detail(format!("ranks of 1 to {MAX_RANK} are read")));
@@ -211,11 +214,13 @@ impl AdapterConfig {
             return Ok(());
         };
         // As peft's `check_target_module_exists`: a name is the whole path, or its end.
-        let is_named = targets.iter().any(|name| {
-            let before = module.strip_suffix(name.as_str());
-            before.is_some_and(|before| before.is_empty() || before.ends_with('.'))
-        });
-        if is_named {
+        let is_named = |module: &str| {
+            targets.iter().any(|name| {
+                let before = module.strip_suffix(name.as_str());
+                before.is_some_and(|before| before.is_empty() || before.ends_with('.'))
+            })
+        };
+        if is_named(module) || is_named(&inside(module)) {
             return Ok(());
         }
         Err(Failure::new(format!(

@@ -42,6 +42,22 @@ impl ChangePart {
 /// Beginning of every key.
 pub(super) const PREFIX: &str = "base_model.model.";
 
+/// The place of the text model inside a model of several media, in the classes of transformers.
+pub(super) const INSIDE: &str = "model.language_model.";
+
+/// The name of a text model's module inside a model of several media.
+pub(super) fn inside(module: &str) -> String {
+    match module.strip_prefix("model.") {
+        Some(rest) => format!("{INSIDE}{rest}"),
+        None => module.to_owned(),
+    }
+}
+
+/// Returns whether a key names the text model inside a model of several media.
+pub(super) fn is_inside(key: &str) -> bool {
+    key.strip_prefix(PREFIX).is_some_and(|rest| name_of_text_model(rest) != rest)
+}
+
 /// Ending of a key, ending of the base's tensor, part.
 const ENDINGS: &[(&str, &str, ChangePart)] = &[
     (".lora_A.weight", ".weight", ChangePart::Down),

@@ -11,7 +11,9 @@ use super::config::{AdapterConfig, CONFIG_FILE};
 use super::keys::{self, ChangePart};
 use super::parts::Parts;
 use super::stored::Stored;
-use crate::checkpoint::{CONFIG_FILE as MODEL_CONFIG, Checkpoint, WeightSource, not_a_model};
+use crate::checkpoint::{
+    CONFIG_FILE as MODEL_CONFIG, Checkpoint, WeightSource, is_of_text_model, not_a_model,
+};
 use crate::failure::Failure;
 use crate::linalg::LowRank;
 
@@ -37,6 +39,8 @@ pub struct Adapter {
     base_model: Option<String>,
     /// `ensure_weight_tying` of the config.
     pub(super) keeps_tie: bool,
+    /// The names in its file are of the text model inside a model of several media.
+    pub(super) is_inside: bool,
     /// Changes by the name of the base's tensor.
     pub(super) parts: BTreeMap<String, Parts>,
     /// The head that the adapter separates from the embedding of a tied base.
@@ -103,6 +107,7 @@ impl Adapter {
             place: folder.to_path_buf(),
             base_model: config.base_model,
             keeps_tie: config.ensure_weight_tying,
+            is_inside: file.tensors().any(|entry| keys::is_inside(&entry.name)),
             parts,
             own_head: None,
         })
@@ -172,7 +177,11 @@ impl Adapter {
 fn missing(tensor: &str) -> Failure {
     let failure =
         Failure::new(format!("the adapter changes `{tensor}`, which the base does not have"));
-    if tensor.ends_with(".bias") {
+    if !is_of_text_model(tensor) && tensor.starts_with("model.") {
+        failure
+            .detail("it is no part of a language model, and only a language model can be changed")
+            .hint("merge this adapter with peft, in Python: model.merge_and_unload().save_pretrained(FOLDER)")
+    } else if tensor.ends_with(".bias") {
         failure.detail("a bias cannot be merged into a layer without one")
     } else {
         failure.hint("check that the adapter was trained on this base")

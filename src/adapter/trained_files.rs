@@ -12,14 +12,11 @@ use safetensors::Dtype;
 use serde_json::json;
 
 use super::config::{CONFIG_FILE, written_config};
-use super::keys::PREFIX;
+use super::keys::{INSIDE, PREFIX, inside};
 use super::opened::WEIGHTS_FILE;
 use crate::bytes::json_file;
 use crate::checkpoint::{cannot_write, encode_header, in_a_row, write_atomic, write_atomic_with};
 use crate::disk;
-
-/// The place of the text model inside a model of several media, in the classes of transformers.
-const INSIDE: &str = "model.language_model.";
 
 /// The card of the adapter.
 const CARD: &str = "README.md";
@@ -90,11 +87,8 @@ impl TrainedAdapter {
         let factors = self.layers.iter().flatten().flat_map(|(name, [out, inner])| {
             [("lora_A", [self.rank, *inner]), ("lora_B", [*out, self.rank])].map(
                 |(factor, shape)| {
-                    let module = match (self.is_inside, name.strip_prefix("model.")) {
-                        (true, Some(rest)) => format!("{PREFIX}{INSIDE}{rest}"),
-                        _ => format!("{PREFIX}{name}"),
-                    };
-                    (format!("{module}.{factor}.weight"), Dtype::F32, shape.to_vec())
+                    let module = if self.is_inside { inside(name) } else { name.clone() };
+                    (format!("{PREFIX}{module}.{factor}.weight"), Dtype::F32, shape.to_vec())
                 },
             )
         });

@@ -48,6 +48,10 @@ impl Donor {
         let has_head = tensors.iter().any(|tensor| tensor.recipe.name == HEAD);
         if has_head == donor.is_tied {
             object.insert("tie_word_embeddings".to_string(), (!has_head).into());
+            let settings = text_settings_mut(object);
+            if let Some(own) = settings.get_mut("tie_word_embeddings") {
+                *own = (!has_head).into();
+            }
         }
         // transformers 5 writes `dtype`, 4 wrote `torch_dtype`; both read either.
         let key = match object.contains_key("dtype") {

@@ -43,6 +43,15 @@ impl ResolvedMerge {
         let recipe = read_recipe(settings)?;
         let (declaration, method) = combined::method(settings, &recipe.merge_method)?;
         check_flags(settings, method)?;
+        if settings.recipe.base.is_some()
+            && recipe.base_model.is_none()
+            && recipe.tokenizer.is_none()
+        {
+            events.warn(format!(
+                "--base is not used: the method `{}` has no base, and its first model gives the output all that is not merged",
+                recipe.merge_method
+            ));
+        }
         let mut inputs = InputModels::open(
             recipe.models(),
             recipe.dtype,

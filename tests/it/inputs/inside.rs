@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::path::Path;
 
 use prune::checkpoint::encode_header;
 use prune::synthetic::RandomCheckpoint;
@@ -128,13 +129,20 @@ fn compare_changed_weights(place: &Place, stored: &dyn Fn(&str) -> String) {
             format!(
                 "merge --method linear --model wanda-{model}/model+recovered-{model}/adapter --save adapted-{model}"
             ),
+            format!(
+                "merge --base wanda-{model}/model --model wanda-{model}/model+recovered-{model}/adapter --method linear \
+                 --semantics peft --save combined-{model}"
+            ),
+            format!(
+                "merge --method linear --model wanda-{model}/model+combined-{model}/adapter --save folded-{model}"
+            ),
             format!("quantize {model} --to nf4 --save quantised-{model}"),
         ] {
             let ran = place.run(&command);
             assert_eq!(ran.code, 0, "{command}: {}", ran.stderr);
         }
     }
-    for name in ["merged", "recovered", "adapted"] {
+    for name in ["merged", "recovered", "adapted", "combined", "folded"] {
         let [ours, inside] = [m, wrapped].map(|model| format!("{name}-{model}/model"));
         assert_same(place, stored, &ours, &inside);
         let config = json_of(place, &format!("{inside}/config.json"));
@@ -147,8 +155,14 @@ fn compare_changed_weights(place: &Place, stored: &dyn Fn(&str) -> String) {
     let config = json_of(place, "quantised-wrapped/config.json");
     let skipped = &config["quantization_config"]["llm_int8_skip_modules"];
     assert_eq!(*skipped, json!(["lm_head", "model.vision_tower", "vision_tower"]));
-    let adapter = fs::read(place.path("recovered-wrapped/adapter/adapter_model.safetensors"))
-        .expect("an output of this test");
+    for folder in ["recovered-wrapped", "combined-wrapped"] {
+        assert_inside(&place.path(&format!("{folder}/adapter/adapter_model.safetensors")));
+    }
+}
+
+/// The names of an adapter are of the text model inside another model.
+fn assert_inside(adapter: &Path) {
+    let adapter = fs::read(adapter).expect("an output of this test");
     let adapter = safetensors::SafeTensors::deserialize(&adapter).expect("an output of this test");
     let beginning = "base_model.model.model.language_model.layers.";
     assert!(adapter.names().iter().all(|name| name.starts_with(beginning)));
