@@ -45,8 +45,8 @@ pub struct Family {
     pub scales_embedding: bool,
     /// Values of keys that a `config.json` may leave out.
     pub defaults: Defaults,
-    /// Sizes that the settings of a text model inside another model may leave out.
-    pub sizes: Sizes,
+    /// DefaultSizes that the settings of a text model inside another model may leave out.
+    pub sizes: DefaultSizes,
 }
 
 /// Rule for the bias of a linear.
@@ -174,7 +174,7 @@ pub struct Defaults {
 
 /// The default sizes of a family in transformers. Its version 4 leaves default values out of `text_config`; only there do they count.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Sizes {
+pub struct DefaultSizes {
     /// Width of the residual stream.
     pub hidden_size: usize,
     /// Width of the MLP.
@@ -252,7 +252,7 @@ const LLAMA: Family = Family {
         rope_theta: 10_000.0,
         is_tied: false,
     },
-    sizes: Sizes {
+    sizes: DefaultSizes {
         hidden_size: 4096,
         intermediate_size: 11_008,
         num_hidden_layers: 32,
@@ -268,7 +268,7 @@ const MISTRAL: Family = Family {
     linears: &separate(Bias::Never, Bias::Never, Bias::Never),
     windows: Windows::AllLayers { default: Some(4096) },
     defaults: Defaults { key_value_heads: Some(8), positions: 131_072, ..LLAMA.defaults },
-    sizes: Sizes { intermediate_size: 14_336, ..LLAMA.sizes },
+    sizes: DefaultSizes { intermediate_size: 14_336, ..LLAMA.sizes },
     ..LLAMA
 };
 
@@ -279,7 +279,7 @@ const QWEN2: Family = Family {
     linears: &separate(Bias::Always, Bias::Never, Bias::Never),
     windows: Windows::LastLayers { default: 4096, first: 28 },
     defaults: Defaults { key_value_heads: Some(32), positions: 32_768, ..LLAMA.defaults },
-    sizes: Sizes { intermediate_size: 22_016, vocab_size: 151_936, ..LLAMA.sizes },
+    sizes: DefaultSizes { intermediate_size: 22_016, vocab_size: 151_936, ..LLAMA.sizes },
     ..LLAMA
 };
 
@@ -312,7 +312,7 @@ const GEMMA2: Family = Family {
         is_tied: true,
         ..LLAMA.defaults
     },
-    sizes: Sizes {
+    sizes: DefaultSizes {
         hidden_size: 2304,
         intermediate_size: 9216,
         num_hidden_layers: 26,
@@ -331,7 +331,7 @@ const GEMMA3: Family = Family {
     rotation: Rotation::Local { base: 10_000.0 },
     soft_caps: Some(SoftCaps { attention: None, logits: None }),
     defaults: Defaults { positions: 131_072, rope_theta: 1_000_000.0, ..GEMMA2.defaults },
-    sizes: Sizes { vocab_size: 262_208, ..GEMMA2.sizes },
+    sizes: DefaultSizes { vocab_size: 262_208, ..GEMMA2.sizes },
     ..GEMMA2
 };
 
@@ -349,7 +349,12 @@ const PHI3: Family = Family {
     rotation: Rotation::Partial,
     rope_types: &["default", "longrope"],
     defaults: Defaults { positions: 4096, rms_norm_eps: 1e-5, ..LLAMA.defaults },
-    sizes: Sizes { hidden_size: 3072, intermediate_size: 8192, vocab_size: 32_064, ..LLAMA.sizes },
+    sizes: DefaultSizes {
+        hidden_size: 3072,
+        intermediate_size: 8192,
+        vocab_size: 32_064,
+        ..LLAMA.sizes
+    },
     ..LLAMA
 };
 
@@ -361,7 +366,7 @@ const OLMO2: Family = Family {
     norms: &[QUERY, KEY, AFTER, AFTER_FEEDFORWARD],
     head_norms_are_wide: true,
     defaults: Defaults { rms_norm_eps: 1e-5, ..LLAMA.defaults },
-    sizes: Sizes { vocab_size: 50_304, ..LLAMA.sizes },
+    sizes: DefaultSizes { vocab_size: 50_304, ..LLAMA.sizes },
     ..LLAMA
 };
 
@@ -378,7 +383,7 @@ const SMOLLM3: Family = Family {
         is_tied: true,
         ..LLAMA.defaults
     },
-    sizes: Sizes {
+    sizes: DefaultSizes {
         hidden_size: 2048,
         num_hidden_layers: 36,
         num_attention_heads: 16,
