@@ -1,7 +1,7 @@
 //! Settings of single layers in the configuration of a stack.
 //!
 //! Some families give a layer its attention window or its positions by its place: windows alternate, or begin at a layer. A stack moves
-//! layers. So its configuration lists the setting of every layer, as the source has it. The rules are those of the family's record; an
+//! layers. So its configuration lists the setting of every layer, as the source has it. The family's record has the rules. An
 //! architecture without a record has its lists, and is refused where a setting cannot be listed.
 
 use std::collections::{BTreeMap, BTreeSet};
