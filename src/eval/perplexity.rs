@@ -16,18 +16,16 @@ use crate::model::on_device::LogSumExpPart;
 use crate::model::{DecoderLayer, Head};
 use crate::run::manifest::PerplexityReport;
 use crate::run::phase::in_layer;
-use crate::run::{Event, Events, Phase};
-use crate::runtime::{Clock, Compute, HiddenStates, Passenger, Side};
+use crate::run::{Event, Phase};
+use crate::runtime::{Compute, HiddenStates, Passenger, Reporter, Side};
 
 /// A stream of windows, passed through the model.
 pub struct Perplexity<'a> {
     side: Side,
     hidden: HiddenStates,
     tokens: &'a [u32],
-    seqlen: usize,
     num_hidden_layers: usize,
-    clock: &'a Clock,
-    events: &'a dyn Events,
+    reporter: Reporter<'a>,
     report: Option<PerplexityReport>,
 }
 
@@ -37,12 +35,10 @@ impl<'a> Perplexity<'a> {
         side: Side,
         hidden: HiddenStates,
         tokens: &'a [u32],
-        seqlen: usize,
         num_hidden_layers: usize,
-        clock: &'a Clock,
-        events: &'a dyn Events,
+        reporter: Reporter<'a>,
     ) -> Self {
-        Self { side, hidden, tokens, seqlen, num_hidden_layers, clock, events, report: None }
+        Self { side, hidden, tokens, num_hidden_layers, reporter, report: None }
     }
 
     /// The result, after the sweep.
@@ -51,12 +47,12 @@ impl<'a> Perplexity<'a> {
     }
 
     fn advance(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
-        self.events.emit(Event::PhaseStarted {
+        let (Reporter { clock, events }, hidden) = (self.reporter, &mut self.hidden);
+        events.emit(Event::PhaseStarted {
             phase: in_layer(layer.index(), self.num_hidden_layers, self.side.phase()),
             unit: "windows",
-            steps: self.hidden.samples() as u64,
+            steps: hidden.samples() as u64,
         });
-        let (clock, events, hidden) = (self.clock, self.events, &mut self.hidden);
         clock.measure(self.side.phase(), || {
             compute.forward(self.side.phase(), layer, hidden, &|window| {
                 events.emit(Event::Progress { done: window as u64 + 1 });
@@ -75,12 +71,11 @@ impl Passenger for Perplexity<'_> {
     }
 
     fn finish(&mut self, head: &Head, compute: &mut Compute<'_>) -> Result<()> {
-        let steps = self.hidden.samples() as u64;
+        let Reporter { clock, events } = self.reporter;
+        let (hidden, tokens) = (&mut self.hidden, self.tokens);
+        let (steps, seqlen) = (hidden.samples() as u64, hidden.seqlen());
         let phase = format!("head: {} perplexity", self.side.name());
-        self.events.emit(Event::PhaseStarted { phase, unit: "windows", steps });
-        let (clock, events, hidden, seqlen) =
-            (self.clock, self.events, &mut self.hidden, self.seqlen);
-        let tokens = self.tokens;
+        events.emit(Event::PhaseStarted { phase, unit: "windows", steps });
         let losses = clock.measure(Phase::Head, || -> Result<Vec<f64>> {
             let mut seen = vec![NextToken::default(); steps as usize * seqlen];
             let parts = head.chunks().len();
@@ -116,7 +111,7 @@ impl Passenger for Perplexity<'_> {
             let group = SUMMED_AT_ONCE / head.vocab_size().max(1);
             seen.chunks_exact(seqlen).map(|seen| window_loss(seen, group)).collect()
         })?;
-        self.report = Some(summarise(&losses, self.seqlen));
+        self.report = Some(summarise(&losses, seqlen));
         // No later layer needs the windows.
         self.hidden.clear();
         Ok(())

@@ -11,7 +11,9 @@ use super::streams::Streams;
 use crate::bytes::ByteSize;
 use crate::model::LinearId;
 use crate::pipeline::Observed;
-use crate::pipeline::allocate::{AllocationMeter, MeasuredLayers, followed_bytes};
+use crate::pipeline::allocate::{
+    AllocationMeter, AllocationSettings, MeasuredLayers, followed_bytes,
+};
 use crate::pipeline::allocation::{
     Allocation, CANDIDATES, OUTLIERS, error_ratios, grid, owl_ratios,
 };
@@ -69,14 +71,8 @@ fn ratios(
     let outliers = sparsity.owl_outliers.unwrap_or(OUTLIERS);
     let points = grid(ratio, band);
     let model = &job.model;
-    let mut meter = AllocationMeter::new(
-        (allocation, ratio),
-        (outliers, points.clone()),
-        samples,
-        &model.config,
-        &model.clock,
-        events,
-    );
+    let rule = AllocationSettings { allocation, ratio, outliers, points: points.clone() };
+    let mut meter = AllocationMeter::new(rule, samples, &model.config, model.reporter(events));
     streams.sweep(&job, None, Some(&mut meter), events)?;
     let MeasuredLayers { curves, outliers, embedded } = meter.into_measured()?;
     let by_outliers = |band| owl_ratios(&outliers, ratio, band);
@@ -136,7 +132,7 @@ fn try_out(
 ) -> Result<(Vec<f64>, Vec<TriedRatios>)> {
     let model = &job.model;
     let ratios = candidates.each_ref().map(|(_, ratios)| ratios.clone());
-    let mut trial = Trial::new(ratios, embedded, &model.config, &model.clock, events)?;
+    let mut trial = Trial::new(ratios, embedded, &model.config, model.reporter(events))?;
     streams.sweep(job, None, Some(&mut trial), events)?;
     let samples = job.samples().context("samples to try")?;
     let tokens = (&samples.tokens[..], model.seqlen);

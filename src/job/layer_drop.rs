@@ -168,7 +168,7 @@ fn score(
     let mut streams = Streams::embed(&job, &Outputs::default(), events)?;
     let samples = streams.samples()?;
     let model = &job.model;
-    let mut meter = LayerMeter::new(samples, longest, &model.config, &model.clock, events);
+    let mut meter = LayerMeter::new(samples, longest, &model.config, model.reporter(events));
     let swept = streams.sweep(&job, None, Some(&mut meter), events)?;
     let scores = meter.into_scores();
     let dense = streams.perplexities(&job).dense;

@@ -18,7 +18,7 @@ use crate::pipeline::{Flow, RunShape};
 use crate::quantized::QuantizedSource;
 use crate::run::manifest::PerplexityReport;
 use crate::run::{Events, LayerDropReport, Moment, Phase, Plan, WidthDropReport};
-use crate::runtime::{Clock, SweepReport};
+use crate::runtime::{Clock, Reporter, SweepReport};
 use crate::settings::{ComputeDtype, DeviceSettings, ModelSettings, SEQLEN, check_device};
 
 /// The plan and the devices of a pass that measured the model.
@@ -82,6 +82,11 @@ impl WholeModel {
 }
 
 impl OpenedModel {
+    /// The clock of the run, with the receiver of its events.
+    pub(super) fn reporter<'a>(&'a self, events: &'a dyn Events) -> Reporter<'a> {
+        Reporter { clock: &self.clock, events }
+    }
+
     /// The checkpoint that a smaller model becomes a part of: this model, or the checkpoint that it is a part of itself.
     ///
     /// # Errors

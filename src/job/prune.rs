@@ -26,7 +26,7 @@ pub(super) fn sweep(
     let layers_before = outputs.layers_before.clone();
     let (technique, targets, model) = (&pruning.technique, &pruning.targets, &job.model);
     let samples = streams.calibration.take();
-    let calibrator = Calibrator::new(technique, samples, &model.config, &model.clock, events);
+    let calibrator = Calibrator::new(technique, samples, &model.config, model.reporter(events));
     let mut output = outputs.receivers();
     if let Some(observer) = observer {
         output.observers.insert(0, observer);

@@ -29,7 +29,7 @@ use crate::report::cards::{self, CardModel};
 use crate::run::manifest::name_of;
 use crate::run::plan::{MemoryPart, PartKind, PhasePlan, TimeEstimate, exceeded};
 use crate::run::{Event, Events, Phase, Plan, QuantizationReport, RunState, Unfinished};
-use crate::runtime::Clock;
+use crate::runtime::{Clock, Reporter};
 use crate::settings::{ModelSettings, OutputSettings, QuantizeSettings};
 
 /// Quantises the decoder linears of a checkpoint and writes the result. Continues a quantisation that was interrupted.
@@ -65,12 +65,12 @@ pub fn quantize(settings: &QuantizeSettings, events: &dyn Events) -> Result<Quan
         folder: &job.folder,
         layout: &layout,
         sources: vec![&job.source],
-        clock: &clock,
+        reporter: Reporter { clock: &clock, events: &recorder },
         work: ["quantisation", "written"],
     };
     let reopened = match finished.is_empty() {
         true => None,
-        false => files.reopen(&mut finished, &recorder)?,
+        false => files.reopen(&mut finished)?,
     };
     let writer = match reopened {
         Some(writer) => writer,
@@ -80,7 +80,7 @@ pub fn quantize(settings: &QuantizeSettings, events: &dyn Events) -> Result<Quan
             // What is known of the scales stays.
             job.folder.prepare_again()?;
             state.matrix_done(pass.known(), Some(BTreeMap::new()))?;
-            files.create(&recorder)?
+            files.create()?
         }
     };
     let totals = clock.measure(Phase::Quantize, || pass.run(&writer, &mut state, &recorder))?;

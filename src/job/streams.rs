@@ -162,10 +162,8 @@ impl SettledRun {
                     side,
                     self.embedded(devices, side.name(), &windows.tokens, events)?,
                     &windows.tokens,
-                    model.seqlen,
                     model.config.num_hidden_layers,
-                    &model.clock,
-                    events,
+                    model.reporter(events),
                 ));
             }
         }
@@ -200,8 +198,7 @@ impl SettledRun {
             settings: self.plan.memory_settings.clone(),
             products: model.products,
             devices,
-            clock: &model.clock,
-            events,
+            reporter: model.reporter(events),
         };
         let swept = sweep.run(editor, passengers);
         events.emit(Event::SweepDone);

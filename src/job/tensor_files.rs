@@ -7,8 +7,8 @@ use anyhow::Result;
 
 use super::folder::RunFolder;
 use crate::checkpoint::{Layout, MergedWriter};
-use crate::run::{Events, Phase};
-use crate::runtime::Clock;
+use crate::run::Phase;
+use crate::runtime::Reporter;
 
 /// The end of the warning for files that are gone.
 pub(super) const GONE: &str =
@@ -20,7 +20,7 @@ pub(super) struct TensorFiles<'a> {
     pub(super) layout: &'a Layout,
     /// Folders that are read, and must not be written to.
     pub(super) sources: Vec<&'a Path>,
-    pub(super) clock: &'a Clock,
+    pub(super) reporter: Reporter<'a>,
     /// The name of the work, and of what it does to a tensor.
     pub(super) work: [&'static str; 2],
 }
@@ -30,9 +30,10 @@ impl TensorFiles<'_> {
     ///
     /// # Errors
     /// Fails as [`MergedWriter::create`].
-    pub(super) fn create(&self, events: &dyn Events) -> Result<MergedWriter> {
+    pub(super) fn create(&self) -> Result<MergedWriter> {
         let (layout, model) = (self.layout.clone(), self.folder.model_folder()?);
-        self.clock
+        let Reporter { clock, events } = self.reporter;
+        clock
             .measure(Phase::Allocate, || MergedWriter::create(layout, model, &self.sources, events))
     }
 
@@ -44,11 +45,11 @@ impl TensorFiles<'_> {
     pub(super) fn reopen(
         &self,
         finished: &mut BTreeMap<String, String>,
-        events: &dyn Events,
     ) -> Result<Option<MergedWriter>> {
         self.folder.tidy()?;
         let (layout, model) = (self.layout.clone(), self.folder.model_folder()?);
-        let reopened = self.clock.measure(Phase::Check, || {
+        let Reporter { clock, events } = self.reporter;
+        let reopened = clock.measure(Phase::Check, || {
             MergedWriter::reopen(layout, model, &self.sources, finished, events)
         })?;
         let Some((writer, damaged)) = reopened else {

@@ -215,13 +215,11 @@ fn pass(
     let writer = MergedWriter::create(layout, place, &[&source], events)?;
     let mut streams = Streams::embed(&job, &Outputs::default(), events)?;
     let samples = streams.samples()?;
-    let mut narrower = Narrower::new(
-        samples,
-        (&job.model.config, to),
-        settings.width_drop.as_ref().is_none_or(|asked| !asked.no_width_refit),
-        Some(&writer),
-        (&job.model.clock, events),
-    );
+    let mut narrower =
+        Narrower::new(samples, (&job.model.config, to), Some(&writer), job.model.reporter(events));
+    if settings.width_drop.as_ref().is_some_and(|asked| asked.no_width_refit) {
+        narrower = narrower.without_refit();
+    }
     let swept = streams.sweep(&job, None, Some(&mut narrower), events)?;
     let narrowed = narrower.into_narrowed();
     let dense = streams.perplexities(&job).dense;

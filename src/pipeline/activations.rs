@@ -20,8 +20,7 @@ use crate::linalg::{Products, columns, permute};
 use crate::model::{DecoderLayer, InputId, InputMap, ModelConfig};
 use crate::pruning::statistics::column_squares::SampleSquares;
 use crate::pruning::{MergedStatistics, SamplePart, Statistics, StatisticsKind};
-use crate::run::Events;
-use crate::runtime::{Clock, Compute, Editor, HiddenStates};
+use crate::runtime::{Compute, Editor, HiddenStates, Reporter};
 
 /// Sums of x². GPUs send column sums instead of rows.
 #[derive(Debug)]
@@ -86,12 +85,11 @@ impl<'a> ActivationMeter<'a> {
         samples: HiddenStates,
         journal: &'a mut dyn ActivationJournal,
         config: &'a ModelConfig,
-        clock: &'a Clock,
-        events: &'a dyn Events,
+        reporter: Reporter<'a>,
     ) -> Self {
         let tokens = samples.samples() as u64 * samples.seqlen() as u64;
         Self {
-            calibrator: Calibrator::of(Some((samples, &SquareSumsKind)), config, clock, events),
+            calibrator: Calibrator::of(Some((samples, &SquareSumsKind)), config, reporter),
             journal,
             tokens,
         }
@@ -111,7 +109,7 @@ impl Editor for ActivationMeter<'_> {
         }
         drop(statistics);
         self.journal.layer_measured(means)?;
-        self.calibrator.events.check()?;
+        self.calibrator.reporter.events.check()?;
         self.calibrator.pass(&layer, compute)?;
         Ok(layer)
     }

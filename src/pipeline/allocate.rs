@@ -14,8 +14,8 @@ use crate::model::{DecoderLayer, InputId, LinearId, ModelConfig};
 use crate::pruning::methods::wanda::{self, Wanda};
 use crate::pruning::statistics::column_squares::ColumnSquaresKind;
 use crate::pruning::{self, Pattern, Request, Statistics, Target};
-use crate::run::{Events, Phase};
-use crate::runtime::{Clock, Compute, Editor, HiddenStates};
+use crate::run::Phase;
+use crate::runtime::{Compute, Editor, HiddenStates, Reporter};
 
 /// Samples whose errors are followed to the last layer, and their tokens at most.
 const FOLLOWED: (usize, usize) = (4, 256);
@@ -39,43 +39,41 @@ pub struct MeasuredLayers {
     pub embedded: Option<HiddenStates>,
 }
 
+/// The rule of an allocation, with its numbers.
+pub struct AllocationSettings {
+    /// The rule.
+    pub allocation: Allocation,
+    /// S, the ratio of the whole model.
+    pub ratio: f64,
+    /// M, above which a score is an outlier: a multiple of the layer's mean.
+    pub outliers: f64,
+    /// The ratios of the curves, with S in the middle.
+    pub points: Vec<f64>,
+}
+
 /// An editor that measures what an allocation needs, and changes nothing.
 pub struct AllocationMeter<'a> {
     calibrator: Calibrator<'a>,
-    allocation: Allocation,
-    outliers: f64,
-    points: Vec<f64>,
+    settings: AllocationSettings,
     measured: MeasuredLayers,
     /// The undisturbed stream, then for each layer the stream that is disturbed in it; empty for `owl`.
     followed: Vec<HiddenStates>,
-    /// S.
-    ratio: f64,
 }
 
 impl<'a> AllocationMeter<'a> {
     /// Measures with `samples`, which are embedded already.
-    ///
-    /// # Arguments
-    /// * `outliers`: M
-    /// * `points`: the ratios of the curves
-    /// * `ratio`: S
     pub fn new(
-        (allocation, ratio): (Allocation, f64),
-        (outliers, points): (f64, Vec<f64>),
+        settings: AllocationSettings,
         samples: HiddenStates,
         config: &'a ModelConfig,
-        clock: &'a Clock,
-        events: &'a dyn Events,
+        reporter: Reporter<'a>,
     ) -> Self {
         let stream = Some((samples, &ColumnSquaresKind as _));
         Self {
-            calibrator: Calibrator::of(stream, config, clock, events),
-            allocation,
-            outliers,
-            points,
+            calibrator: Calibrator::of(stream, config, reporter),
+            settings,
             measured: MeasuredLayers { curves: Vec::new(), outliers: Vec::new(), embedded: None },
             followed: Vec::new(),
-            ratio,
         }
     }
 
@@ -88,7 +86,7 @@ impl<'a> AllocationMeter<'a> {
             return Ok(self.measured);
         }
         let mut undisturbed = self.followed.remove(0);
-        let middle = self.points.len() / 2; // S.
+        let middle = self.settings.points.len() / 2; // S.
         let curves = self.measured.curves.iter_mut();
         for (curve, disturbed) in curves.zip(&mut self.followed) {
             let error = relative_error(&mut undisturbed, disturbed)?;
@@ -115,7 +113,7 @@ impl<'a> AllocationMeter<'a> {
         let mut disturbed = copy_of(&mut self.followed[0])?;
         let nothing = |_| ();
         let of_input = |id| statistics.of(id);
-        with_pruned(layer, self.ratio, &of_input, |layer| {
+        with_pruned(layer, self.settings.ratio, &of_input, |layer| {
             compute.forward(Phase::Propagate, layer, &mut disturbed, &nothing)
         })?;
         for stream in &mut self.followed {
@@ -135,7 +133,7 @@ impl<'a> AllocationMeter<'a> {
                 Ok(())
             })?;
         }
-        let limit = (self.outliers * (sum.0 / sum.1 as f64)) as f32;
+        let limit = (self.settings.outliers * (sum.0 / sum.1 as f64)) as f32;
         let mut above = 0.0;
         for id in layer.linear_ids().collect::<Vec<_>>() {
             with_held(layer, id, |layer| {
@@ -155,7 +153,8 @@ impl<'a> AllocationMeter<'a> {
         compute: &mut Compute<'_>,
     ) -> Result<Vec<f64>> {
         // Attention, and the MLP: the errors, and the mean square of what they add to the stream.
-        let mut parts = [(vec![0.0; self.points.len()], 0.0), (vec![0.0; self.points.len()], 0.0)];
+        let points = self.settings.points.len();
+        let mut parts = [(vec![0.0; points], 0.0), (vec![0.0; points], 0.0)];
         for id in layer.linear_ids().collect::<Vec<_>>() {
             let (errors, added) = &mut parts[usize::from(!id.is_attention())];
             with_held(layer, id, |layer| {
@@ -171,7 +170,7 @@ impl<'a> AllocationMeter<'a> {
         let of_point = |point: usize| -> f64 {
             parts.iter().map(|(errors, added)| errors[point] * added / stream).sum()
         };
-        Ok((0..self.points.len()).map(of_point).collect())
+        Ok((0..points).map(of_point).collect())
     }
 
     /// Adds e_m² of a matrix, which is in memory, at every point; returns the mean square of its output.
@@ -186,7 +185,7 @@ impl<'a> AllocationMeter<'a> {
         let rows = statistics.rows(id);
         let dense = DenseOutput::of(layer, id, rows, compute)?;
         let weight = held(layer, id)?.clone();
-        for (error, &ratio) in errors.iter_mut().zip(&self.points) {
+        for (error, &ratio) in errors.iter_mut().zip(&self.settings.points) {
             let name = id.full_name(layer.index());
             let pruned = pruned(&name, &weight, statistics.of(id), ratio)?;
             *layer.linear_mut(id).weight_mut() = Weight::Held(pruned);
@@ -332,7 +331,7 @@ impl Editor for AllocationMeter<'_> {
         let statistics = observed.context("every layer is measured with samples")?;
         let outliers = self.outliers(&mut layer, &statistics)?;
         let mut curve = Vec::new();
-        if self.allocation == Allocation::Error {
+        if self.settings.allocation == Allocation::Error {
             curve = self.curve(&mut layer, &statistics, compute)?;
             self.follow(&mut layer, &statistics, compute)?;
         }
@@ -347,10 +346,10 @@ impl Editor for AllocationMeter<'_> {
             .into());
         }
         self.measured.outliers.push(outliers);
-        if self.allocation == Allocation::Error {
+        if self.settings.allocation == Allocation::Error {
             self.measured.curves.push(curve);
         }
-        self.calibrator.events.check()?;
+        self.calibrator.reporter.events.check()?;
         Ok(layer)
     }
 

@@ -14,7 +14,7 @@ use crate::pruning::{SamplePart, Statistics, StatisticsKind, Technique};
 use crate::run::memory_settings::GramsHeld;
 use crate::run::phase::in_layer;
 use crate::run::{Event, Events, Phase};
-use crate::runtime::{Accumulation, Clock, Compute, GramsOnDevices, HiddenStates, ResultOrder};
+use crate::runtime::{Accumulation, Compute, GramsOnDevices, HiddenStates, Reporter, ResultOrder};
 
 /// Fills a stream with the embeddings of its samples; `tokens` is `[samples, seqlen]`.
 ///
@@ -214,8 +214,7 @@ pub struct Calibrator<'a> {
     /// The samples and the kind of statistics made of them; `None` for methods without statistics, and after the last layer.
     stream: Option<(HiddenStates, &'static dyn StatisticsKind)>,
     config: &'a ModelConfig,
-    pub(super) clock: &'a Clock,
-    pub(super) events: &'a dyn Events,
+    pub(super) reporter: Reporter<'a>,
 }
 
 impl<'a> Calibrator<'a> {
@@ -224,21 +223,18 @@ impl<'a> Calibrator<'a> {
         technique: &Technique,
         samples: Option<HiddenStates>,
         config: &'a ModelConfig,
-        clock: &'a Clock,
-        events: &'a dyn Events,
+        reporter: Reporter<'a>,
     ) -> Self {
-        let stream = samples.zip(technique.statistics());
-        Self::of(stream, config, clock, events)
+        Self::of(samples.zip(technique.statistics()), config, reporter)
     }
 
     /// Collects statistics of this kind from these samples.
     pub fn of(
         stream: Option<(HiddenStates, &'static dyn StatisticsKind)>,
         config: &'a ModelConfig,
-        clock: &'a Clock,
-        events: &'a dyn Events,
+        reporter: Reporter<'a>,
     ) -> Self {
-        Self { stream, config, clock, events }
+        Self { stream, config, reporter }
     }
 
     pub(super) fn config(&self) -> &'a ModelConfig {
@@ -264,13 +260,76 @@ impl<'a> Calibrator<'a> {
         compute: &mut Compute<'_>,
     ) -> Result<Option<LayerStatistics>> {
         self.announce(layer, Phase::Calibrate);
-        let (config, events) = (self.config, self.events);
-        let Some((hidden, kind)) = &mut self.stream else {
+        if !self.has_samples() {
             return Ok(None);
+        }
+        let clock = self.reporter.clock;
+        clock.measure(Phase::Calibrate, || self.collect(layer, points, compute).map(Some))
+    }
+
+    /// Collects the statistics and the rows of all samples in a layer.
+    fn collect(
+        &mut self,
+        layer: &DecoderLayer,
+        observed: &[InputId],
+        compute: &mut Compute<'_>,
+    ) -> Result<LayerStatistics> {
+        let (hidden, kind) = self.stream.as_mut().context("there are samples")?;
+        let events = self.reporter.events;
+        let (samples, seqlen) = (hidden.samples(), hidden.seqlen());
+        let widths = self.config.input_widths();
+        let products = compute.workspace().product_context().products;
+        let points = InputMap::new(|point| {
+            let is_observed = observed.contains(&point);
+            is_observed.then(|| Mutex::new(kind.begin(widths[point], products)))
+        });
+        let mut rows = InputRows::new(&widths, samples, seqlen);
+        let order = match kind.is_in_place() {
+            true => ResultOrder::Blocking,
+            false => ResultOrder::OfSamples,
         };
-        self.clock.measure(Phase::Calibrate, || {
-            collect((hidden, *kind), points, layer, compute, config, events).map(Some)
-        })
+        // Devices sum up the Gram matrices of the observed inputs where the plan has room for them there.
+        let on_devices = compute.settings().grams == GramsHeld::Device;
+        let beside_gram = |point: InputId| {
+            let part = kind.part_beside_gram(widths[point]);
+            part.filter(|_| on_devices)
+        };
+        let summed = observed.iter().filter(|point| beside_gram(**point).is_some());
+        let summed: Vec<usize> = summed.map(|point| widths[*point]).collect();
+        let mut take = |point: InputId, first: usize, sums: &[f32]| {
+            if let Some(point) = &points[point]
+                && let Statistics::InPlace(statistics) = &mut *lock(point)
+            {
+                statistics.add_gram(first, sums);
+            }
+        };
+        compute.capture(
+            layer,
+            hidden,
+            order,
+            GramsOnDevices { widths: &summed, take: &mut take },
+            &|sample, turn| {
+                let rows = SampleRows::new(&widths, sample, samples, seqlen);
+                match order {
+                    ResultOrder::Blocking => {
+                        SampleStatistics::in_place(&points, turn, rows, &beside_gram)
+                    }
+                    _ => SampleStatistics::merged(&points, rows),
+                }
+            },
+            &mut |sample, observed| {
+                rows.add_sample(observed.finish(&points));
+                progress(events, sample);
+            },
+        )?;
+        let points = points.map(|_, point| {
+            let mut statistics = point?.into_inner().unwrap_or_else(PoisonError::into_inner);
+            if let Statistics::InPlace(statistics) = &mut statistics {
+                statistics.finish();
+            }
+            Some(statistics)
+        });
+        Ok(LayerStatistics { points, rows })
     }
 
     /// The median over all tokens of the squared length of the hidden state that enters the next pass.
@@ -320,11 +379,11 @@ impl<'a> Calibrator<'a> {
             self.stream = None;
         }
         self.announce(layer, Phase::Propagate);
-        let events = self.events;
+        let Reporter { clock, events } = self.reporter;
         let Some((hidden, _)) = &mut self.stream else {
             return Ok(());
         };
-        self.clock.measure(Phase::Propagate, || {
+        clock.measure(Phase::Propagate, || {
             compute.forward(Phase::Propagate, layer, hidden, &|sample| progress(events, sample))
         })
     }
@@ -346,7 +405,7 @@ impl<'a> Calibrator<'a> {
 
     fn announce(&self, layer: &DecoderLayer, phase: Phase) {
         if let Some((hidden, _)) = &self.stream {
-            self.events.emit(Event::PhaseStarted {
+            self.reporter.events.emit(Event::PhaseStarted {
                 phase: in_layer(layer.index(), self.config.num_hidden_layers, phase),
                 unit: "samples",
                 steps: hidden.samples() as u64,
@@ -358,69 +417,4 @@ impl<'a> Calibrator<'a> {
 fn progress(events: &dyn Events, sample: usize) {
     let done = sample as u64 + 1;
     events.emit(Event::Progress { done });
-}
-
-/// Collects the statistics and the rows of all samples in a layer.
-fn collect(
-    (hidden, kind): (&mut HiddenStates, &'static dyn StatisticsKind),
-    observed: &[InputId],
-    layer: &DecoderLayer,
-    compute: &mut Compute<'_>,
-    config: &ModelConfig,
-    events: &dyn Events,
-) -> Result<LayerStatistics> {
-    let (samples, seqlen) = (hidden.samples(), hidden.seqlen());
-    let widths = config.input_widths();
-    let products = compute.workspace().product_context().products;
-    let points = InputMap::new(|point| {
-        let is_observed = observed.contains(&point);
-        is_observed.then(|| Mutex::new(kind.begin(widths[point], products)))
-    });
-    let mut rows = InputRows::new(&widths, samples, seqlen);
-    let order = match kind.is_in_place() {
-        true => ResultOrder::Blocking,
-        false => ResultOrder::OfSamples,
-    };
-    // Devices sum up the Gram matrices of the observed inputs where the plan has room for them there.
-    let on_devices = compute.settings().grams == GramsHeld::Device;
-    let beside_gram = |point: InputId| {
-        let part = kind.part_beside_gram(widths[point]);
-        part.filter(|_| on_devices)
-    };
-    let summed = observed.iter().filter(|point| beside_gram(**point).is_some());
-    let summed: Vec<usize> = summed.map(|point| widths[*point]).collect();
-    let mut take = |point: InputId, first: usize, sums: &[f32]| {
-        if let Some(point) = &points[point]
-            && let Statistics::InPlace(statistics) = &mut *lock(point)
-        {
-            statistics.add_gram(first, sums);
-        }
-    };
-    compute.capture(
-        layer,
-        hidden,
-        order,
-        GramsOnDevices { widths: &summed, take: &mut take },
-        &|sample, turn| {
-            let rows = SampleRows::new(&widths, sample, samples, seqlen);
-            match order {
-                ResultOrder::Blocking => {
-                    SampleStatistics::in_place(&points, turn, rows, &beside_gram)
-                }
-                _ => SampleStatistics::merged(&points, rows),
-            }
-        },
-        &mut |sample, observed| {
-            rows.add_sample(observed.finish(&points));
-            progress(events, sample);
-        },
-    )?;
-    let points = points.map(|_, point| {
-        let mut statistics = point?.into_inner().unwrap_or_else(PoisonError::into_inner);
-        if let Statistics::InPlace(statistics) = &mut statistics {
-            statistics.finish();
-        }
-        Some(statistics)
-    });
-    Ok(LayerStatistics { points, rows })
 }

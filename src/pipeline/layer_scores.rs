@@ -14,8 +14,8 @@ use crate::failure::Failure;
 use crate::linalg::tensor;
 use crate::model::{DecoderLayer, ModelConfig};
 use crate::run::phase::in_layer;
-use crate::run::{Event, Events, Phase};
-use crate::runtime::{Clock, Compute, Editor, HiddenStates};
+use crate::run::{Event, Phase};
+use crate::runtime::{Compute, Editor, HiddenStates, Reporter};
 
 /// Bytes that the meter keeps for spans of up to `longest` layers, with the input of a sample while its output exists.
 pub fn bytes(config: &ModelConfig, samples: usize, seqlen: usize, longest: usize) -> ByteSize {
@@ -32,8 +32,7 @@ pub struct LayerMeter<'a> {
     last_tokens: Vec<VecDeque<Vec<f32>>>,
     scores: LayerScores,
     config: &'a ModelConfig,
-    clock: &'a Clock,
-    events: &'a dyn Events,
+    reporter: Reporter<'a>,
 }
 
 impl<'a> LayerMeter<'a> {
@@ -42,8 +41,7 @@ impl<'a> LayerMeter<'a> {
         samples: HiddenStates,
         longest: usize,
         config: &'a ModelConfig,
-        clock: &'a Clock,
-        events: &'a dyn Events,
+        reporter: Reporter<'a>,
     ) -> Self {
         Self {
             last_tokens: vec![VecDeque::new(); samples.samples()],
@@ -51,8 +49,7 @@ impl<'a> LayerMeter<'a> {
             longest,
             scores: LayerScores { influence: Vec::new(), angles: vec![Vec::new(); longest] },
             config,
-            clock,
-            events,
+            reporter,
         }
     }
 
@@ -63,7 +60,8 @@ impl<'a> LayerMeter<'a> {
 
     /// Passes all samples through the layer. Returns the sum of the cosines of each sample.
     fn compare(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<Vec<f64>> {
-        let Self { samples, last_tokens, config, clock, events, .. } = self;
+        let Reporter { clock, events } = self.reporter;
+        let Self { samples, last_tokens, config, .. } = self;
         events.emit(Event::PhaseStarted {
             phase: in_layer(layer.index(), config.num_hidden_layers, "influence"),
             unit: "samples",

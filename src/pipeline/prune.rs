@@ -22,8 +22,8 @@ use crate::model::{DecoderLayer, InputId, LinearId};
 use crate::pruning::{Mask, Request, StatisticsKind, Target, Technique};
 use crate::run::manifest::{LayerReport, MatrixReport, PermutationReport};
 use crate::run::memory_settings::StatisticsHeld;
-use crate::run::{Event, Events, Phase};
-use crate::runtime::{Clock, Compute, Editor, Side, memory};
+use crate::run::{Event, Phase};
+use crate::runtime::{Compute, Editor, Reporter, Side, memory};
 
 /// The pruned matrices of a layer.
 #[derive(Default)]
@@ -42,8 +42,7 @@ pub struct Pruner<'a> {
     calibrator: Calibrator<'a>,
     output: Output<'a>,
     layers: Vec<LayerReport>,
-    clock: &'a Clock,
-    events: &'a dyn Events,
+    reporter: Reporter<'a>,
 }
 
 impl<'a> Pruner<'a> {
@@ -59,8 +58,7 @@ impl<'a> Pruner<'a> {
             technique,
             targets,
             flow: Flow::default(),
-            clock: calibrator.clock,
-            events: calibrator.events,
+            reporter: calibrator.reporter,
             calibrator,
             output,
             layers: finished,
@@ -103,9 +101,10 @@ impl<'a> Pruner<'a> {
         layer: &mut DecoderLayer,
         statistics: Option<&mut LayerStatistics>,
     ) -> Result<Option<PermutationReport>> {
-        let (technique, targets, events) = (self.technique, self.targets, self.events);
+        let (technique, targets) = (self.technique, self.targets);
+        let Reporter { clock, events } = self.reporter;
         let config = self.calibrator.config();
-        let permuted = self.clock.measure(Phase::Score, || {
+        let permuted = clock.measure(Phase::Score, || {
             permute(layer, technique, targets, config, statistics, events)
         })?;
         let Some(permuted) = permuted else {
@@ -191,7 +190,11 @@ impl<'a> Pruner<'a> {
         if let Some(report) = self.layers.last_mut() {
             report.seconds = start.elapsed().as_secs_f64();
         }
-        self.events.emit(Event::LayerPruned { layer: index, sparsity, elapsed: start.elapsed() });
+        self.reporter.events.emit(Event::LayerPruned {
+            layer: index,
+            sparsity,
+            elapsed: start.elapsed(),
+        });
         Ok(())
     }
 
@@ -204,13 +207,14 @@ impl<'a> Pruner<'a> {
         compute: &mut Compute<'_>,
         done: &mut PrunedMatrices,
     ) -> Result<()> {
+        let Reporter { clock, events } = self.reporter;
         let of_point = |id: &LinearId| id.input() == point;
         let matrices: Vec<LinearId> = layer.linear_ids().filter(of_point).collect();
         for id in matrices {
             let at_rest = match layer.linear(id).weight() {
                 Weight::Held(_) => None,
                 Weight::AtRest(_) => {
-                    self.clock.measure(Phase::Read, || layer.linear_mut(id).weight_mut().hold())?
+                    clock.measure(Phase::Read, || layer.linear_mut(id).weight_mut().hold())?
                 }
             };
             let (report, mask) = match self.targets.of(layer.index(), id) {
@@ -223,7 +227,7 @@ impl<'a> Pruner<'a> {
             };
             match (&at_rest, &mask) {
                 (Some(_), Some(_)) => {
-                    self.clock.measure(Phase::Write, || self.output.write(layer, id))?
+                    clock.measure(Phase::Write, || self.output.write(layer, id))?
                 }
                 (None, Some(_)) => done.unwritten.push(id),
                 (_, None) => {}
@@ -236,7 +240,7 @@ impl<'a> Pruner<'a> {
                 };
                 *layer.linear_mut(id).weight_mut() = Weight::AtRest(at_rest);
             }
-            self.events.emit(Event::MatrixPruned(report.clone()));
+            events.emit(Event::MatrixPruned(report.clone()));
             done.reports.push(report);
         }
         Ok(())
@@ -251,7 +255,7 @@ impl<'a> Pruner<'a> {
         statistics: Option<&LayerStatistics>,
         compute: &mut Compute<'_>,
     ) -> Result<(MatrixReport, Mask)> {
-        let clock = self.clock;
+        let Reporter { clock, events } = self.reporter;
         let dense = statistics.map(|statistics| {
             clock.measure(Phase::OutputError, || {
                 DenseOutput::of(layer, id, statistics.rows(id), compute)
@@ -261,7 +265,6 @@ impl<'a> Pruner<'a> {
         let statistics = statistics.and_then(|statistics| statistics.of(id));
         let (mut report, mask) = clock.measure(Phase::Score, || -> Result<_> {
             let mut report = report_untouched(layer, id)?;
-            let events = self.events;
             let request = Request {
                 warn: &|text| events.warn(text),
                 ..Request::new(&report.name, statistics, target)
@@ -331,7 +334,8 @@ impl<'a> Pruner<'a> {
         unwritten: &[LinearId],
         compute: &mut Compute<'_>,
     ) -> Result<()> {
-        let Self { calibrator, output, layers, clock, events, flow, .. } = self;
+        let Reporter { clock, events } = self.reporter;
+        let Self { calibrator, output, layers, flow, .. } = self;
         let has_passed = flow.propagation == Propagation::Dense;
         if has_passed || !calibrator.continues_after(layer) {
             clock.measure(Phase::Write, || output.save(layer, unwritten, layers))?;

@@ -15,8 +15,8 @@ use crate::bytes::ByteSize;
 use crate::checkpoint::WeightSource;
 use crate::model::{DecoderLayer, Head, InputId, LayerContext, ModelConfig};
 use crate::pruning::statistics::column_squares::ColumnSquaresKind;
-use crate::run::{Events, MemorySettings};
-use crate::runtime::{Clock, Compute, Editor, HiddenStates};
+use crate::run::MemorySettings;
+use crate::runtime::{Compute, Editor, HiddenStates, Reporter};
 
 /// Rows of the head in memory at once, and logits in bytes: less than a layer, which is gone by then.
 const HEAD_ROWS: usize = 2048;
@@ -37,12 +37,11 @@ impl<'a> Trial<'a> {
         candidates: [Vec<f64>; CANDIDATES],
         mut embedded: HiddenStates,
         config: &'a ModelConfig,
-        clock: &'a Clock,
-        events: &'a dyn Events,
+        reporter: Reporter<'a>,
     ) -> Result<Self> {
         let begin = |ratios| {
             let stream = Some((copy_of(&mut embedded)?, &ColumnSquaresKind as _));
-            Ok((ratios, Calibrator::of(stream, config, clock, events)))
+            Ok((ratios, Calibrator::of(stream, config, reporter)))
         };
         let candidates = candidates.into_iter().map(begin);
         Ok(Self { candidates: candidates.collect::<Result<_>>()? })
@@ -91,7 +90,7 @@ impl Editor for Trial<'_> {
             with_pruned(&mut layer, ratio, &|one| statistics.of(one), |layer| {
                 calibrator.forward(layer, compute)
             })?;
-            calibrator.events.check()?;
+            calibrator.reporter.events.check()?;
         }
         Ok(layer)
     }

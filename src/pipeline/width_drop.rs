@@ -19,9 +19,9 @@ use crate::pruning::width::{
     sums_of_groups,
 };
 use crate::pruning::{InputGram, Statistics, StatisticsKind};
+use crate::run::Phase;
 use crate::run::memory_settings::StatisticsHeld;
-use crate::run::{Events, Phase};
-use crate::runtime::{Clock, Compute, Editor, HiddenStates};
+use crate::runtime::{Compute, Editor, HiddenStates, Reporter};
 
 /// The largest number that the MLP channels of a narrower model are a multiple of: what GPUs multiply fast.
 const MULTIPLE: usize = 64;
@@ -88,18 +88,23 @@ impl<'a> Narrower<'a> {
     pub fn new(
         samples: HiddenStates,
         (of, to): (&'a ModelConfig, &'a ModelConfig),
-        refits: bool,
         writer: Option<&'a MergedWriter>,
-        (clock, events): (&'a Clock, &'a dyn Events),
+        reporter: Reporter<'a>,
     ) -> Self {
         Self {
-            calibrator: Calibrator::of(Some((samples, STATISTICS)), of, clock, events),
+            calibrator: Calibrator::of(Some((samples, STATISTICS)), of, reporter),
             of,
             to,
-            refits,
+            refits: true,
             writer,
             narrowed: Narrowed::default(),
         }
+    }
+
+    /// Gathers the kept columns as they are, in place of a refit.
+    #[must_use]
+    pub fn without_refit(self) -> Self {
+        Self { refits: false, ..self }
     }
 
     /// The facts, after the sweep.
@@ -190,7 +195,7 @@ impl<'a> Narrower<'a> {
             let statistics = self.calibrator.observe(layer, &points, compute)?;
             let mut statistics = statistics.context("a model is made narrower with samples")?;
             for id in ids {
-                let clock = self.calibrator.clock;
+                let clock = self.calibrator.reporter.clock;
                 let input =
                     clock.measure(Phase::Score, || self.narrow_input(layer, id, &statistics))?;
                 found.insert(id, input);
@@ -253,9 +258,9 @@ impl Editor for Narrower<'_> {
     fn edit(&mut self, mut layer: DecoderLayer, compute: &mut Compute<'_>) -> Result<DecoderLayer> {
         let narrower = self.narrow(&mut layer, compute)?;
         drop(layer);
-        let clock = self.calibrator.clock;
+        let Reporter { clock, events } = self.calibrator.reporter;
         clock.measure(Phase::Write, || self.write(&narrower))?;
-        self.calibrator.events.check()?;
+        events.check()?;
         self.calibrator.pass(&narrower, compute)?;
         Ok(narrower)
     }

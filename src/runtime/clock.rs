@@ -18,6 +18,15 @@ pub struct Clock {
     devices: OnceLock<DeviceGauge>,
 }
 
+/// The clock of a run and the receiver of its events: most steps of a run need both.
+#[derive(Clone, Copy)]
+pub struct Reporter<'a> {
+    /// Measures time and memory.
+    pub clock: &'a Clock,
+    /// Receives progress, notes and warnings.
+    pub events: &'a dyn Events,
+}
+
 /// Reads the counters of all GPUs, added up.
 pub type DeviceGauge = Arc<dyn Fn() -> DeviceMemory + Send + Sync>;
 

@@ -30,7 +30,7 @@ mod pass;
 mod resident_set;
 pub mod sweep;
 
-pub use clock::Clock;
+pub use clock::{Clock, Reporter};
 pub use compute::{Accumulation, Compute, GramsOnDevices, SweepReport};
 pub use devices::{Devices, Simulation};
 pub use hidden_states::{HiddenStates, check_spill_folder};

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
-use super::clock::Clock;
+use super::clock::Reporter;
 use super::compute::{Compute, SweepReport};
 use super::devices::Devices;
 use super::loader::LayerLoader;
@@ -21,7 +21,7 @@ use super::memory;
 use crate::checkpoint::WeightSource;
 use crate::linalg::Products;
 use crate::model::{DecoderLayer, Head, ModelConfig};
-use crate::run::{Events, MemorySettings, Moment, Phase};
+use crate::run::{MemorySettings, Moment, Phase};
 
 /// A version of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -103,10 +103,8 @@ pub struct Sweep<'a> {
     pub products: Products,
     /// The devices that compute in addition to the CPU.
     pub devices: &'a Devices,
-    /// The clock of the run.
-    pub clock: &'a Clock,
-    /// The receiver of events.
-    pub events: &'a dyn Events,
+    /// The clock of the run, and the receiver of its events.
+    pub reporter: Reporter<'a>,
 }
 
 impl Sweep<'_> {
@@ -120,9 +118,9 @@ impl Sweep<'_> {
         mut editor: Option<&mut dyn Editor>,
         passengers: &mut [&mut dyn Passenger],
     ) -> Result<SweepReport> {
+        let Reporter { clock, events } = self.reporter;
         let arithmetic = (&self.settings, self.products);
-        let mut compute =
-            self.devices.compute(&self.config, self.seqlen, arithmetic, self.events)?;
+        let mut compute = self.devices.compute(&self.config, self.seqlen, arithmetic, events)?;
         let mut first = 0;
         if let Some(finished) = &self.finished {
             first = finished.layers;
@@ -165,12 +163,11 @@ impl Sweep<'_> {
             },
         )?;
         if editor.is_some() {
-            self.clock.mark(Moment::AfterPruning, self.events);
+            clock.mark(Moment::AfterPruning, events);
         }
         if !passengers.is_empty() {
-            self.clock.mark(Moment::BeforeEvaluation, self.events);
-            let head = self
-                .clock
+            clock.mark(Moment::BeforeEvaluation, events);
+            let head = clock
                 .measure(Phase::Read, || {
                     Head::open(&self.source, &self.config, self.settings.head_rows)
                 })
@@ -178,7 +175,7 @@ impl Sweep<'_> {
             for passenger in passengers {
                 passenger.finish(&head, &mut compute).context("in the head")?;
             }
-            self.clock.mark(Moment::AfterEvaluation, self.events);
+            clock.mark(Moment::AfterEvaluation, events);
         }
         Ok(compute.finish())
     }
@@ -191,6 +188,7 @@ impl Sweep<'_> {
         compute: &mut Compute<'_>,
         body: &mut dyn FnMut(DecoderLayer, &mut Compute<'_>) -> Result<DecoderLayer>,
     ) -> Result<()> {
+        let Reporter { clock, events } = self.reporter;
         let mut loader = LayerLoader::new(
             Arc::clone(source),
             Arc::clone(&self.config),
@@ -200,8 +198,7 @@ impl Sweep<'_> {
         );
         for index in layers {
             let in_layer = || format!("in model.layers.{index}");
-            let layer =
-                self.clock.measure(Phase::Read, || loader.take(index)).with_context(in_layer)?;
+            let layer = clock.measure(Phase::Read, || loader.take(index)).with_context(in_layer)?;
             compute.begin_layer();
             loader.read_ahead(index + 1);
             let layer = body(layer, compute).with_context(in_layer)?;
@@ -209,7 +206,7 @@ impl Sweep<'_> {
             // layer's worth per arena, and the peak grows with the depth (by 25 MiB over 32 layers of 24.5 MiB).
             drop(layer);
             memory::release_freed();
-            self.clock.mark(moment(index), self.events);
+            clock.mark(moment(index), events);
         }
         Ok(())
     }

@@ -116,7 +116,7 @@ impl CellInPass<'_> {
     fn sharing(&mut self) -> Result<SharingCell<'_>> {
         let (finished, before) = (self.outputs.finished()?, self.outputs.layers_before.clone());
         let (model, pruning) = (&self.job.model, self.pruning);
-        let calibrator = Calibrator::of(None, &model.config, &model.clock, self.recorder);
+        let calibrator = Calibrator::of(None, &model.config, model.reporter(self.recorder));
         let output = self.outputs.receivers();
         let pruner = Pruner::new(&pruning.technique, &pruning.targets, calibrator, output, before);
         let passengers = self.windows.iter_mut();
@@ -155,9 +155,9 @@ fn pass(jobs: &[SettledCell], recorders: &[Recorder<'_>], outcomes: &mut Outcome
     }
     let streams = cells.iter().map(|cell| cell.windows.len()).sum();
     let kind = Technique::statistics_of_all(cells.iter().map(|cell| &cell.pruning.technique));
-    let (config, clock) = (&first.model.config, &first.model.clock);
+    let config = &first.model.config;
     let mut shared = SharedPruning {
-        calibrator: Calibrator::of(samples.zip(kind), config, clock, events),
+        calibrator: Calibrator::of(samples.zip(kind), config, first.model.reporter(events)),
         config: Arc::clone(config),
         cells: cells.iter_mut().map(CellInPass::sharing).collect::<Result<_>>()?,
     };

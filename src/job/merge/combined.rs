@@ -22,9 +22,9 @@ use crate::merging::pass::{AdaptedRows, MergeSources, MergeTensor, SourceRows};
 use crate::merging::recipe::{
     BaseModel, Declaration, Declared, MergeInputs, Parameter, Recipe, WhenMissing,
 };
+use crate::run::Phase;
 use crate::run::merging::CombinedAdapter;
-use crate::run::{Events, Phase};
-use crate::runtime::Clock;
+use crate::runtime::Reporter;
 use crate::settings::MergeSettings;
 
 /// The folder of the combined adapter, in the run folder.
@@ -318,8 +318,7 @@ impl CombinedJob {
         &self,
         inputs: &'a InputModels,
         seed: u64,
-        clock: &Clock,
-        events: &dyn Events,
+        Reporter { clock, events }: Reporter<'_>,
     ) -> Result<CombinedInputs<'a>> {
         let draws = |adapter: usize, factor: &str, numbers: &mut [u32]| {
             Stream::new(seed, adapter, factor).fill(0, numbers);

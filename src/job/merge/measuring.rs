@@ -12,7 +12,7 @@ use crate::job::settled_run::SettledRun;
 use crate::job::streams::Streams;
 use crate::pipeline::activations::{ActivationJournal, ActivationMeter, LayerSquares};
 use crate::run::Events;
-use crate::runtime::{Clock, Finished};
+use crate::runtime::{Finished, Reporter};
 
 impl Saliency {
     /// Measures the models whose statistics the file does not have, and returns the statistics of all models. Every finished layer is in
@@ -23,9 +23,8 @@ impl Saliency {
     /// memory, and when the file cannot be written.
     pub(super) fn measure(
         &self,
-        clock: &Clock,
         devices: &mut DeviceRecords,
-        events: &dyn Events,
+        reporter: Reporter<'_>,
     ) -> Result<SaliencyFile> {
         let mut file = self.found.clone();
         for asked in &self.asked {
@@ -33,10 +32,10 @@ impl Saliency {
             let at = file.begin(&asked.measurement);
             let mut journal = FileJournal { path: &self.path, file: &mut file, at };
             let name = &asked.measurement.model;
-            let swept = sweep(job, &mut journal, name, events)
+            let swept = sweep(job, &mut journal, name, reporter.events)
                 .with_context(|| format!("measuring the activations of `{name}`"))?;
             devices.add(swept.fallbacks, swept.devices);
-            clock.add(&job.model.clock.report());
+            reporter.clock.add(&job.model.clock.report());
         }
         Ok(file)
     }
@@ -61,7 +60,7 @@ fn sweep(
     let mut streams = Streams::embed(job, &Outputs::default(), events)?;
     let samples = streams.samples()?;
     let finished = (layers > 0).then(|| Finished { layers, written: model.source.clone() });
-    let mut meter = ActivationMeter::new(samples, journal, &model.config, &model.clock, events);
+    let mut meter = ActivationMeter::new(samples, journal, &model.config, model.reporter(events));
     streams.sweep(job, finished, Some(&mut meter), events)
 }
 

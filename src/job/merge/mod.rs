@@ -44,6 +44,7 @@ use super::recorder::Recorder;
 use super::settled_run::RunStart;
 use crate::merging::pass::{MergePass, MergeSources};
 use crate::run::{Event, Events, Manifest, Moment, Phase, Unfinished};
+use crate::runtime::Reporter;
 use crate::settings::MergeSettings;
 use combined::CombinedJob;
 pub use combined::peft_methods;
@@ -75,8 +76,8 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
     job.evaluate_inputs(&mut outputs.state, &mut weighed.devices, &recorder)?;
     job.clock.mark(Moment::BeforePruning, &recorder);
     let devices = devices::open(&job.plan, &job.settings.device, job.size)?;
-    let combine =
-        |of: &CombinedJob| of.combine(&job.merge.inputs, job.settings.seed, &job.clock, &recorder);
+    let reporter = Reporter { clock: &job.clock, events: &recorder };
+    let combine = |of: &CombinedJob| of.combine(&job.merge.inputs, job.settings.seed, reporter);
     let combined = job.merge.combined.as_ref().map(combine).transpose()?;
     let inputs: &dyn MergeSources = match &combined {
         Some(combined) => combined,

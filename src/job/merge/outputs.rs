@@ -11,7 +11,7 @@ use crate::job::tensor_files::TensorFiles;
 use crate::run::manifest::OutputReport;
 use crate::run::merging::MergeReport;
 use crate::run::{Events, Moment, Phase, RunState};
-use crate::runtime::memory;
+use crate::runtime::{Reporter, memory};
 
 /// The files of a merge and the state of its run.
 pub(super) struct MergeOutputs<'a> {
@@ -30,19 +30,19 @@ impl<'a> MergeOutputs<'a> {
             folder,
             layout: &job.layout,
             sources: job.merge.inputs.folders(),
-            clock,
+            reporter: Reporter { clock, events: recorder },
             work: ["merge", "merged"],
         };
         let started = job.started_unix_seconds;
         let place = folder.state().context("a merge has a folder")?;
-        let (writer, state) = match reopen(job, &files, recorder)? {
+        let (writer, state) = match reopen(job, &files)? {
             Some(files) => files,
             None => {
                 folder.prepare()?;
                 let state = RunState::begin(&job.settings.arguments, started, &job.deciding);
                 // The state comes first: files without a state are refused as foreign.
                 StateFile::create(place, &state)?;
-                (files.create(recorder)?, state)
+                (files.create()?, state)
             }
         };
         if let Some(run) = &folder.run {
@@ -72,11 +72,7 @@ impl<'a> MergeOutputs<'a> {
 }
 
 /// Reopens the files of the unfinished run; `None` where there is no such run, or a file of it is missing.
-fn reopen(
-    job: &MergeJob,
-    files: &TensorFiles<'_>,
-    events: &dyn Events,
-) -> Result<Option<(MergedWriter, RunState)>> {
+fn reopen(job: &MergeJob, files: &TensorFiles<'_>) -> Result<Option<(MergedWriter, RunState)>> {
     let Some(state) = &job.unfinished else {
         return Ok(None);
     };
@@ -88,7 +84,7 @@ fn reopen(
     let mut state = state.clone();
     // Versions before recorded tensors whose counts were lost when they were killed.
     state.keep_counted_tensors();
-    let writer = files.reopen(&mut state.tensors, events)?;
+    let writer = files.reopen(&mut state.tensors)?;
     let tensors = &state.tensors;
     state.merged.retain(|tensor| tensors.contains_key(&tensor.name));
     Ok(writer.map(|writer| (writer, state)))

@@ -15,6 +15,7 @@ use crate::job::device_records::DeviceRecords;
 use crate::merging::pass::MergeTensor;
 use crate::model::{InputId, InputMap, ModelConfig};
 use crate::run::Events;
+use crate::runtime::Reporter;
 use crate::settings::SaliencySource;
 
 /// The statistics of a model, shared by the tensors that use them.
@@ -64,7 +65,7 @@ impl MergeJob {
         let (mut tensors, mut used) = (self.merge.tensors.clone(), Vec::new());
         let mut devices = DeviceRecords::default();
         if let Some(saliency) = &self.saliency {
-            let file = saliency.measure(&self.clock, &mut devices, events)?;
+            let file = saliency.measure(&mut devices, Reporter { clock: &self.clock, events })?;
             used = saliency.weigh(&mut tensors, &file, &self.merge)?;
         }
         Ok(MeasuredTensors { tensors, used, devices })

@@ -27,7 +27,7 @@ use prune::pruning::{
     StatisticsKind, Technique,
 };
 use prune::run::{MemorySettings, Silent};
-use prune::runtime::{Clock, Devices, HiddenStates, Passenger, Side, Sweep};
+use prune::runtime::{Clock, Devices, HiddenStates, Passenger, Reporter, Side, Sweep};
 use prune::settings::{CalibrationSettings, ComputeDtype, EvalSides, Settings};
 
 use super::reference::{Golden, dataset};
@@ -183,7 +183,8 @@ impl Model {
             Selection { sparsity_type: Pattern::NOfM { n: 2, m: 4 }, ..Selection::default() };
         let targets = TargetPlan::resolve(&selection, technique.method, &self.config)?;
         let clock = Clock::new();
-        let calibrator = Calibrator::new(technique, samples, &self.config, &clock, &Silent);
+        let reporter = Reporter { clock: &clock, events: &Silent };
+        let calibrator = Calibrator::new(technique, samples, &self.config, reporter);
         let mut output = Output::default();
         if let Some(observer) = observer {
             output.observers.push(observer);
@@ -197,8 +198,7 @@ impl Model {
             settings: MemorySettings::default(),
             products: Products::F32,
             devices: &Devices::default(),
-            clock: &clock,
-            events: &Silent,
+            reporter,
         };
         sweep.run(Some(&mut pruner), passengers)?;
         Ok(pruner.into_layers())
@@ -252,11 +252,12 @@ fn a_model_with_permuted_channels_predicts_the_same() -> Result<()> {
     let (seqlen, cache) = (512, TextCache::disabled());
     let windows = source.evaluation(&model.tokenizer, seqlen, Some(8), &cache, &Silent)?;
     let clock = Clock::new();
+    let reporter = Reporter { clock: &clock, events: &Silent };
     let side = |side| -> Result<Perplexity<'_>> {
         let hidden = model.hidden(&windows.tokens, seqlen)?;
         let layers = model.config.num_hidden_layers;
         let tokens = &windows.tokens;
-        Ok(Perplexity::new(side, hidden, tokens, seqlen, layers, &clock, &Silent))
+        Ok(Perplexity::new(side, hidden, tokens, layers, reporter))
     };
     let (mut dense, mut permuted) = (side(Side::Dense)?, side(Side::Pruned)?);
     let technique = Technique { permutes: Some(4), ..Technique::of(&KeepsAll) };

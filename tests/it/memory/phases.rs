@@ -21,7 +21,7 @@ use prune::pruning::{self, ColumnSquares, Pattern, Request, Statistics, Target};
 use prune::run::Silent;
 use prune::run::memory_settings::{MemorySettings, WeightsHeld};
 use prune::runtime::Side;
-use prune::runtime::{Clock, Compute, HiddenStates, Passenger};
+use prune::runtime::{Clock, Compute, HiddenStates, Passenger, Reporter};
 use prune::synthetic::RandomCheckpoint;
 
 use super::{ALIVE, PEAK};
@@ -170,8 +170,8 @@ fn phase(
             let mut context = context();
             drop(layer.forward(&state, &mut context)?);
             let left = ALIVE.load(Ordering::Relaxed) - before;
-            let mut perplexity =
-                Perplexity::new(Side::Dense, hidden, &tokens, SEQLEN, 1, &clock, &Silent);
+            let reporter = Reporter { clock: &clock, events: &Silent };
+            let mut perplexity = Perplexity::new(Side::Dense, hidden, &tokens, 1, reporter);
             let mut compute = Compute::on_cpu(context, &Silent);
             let counted = counted(|| {
                 let head = match settings.head_rows {

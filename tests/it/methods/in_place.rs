@@ -23,7 +23,7 @@ use prune::pruning::{
 };
 use prune::run::verification::VerifyLevel;
 use prune::run::{MemorySettings, Silent};
-use prune::runtime::{Clock, Devices, HiddenStates, Simulation, Sweep};
+use prune::runtime::{Clock, Devices, HiddenStates, Reporter, Simulation, Sweep};
 
 use crate::support::Place;
 
@@ -188,7 +188,8 @@ fn run(place: &Place, devices: &Devices, settings: &str) -> Result<Seen> {
     let technique = Technique::of(&GramBlocks);
     let targets = TargetPlan::resolve(&selection, &GramBlocks, &config)?;
     let (clock, mut seen) = (Clock::new(), Seen::default());
-    let calibrator = Calibrator::new(&technique, Some(hidden), &config, &clock, &Silent);
+    let reporter = Reporter { clock: &clock, events: &Silent };
+    let calibrator = Calibrator::new(&technique, Some(hidden), &config, reporter);
     let output = Output { observers: vec![&mut seen], ..Output::default() };
     let mut pruner = Pruner::new(&technique, &targets, calibrator, output, Vec::new());
     let sweep = Sweep {
@@ -199,8 +200,7 @@ fn run(place: &Place, devices: &Devices, settings: &str) -> Result<Seen> {
         settings,
         products: Products::F32,
         devices,
-        clock: &clock,
-        events: &Silent,
+        reporter,
     };
     sweep.run(Some(&mut pruner), &mut [])?;
     assert_eq!(pruner.into_layers().len(), 2);

@@ -19,7 +19,7 @@ use prune::run::{MemorySettings, Silent};
 use prune::runtime::device_worker::DeviceWorker;
 use prune::runtime::engine::OnCandle;
 use prune::runtime::ledger::{Ledger, Refusals};
-use prune::runtime::{Clock, Compute, Editor, HiddenStates};
+use prune::runtime::{Clock, Compute, Editor, HiddenStates, Reporter};
 
 use super::shapes::SEQLEN;
 use super::{difference, model};
@@ -88,7 +88,8 @@ fn run(
     let selection = Selection { sparsity_ratio: Some(0.5), ..Selection::default() };
     let targets = TargetPlan::resolve(&selection, sparsegpt, &config)?;
     let (clock, mut seen) = (Clock::new(), Seen::default());
-    let calibrator = Calibrator::new(&technique, Some(hidden), &config, &clock, &Silent);
+    let reporter = Reporter { clock: &clock, events: &Silent };
+    let calibrator = Calibrator::new(&technique, Some(hidden), &config, reporter);
     let output = Output { observers: vec![&mut seen], ..Output::default() };
     let mut pruner = Pruner::new(&technique, &targets, calibrator, output, Vec::new());
     let layer = DecoderLayer::load(&*source, &config, 0)?;
