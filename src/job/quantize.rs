@@ -23,7 +23,8 @@ use crate::model::{DecoderLayer, ModelConfig, text_settings};
 use crate::placement::Inventory;
 use crate::placement::cpu_budget;
 use crate::quantized::{
-    FourBitFormat, LEAST_PIECE, PIECE, QuantizeJournal, QuantizePass, config, pass_bytes,
+    FourBitFormat, LEAST_PIECE, PIECE, Quantization, QuantizeJournal, QuantizePass, config,
+    pass_bytes,
 };
 use crate::report::cards::{self, CardModel};
 use crate::run::manifest::name_of;
@@ -55,8 +56,9 @@ pub fn quantize(settings: &QuantizeSettings, events: &dyn Events) -> Result<Quan
     let folder = job.folder.model_folder()?;
     let mut state = StateFile::begin(folder, state, &clock, &recorder, started)?;
     let pass = clock.measure(Phase::Quantize, || {
-        let how = (settings.to, job.piece);
-        QuantizePass::new(&job.checkpoint, &job.matrices, how, known, &mut state, &recorder)
+        let (format, piece) = (settings.to, job.piece);
+        let quantization = Quantization { source: &job.checkpoint, format, piece };
+        QuantizePass::new(quantization, &job.matrices, known, &mut state, &recorder)
     });
     let mut pass = pass?;
     let layout = pass.layout()?;

@@ -253,8 +253,7 @@ impl SettledRun {
             self.spill_folder().as_deref(),
             stream,
             samples,
-            model.seqlen,
-            model.config.hidden_size,
+            [model.seqlen, model.config.hidden_size],
             candle_dtype(dtype),
         )?
         .on_devices(devices.homes());

@@ -14,6 +14,6 @@ pub mod pass;
 pub mod source;
 pub mod stored;
 
-pub use pass::{LEAST_PIECE, PIECE, QuantizeJournal, QuantizePass, pass_bytes};
+pub use pass::{LEAST_PIECE, PIECE, Quantization, QuantizeJournal, QuantizePass, pass_bytes};
 pub use source::QuantizedSource;
 pub use stored::FourBitFormat;

@@ -61,6 +61,17 @@ impl QuantizeJournal for () {
     }
 }
 
+/// A checkpoint that is quantised, and the way.
+#[derive(Debug, Clone, Copy)]
+pub struct Quantization<'a> {
+    /// The dense checkpoint.
+    pub source: &'a Checkpoint,
+    /// The format of the output's matrices.
+    pub format: FourBitFormat,
+    /// Weights that are read at once, from [`LEAST_PIECE`] to [`PIECE`], a power of two.
+    pub piece: usize,
+}
+
 /// A pass that is settled: every matrix has its `quant_state`.
 #[derive(Debug)]
 pub struct QuantizePass<'a> {
@@ -105,19 +116,18 @@ impl<'a> QuantizePass<'a> {
     /// process has measured.
     ///
     /// # Arguments
-    /// * `piece`: weights that are read at once, from [`LEAST_PIECE`] to [`PIECE`], a power of two
     /// * `known`: the matrices that an earlier process has measured
     ///
     /// # Errors
     /// Fails for a matrix that is missing, stored as no floats, or not finite, and where a file cannot be read.
     pub fn new(
-        source: &'a Checkpoint,
+        quantization: Quantization<'a>,
         matrices: &BTreeSet<String>,
-        (format, piece): (FourBitFormat, usize),
         known: BTreeMap<String, QuantizedMatrix>,
         journal: &mut dyn QuantizeJournal,
         events: &dyn Events,
     ) -> Result<Self> {
+        let Quantization { source, format, piece } = quantization;
         let mut pass = Self { source, format, piece, states: BTreeMap::new(), known };
         let entries = matrices
             .iter()

@@ -71,11 +71,15 @@ impl MaskFile {
 
 /// Everything that reads a layer; a thread has a copy.
 #[derive(Clone)]
-struct BaseReader {
-    source: Arc<dyn WeightSource>,
-    config: Arc<ModelConfig>,
-    part: TrainedPart,
-    masks: Option<Arc<MaskFile>>,
+pub struct BaseReader {
+    /// The frozen weights.
+    pub source: Arc<dyn WeightSource>,
+    /// The model's shape.
+    pub config: Arc<ModelConfig>,
+    /// The part of each layer that is trained.
+    pub part: TrainedPart,
+    /// The masks of the matrices; `None` takes the zeros of the source.
+    pub masks: Option<Arc<MaskFile>>,
 }
 
 impl BaseReader {
@@ -120,26 +124,16 @@ pub struct BaseLayers {
 }
 
 impl BaseLayers {
-    /// Opens the layers of a source.
-    ///
-    /// # Arguments
-    /// * `masks`: the masks of the matrices; `None` takes the zeros of the source
-    /// * `resident`: the number of layers that stay in memory once they are read
-    /// * `reads_ahead`: the next layer is read while a layer is in use
-    pub fn new(
-        source: Arc<dyn WeightSource>,
-        config: Arc<ModelConfig>,
-        part: TrainedPart,
-        masks: Option<Arc<MaskFile>>,
-        (resident, reads_ahead): (usize, bool),
-    ) -> Self {
-        let resident = resident.min(config.num_hidden_layers);
-        Self {
-            reader: BaseReader { source, config, part, masks },
-            reads_ahead,
-            resident: vec![None; resident],
-            ahead: None,
-        }
+    /// Opens the layers of a source, of which `resident` stay in memory once they are read.
+    pub fn new(reader: BaseReader, resident: usize) -> Self {
+        let resident = vec![None; resident.min(reader.config.num_hidden_layers)];
+        Self { reader, reads_ahead: false, resident, ahead: None }
+    }
+
+    /// Reads the next layer while a layer is in use, if it `reads_ahead`.
+    #[must_use]
+    pub fn reading_ahead(self, reads_ahead: bool) -> Self {
+        Self { reads_ahead, ..self }
     }
 
     /// Returns the base of a layer, and begins to read `next`, unless it is in memory.

@@ -231,7 +231,7 @@ impl Editor for BlockTrainer<'_> {
             .applied(&self.config, base, &trained.values(), self.rounding, &mut self.spare)?
             .layer;
         drop(trained);
-        self.output.finish(self.part, &recovered, &before, (start, Some(loss)), self.events)?;
+        self.output.finish(self.part, &recovered, &before, (start, Some(loss)))?;
         self.forward_states(&recovered, compute)?;
         Ok(recovered)
     }

@@ -57,9 +57,8 @@ impl Distillation {
         compute: &mut Compute<'_>,
         clock: &Clock,
     ) -> Result<HiddenStates> {
-        let width = self.config.hidden_size;
-        let count = examples.len();
-        let mut states = HiddenStates::new(folder, "teacher", count, seqlen, width, DType::F32)?;
+        let shape = [seqlen, self.config.hidden_size];
+        let mut states = HiddenStates::new(folder, "teacher", examples.len(), shape, DType::F32)?;
         clock.measure(Phase::Embed, || {
             let embedding = Embedding::open(&*self.source, &self.config)?;
             let mut examples = examples.iter().enumerate();

@@ -32,8 +32,6 @@ pub struct Merger<'a> {
     pub rounding: Bf16Rounding,
     /// The receivers of layers.
     pub output: LayerOutput<'a>,
-    /// The receiver of events.
-    pub events: &'a dyn Events,
 }
 
 impl Editor for Merger<'_> {
@@ -47,7 +45,7 @@ impl Editor for Merger<'_> {
             .part
             .applied(self.config, base, &values, self.rounding, &mut BufferReuse::default())?
             .layer;
-        self.output.finish(self.part, &merged, &before, (start, None), self.events)?;
+        self.output.finish(self.part, &merged, &before, (start, None))?;
         Ok(merged)
     }
 
@@ -77,6 +75,8 @@ pub struct LayerOutput<'a> {
     pub layers: Vec<LayerReport>,
     /// The dtype of stored norms.
     pub norms: StoredDtype,
+    /// The receiver of events.
+    pub events: &'a dyn Events,
 }
 
 impl LayerOutput<'_> {
@@ -94,7 +94,6 @@ impl LayerOutput<'_> {
         layer: &DecoderLayer,
         before: &[u64],
         (start, training): (Instant, Option<BlockLoss>),
-        events: &dyn Events,
     ) -> Result<()> {
         let mut matrices = Vec::new();
         for (&id, &zeros_before) in part.ids.iter().zip(before) {
@@ -131,12 +130,12 @@ impl LayerOutput<'_> {
             }
         }
         self.output.save(layer, &part.ids, &self.layers)?;
-        events.emit(Event::LayerPruned {
+        self.events.emit(Event::LayerPruned {
             layer: layer.index(),
             sparsity,
             elapsed: start.elapsed(),
         });
-        events.check()?;
+        self.events.check()?;
         Ok(())
     }
 }

@@ -35,7 +35,7 @@ mod trainer;
 #[cfg(test)]
 mod tests;
 
-pub use base::{BaseLayers, MaskFile};
+pub use base::{BaseLayers, BaseReader, MaskFile};
 pub use blocks::BlockTrainer;
 pub use distill::Distillation;
 pub use example::Example;

@@ -61,6 +61,13 @@ pub struct TrainerParts<'a> {
     pub events: &'a dyn Events,
 }
 
+impl TrainerParts<'_> {
+    /// The shape of an example's hidden states: seqlen, hidden_size.
+    pub(super) fn shape_of_states(&self) -> [usize; 2] {
+        [self.seqlen, self.config.hidden_size]
+    }
+}
+
 /// The end of a training that leads nowhere: a number that is not finite, or a held-out loss that exploded.
 #[derive(Debug, Clone)]
 pub struct Diverged {

@@ -27,14 +27,11 @@ impl LayerInputs {
         folder: Option<&Path>,
         layers: usize,
         examples: usize,
-        [seqlen, hidden_size]: [usize; 2],
+        shape: [usize; 2],
         dtype: DType,
     ) -> Result<Self> {
         let count = (layers + 1) * examples;
-        Ok(Self {
-            states: HiddenStates::new(folder, "inputs", count, seqlen, hidden_size, dtype)?,
-            examples,
-        })
+        Ok(Self { states: HiddenStates::new(folder, "inputs", count, shape, dtype)?, examples })
     }
 
     /// The number of examples.

@@ -175,9 +175,8 @@ impl<'a> Trainer<'a> {
     pub fn loss(&mut self, examples: &[Example<'_>]) -> Result<f64> {
         let parts = &self.parts;
         let folder = parts.spill_folder.as_deref();
-        let (seqlen, hidden_size) = (parts.seqlen, parts.config.hidden_size);
-        let mut states =
-            HiddenStates::new(folder, "held-out", examples.len(), seqlen, hidden_size, DType::F32)?;
+        let shape = parts.shape_of_states();
+        let mut states = HiddenStates::new(folder, "held-out", examples.len(), shape, DType::F32)?;
         self.embed(examples, &mut |example, state| states.put(example, state))?;
         let layers = self.parts.config.num_hidden_layers;
         for index in 0..layers {
@@ -222,7 +221,7 @@ impl<'a> Trainer<'a> {
             parts.spill_folder.as_deref(),
             parts.config.num_hidden_layers,
             examples,
-            [parts.seqlen, parts.config.hidden_size],
+            parts.shape_of_states(),
             parts.states,
         )
     }
@@ -233,9 +232,8 @@ impl<'a> Trainer<'a> {
             return Ok(states);
         }
         let parts = &self.parts;
-        let (seqlen, hidden_size) = (parts.seqlen, parts.config.hidden_size);
         let folder = parts.spill_folder.as_deref();
-        HiddenStates::new(folder, "gradients", examples, seqlen, hidden_size, DType::F32)
+        HiddenStates::new(folder, "gradients", examples, parts.shape_of_states(), DType::F32)
     }
 
     fn base(&mut self, index: usize, next: Option<usize>) -> Result<BaseLayer> {

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::clock::DeviceGauge;
 use super::compute::Compute;
-use super::device_worker::DeviceWorker;
+use super::device_worker::{DeviceWorker, WorkingDevice};
 use super::engine::{Engine, Simulated};
 use super::ledger::{Ledger, Refusals};
 use crate::bytes::ByteSize;
@@ -208,10 +208,10 @@ impl Devices {
                 false => ByteSize::ZERO,
             };
             let tables = ByteSize::of(Rotary::bytes(&config.ropes, seqlen), 1);
+            let used = CONTEXT + tables + self.states.unwrap_or_default();
+            let (name, ledger) = (opened.name.clone(), self.ledger(opened, used)?);
             let worker = DeviceWorker::new(
-                opened.name.clone(),
-                engine,
-                self.ledger(opened, CONTEXT + tables + self.states.unwrap_or_default())?,
+                WorkingDevice { name, engine, ledger },
                 Tiling::of(settings, config).with_indices_of_32_bits(config, seqlen),
                 Arc::clone(config),
                 seqlen,

@@ -44,6 +44,7 @@ impl HiddenStates {
     /// * `spill_folder`: the folder of the spill file; `None` keeps the states in memory. On Unix the file loses its name as soon
     ///   as it is open, so no file remains after the run.
     /// * `stream`: part of the spill file's name
+    /// * `shape`: of a state: seqlen, hidden_size
     /// * `dtype`: the dtype of the stored states: f32, f16 or bf16
     ///
     /// # Errors
@@ -52,15 +53,14 @@ impl HiddenStates {
         spill_folder: Option<&Path>,
         stream: &str,
         samples: usize,
-        seqlen: usize,
-        hidden_size: usize,
+        shape: [usize; 2],
         dtype: DType,
     ) -> Result<Self> {
         let store = match spill_folder {
             None => Store::Ram(vec![None; samples]),
             Some(folder) => Store::Spill { file: spill_file(folder, stream)?, samples },
         };
-        Ok(Self { shape: [seqlen, hidden_size], dtype, store, homes: Vec::new() })
+        Ok(Self { shape, dtype, store, homes: Vec::new() })
     }
 
     /// Keeps the states on these devices, which get the samples in turn.
@@ -303,7 +303,7 @@ mod tests {
         for (spill_folder, dtype) in
             spill_folders.into_iter().flat_map(|folder| dtypes.map(|dtype| (folder, dtype)))
         {
-            let mut states = HiddenStates::new(spill_folder, "test", 3, 2, 3, dtype).unwrap();
+            let mut states = HiddenStates::new(spill_folder, "test", 3, [2, 3], dtype).unwrap();
             for sample in 0..3 {
                 states.put(sample, state(sample as f32)).unwrap();
             }
@@ -343,6 +343,6 @@ mod tests {
 
     #[test]
     fn a_state_that_was_never_put_is_an_error() {
-        assert!(HiddenStates::new(None, "test", 1, 2, 3, DType::F32).unwrap().get(0).is_err());
+        assert!(HiddenStates::new(None, "test", 1, [2, 3], DType::F32).unwrap().get(0).is_err());
     }
 }

@@ -25,7 +25,7 @@ use crate::model::on_device::{LogSumExpPart, Tiling};
 use crate::model::{Head, InputId, LayerContext, LayerGradients};
 use crate::run::fallback::FallbackOutcome;
 use crate::run::{Events, MemorySettings, Phase, Silent};
-use crate::runtime::device_worker::DeviceWorker;
+use crate::runtime::device_worker::{DeviceWorker, WorkingDevice};
 use crate::runtime::engine::{Engine, OnCandle};
 use crate::runtime::ledger::{Ledger, Refusals};
 use crate::runtime::{Compute, HiddenStates};
@@ -303,16 +303,18 @@ impl Bench {
         let ours = values(&model.layer.forward(&model.state, &mut model.context)?)?;
         let seqlen = model.tokens.len();
         let worker = DeviceWorker::new(
-            self.name.clone(),
-            Box::new(self.engine(model, DType::F32)?),
-            ledger,
+            WorkingDevice {
+                name: self.name.clone(),
+                engine: Box::new(self.engine(model, DType::F32)?),
+                ledger,
+            },
             Tiling::of(&MemorySettings::default(), &model.config),
             Arc::new(model.config.clone()),
             seqlen,
             &Silent,
         );
         let mut hidden =
-            HiddenStates::new(None, "selftest", 1, seqlen, model.config.hidden_size, DType::F32)?;
+            HiddenStates::new(None, "selftest", 1, [seqlen, model.config.hidden_size], DType::F32)?;
         hidden.put(0, model.state.clone())?;
         let context = LayerContext::new(&model.config, seqlen);
         let by_layer = vec![vec![self.name.clone()]];

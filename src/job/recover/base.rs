@@ -10,8 +10,8 @@ use super::super::settled_run::{SettledRun, offload_folder};
 use super::resolved::Recovery;
 use crate::checkpoint::{CONFIG_FILE, Checkpoint, MergedWriter, Published, WeightSource};
 use crate::model::ModelConfig;
-use crate::quantized::{FourBitFormat, PIECE, QuantizePass, QuantizedSource, config};
-use crate::recovery::{BaseLayers, MaskFile};
+use crate::quantized::{FourBitFormat, PIECE, Quantization, QuantizePass, QuantizedSource, config};
+use crate::recovery::{BaseLayers, BaseReader, MaskFile};
 use crate::run::Events;
 
 /// The frozen base.
@@ -66,12 +66,15 @@ impl FrozenBase {
         resident: usize,
     ) -> BaseLayers {
         BaseLayers::new(
-            Arc::clone(&self.source),
-            Arc::clone(&job.model.config),
-            recovery.part.clone(),
-            self.masks.clone(),
-            (resident, job.plan.memory_settings.prefetch),
+            BaseReader {
+                source: Arc::clone(&self.source),
+                config: Arc::clone(&job.model.config),
+                part: recovery.part.clone(),
+                masks: self.masks.clone(),
+            },
+            resident,
         )
+        .reading_ahead(job.plan.memory_settings.prefetch)
     }
 }
 
@@ -85,9 +88,8 @@ fn quantised(
     let model = &job.model;
     let matrices: BTreeSet<String> = model.config.linear_names().collect();
     let checkpoint = &model.checkpoint;
-    let known = BTreeMap::new();
-    let mut pass =
-        QuantizePass::new(checkpoint, &matrices, (format, PIECE), known, &mut (), events)?;
+    let quantization = Quantization { source: checkpoint, format, piece: PIECE };
+    let mut pass = QuantizePass::new(quantization, &matrices, BTreeMap::new(), &mut (), events)?;
     let _ = std::fs::remove_dir_all(folder);
     std::fs::create_dir_all(folder).with_context(|| format!("creating `{}`", folder.display()))?;
     let writer = MergedWriter::create(pass.layout()?, folder, &[&*model.folder], events)?;

@@ -37,6 +37,7 @@ impl Recovery {
             layers: outputs.layers_before.clone(),
             norms: norms_dtype(job, self),
             output: outputs.receivers(),
+            events,
         };
         let rounding = match self.settings.stochastic_rounding {
             true => Bf16Rounding::Stochastic { seed: job.seed(), step: 0 },
@@ -51,7 +52,6 @@ impl Recovery {
                     base: trained.base.layers(job, self, 0),
                     rounding,
                     output,
-                    events,
                 };
                 let editor: &mut dyn Editor = &mut merger;
                 let swept = streams.sweep(job, finished, Some(editor), events)?;
@@ -111,7 +111,7 @@ fn block_trainer<'t>(
         order.examples_of(step, per_step)
     };
     let none =
-        || HiddenStates::new(None, "none", 0, model.seqlen, 1, candle_dtype(StoredDtype::F32));
+        || HiddenStates::new(None, "none", 0, [model.seqlen, 1], candle_dtype(StoredDtype::F32));
     let targets = match &states {
         Some(_) => job.embedded_by(&*teacher.source, streams.devices(), events)?,
         None => none()?,

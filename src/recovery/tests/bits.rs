@@ -11,7 +11,9 @@ use crate::checkpoint::{TensorEntry, WeightSource};
 use crate::recovery::BufferReuse;
 use crate::recovery::optimizers::TrainingStep;
 use crate::recovery::optimizers::rounding::Bf16Rounding;
-use crate::recovery::{BaseLayers, Example, MaskFile, StorePlace, TrainedForm, Trainer};
+use crate::recovery::{
+    BaseLayers, BaseReader, Example, MaskFile, StorePlace, TrainedForm, Trainer,
+};
 use crate::run::{MemorySettings, Silent};
 use crate::runtime::Clock;
 
@@ -188,7 +190,7 @@ fn the_mask_of_a_file_decides_whatever_the_base_holds() {
     // A dense base under the masks of the pruned model.
     let layers = |source: &Arc<dyn WeightSource>, masks| {
         let (source, config) = (Arc::clone(source), Arc::clone(&model.config));
-        BaseLayers::new(source, config, part.clone(), masks, (0, false))
+        BaseLayers::new(BaseReader { source, config, part: part.clone(), masks }, 0)
     };
     let mut dense = layers(&model.dense, Some(Arc::new(masks)));
     let mut pruned = layers(&model.pruned, None);
@@ -238,7 +240,8 @@ fn layers_behind_resident_ones_are_read_ahead_and_resident_ones_once() {
     let noted = Arc::new(NotedReads { source: Arc::clone(&model.pruned), reads: Mutex::default() });
     let source: Arc<dyn WeightSource> = Arc::<NotedReads>::clone(&noted);
     let (config, part) = (Arc::clone(&model.config), model.part(FACTORS));
-    let mut base = BaseLayers::new(source, config, part, None, (1, true));
+    let reader = BaseReader { source, config, part, masks: None };
+    let mut base = BaseLayers::new(reader, 1).reading_ahead(true);
     // Two steps: forwards, then backwards.
     let order = [0, 1, 2, 2, 1, 0, 0, 1, 2, 2, 1, 0];
     for (at, &index) in order.iter().enumerate() {

@@ -16,14 +16,19 @@ use crate::run::Silent;
 use crate::runtime::{Clock, Compute, Editor, HiddenStates};
 
 fn output<'a>() -> LayerOutput<'a> {
-    LayerOutput { output: Output::default(), layers: Vec::new(), norms: StoredDtype::F32 }
+    LayerOutput {
+        output: Output::default(),
+        layers: Vec::new(),
+        norms: StoredDtype::F32,
+        events: &Silent,
+    }
 }
 
 fn embedded(model: &TestModel, ids: &[u32], seqlen: usize) -> HiddenStates {
     let samples = ids.len() / seqlen;
     let width = model.config.hidden_size;
     let mut states =
-        HiddenStates::new(None, "samples", samples, seqlen, width, DType::F32).unwrap();
+        HiddenStates::new(None, "samples", samples, [seqlen, width], DType::F32).unwrap();
     let embedding = Embedding::open(&*model.pruned, &model.config).unwrap();
     embed(&mut states, &embedding, ids, seqlen).unwrap();
     states
@@ -164,7 +169,6 @@ fn the_merger_writes_the_layer_that_was_trained() {
             base: training.base(&model),
             rounding: Bf16Rounding::Nearest,
             output: output(),
-            events: &events,
         };
         let mut compute = Compute::on_cpu(LayerContext::new(&model.config, 20), &events);
         for index in 0..3 {

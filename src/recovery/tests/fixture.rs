@@ -14,8 +14,8 @@ use crate::model::{LayerContext, LinearId, ModelConfig};
 use crate::recovery::optimizers::adamw::AdamW;
 use crate::recovery::optimizers::{Hyperparameters, Optimizer};
 use crate::recovery::{
-    BaseLayers, Distillation, Example, LayerParameters, MaskFile, ParameterStore, StorePlace,
-    TrainedForm, TrainedPart, Trainer, TrainerParts,
+    BaseLayers, BaseReader, Distillation, Example, LayerParameters, MaskFile, ParameterStore,
+    StorePlace, TrainedForm, TrainedPart, Trainer, TrainerParts,
 };
 use crate::run::{Events, MemorySettings};
 use crate::runtime::{Clock, Compute};
@@ -246,13 +246,14 @@ impl Training {
 
     /// The base of the pruned model.
     pub(super) fn base(&self, model: &TestModel) -> BaseLayers {
-        BaseLayers::new(
-            Arc::clone(&model.pruned),
-            Arc::clone(&model.config),
-            self.part.clone(),
-            self.masks.clone(),
-            self.reads,
-        )
+        let (resident, reads_ahead) = self.reads;
+        let reader = BaseReader {
+            source: Arc::clone(&model.pruned),
+            config: Arc::clone(&model.config),
+            part: self.part.clone(),
+            masks: self.masks.clone(),
+        };
+        BaseLayers::new(reader, resident).reading_ahead(reads_ahead)
     }
 }
 

@@ -50,6 +50,16 @@ enum Loaded {
     Head(usize),
 }
 
+/// An opened device that computes layers.
+pub struct WorkingDevice {
+    /// Its name: `cuda:0`.
+    pub name: String,
+    /// Its arithmetic.
+    pub engine: Box<dyn Engine>,
+    /// The account of its memory.
+    pub ledger: Ledger,
+}
+
 /// A device at work: its engine, the account of its memory, and the size of its pieces of work.
 pub struct DeviceWorker<'a> {
     /// `cuda:0`.
@@ -79,16 +89,15 @@ pub struct DeviceWorker<'a> {
 impl<'a> DeviceWorker<'a> {
     /// Creates a worker without weights.
     pub fn new(
-        device: String,
-        engine: Box<dyn Engine>,
-        ledger: Ledger,
+        device: WorkingDevice,
         cut: Tiling,
         config: Arc<ModelConfig>,
         seqlen: usize,
         events: &'a dyn Events,
     ) -> Self {
+        let WorkingDevice { name, engine, ledger } = device;
         Self {
-            device,
+            device: name,
             engine,
             ledger,
             cut,

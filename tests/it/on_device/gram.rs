@@ -16,7 +16,7 @@ use prune::pruning::{InputGram, Mask, Statistics, Technique, method};
 use prune::run::fallback::FallbackOutcome;
 use prune::run::memory_settings::GramsHeld;
 use prune::run::{MemorySettings, Silent};
-use prune::runtime::device_worker::DeviceWorker;
+use prune::runtime::device_worker::{DeviceWorker, WorkingDevice};
 use prune::runtime::engine::OnCandle;
 use prune::runtime::ledger::{Ledger, Refusals};
 use prune::runtime::{Clock, Compute, Editor, HiddenStates, Reporter};
@@ -65,9 +65,11 @@ fn run(
         let engine = OnCandle::new(Device::Cpu, DType::F32, String::new(), &context())?;
         let refusals: Refusals = refuse.parse().expect("units");
         workers.push(DeviceWorker::new(
-            format!("cuda:{number}"),
-            Box::new(engine),
-            Ledger::new(ByteSize(1 << 40), ByteSize::ZERO, refusals),
+            WorkingDevice {
+                name: format!("cuda:{number}"),
+                engine: Box::new(engine),
+                ledger: Ledger::new(ByteSize(1 << 40), ByteSize::ZERO, refusals),
+            },
             Tiling::of(&settings, &config),
             Arc::clone(&config),
             SEQLEN,
@@ -81,7 +83,7 @@ fn run(
 
     let tokens: Vec<u32> = (0..SAMPLES * SEQLEN).map(|at| (at * at * 31 % 307) as u32).collect();
     let width = config.hidden_size;
-    let mut hidden = HiddenStates::new(None, "test", SAMPLES, SEQLEN, width, DType::F32)?;
+    let mut hidden = HiddenStates::new(None, "test", SAMPLES, [SEQLEN, width], DType::F32)?;
     embed(&mut hidden, &Embedding::open(&*source, &config)?, &tokens, SEQLEN)?;
     let sparsegpt = method("sparsegpt").expect("in the table");
     let technique = Technique::of(sparsegpt);
