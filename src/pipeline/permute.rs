@@ -11,14 +11,15 @@ use super::calibrate::LayerStatistics;
 use super::flow::{Flow, ObservationOrder};
 use super::targets::TargetPlan;
 use crate::failure::Failure;
+use crate::model::family::Family;
 use crate::model::{DecoderLayer, InputId, LinearId, LinearRole, ModelConfig};
 use crate::pruning::{Pattern, Request, Technique, permutation};
 use crate::run::Events;
 use crate::run::manifest::PermutationReport;
 
 /// The matrices that take a new order together: of the MLP.
-fn matrices(config: &ModelConfig) -> Vec<LinearId> {
-    config.linears().filter(|id| !id.is_attention()).collect()
+fn matrices(family: &Family) -> Vec<LinearId> {
+    family.linears.iter().map(|&(id, _)| id).filter(|id| !id.is_attention()).collect()
 }
 
 /// The matrix whose input takes the order.
@@ -58,7 +59,7 @@ pub fn check(
     let mut permuted = 0;
     for layer in 0..config.num_hidden_layers {
         let is_chosen = |&id: &LinearId| targets.of(layer, id).is_some();
-        let matrices = matrices(config);
+        let matrices = matrices(config.family);
         let chosen = matrices.iter().filter(|one| is_chosen(one)).count();
         permuted += usize::from(chosen == matrices.len());
         let left = matrices.iter().find(|one| !is_chosen(one));
@@ -89,13 +90,14 @@ pub fn biases(technique: &Technique, targets: &TargetPlan, config: &ModelConfig)
     }
     let layers = 0..config.num_hidden_layers;
     let permuted = layers.filter(|&layer| targets.of(layer, down(config)).is_some());
-    permuted.flat_map(|layer| biases_of(config, layer)).collect()
+    let has_bias = |id| config.has_bias(id);
+    permuted.flat_map(|layer| biases_of(config.family, layer, &has_bias)).collect()
 }
 
 /// The biases of a layer that follow the order of its channels.
-fn biases_of(config: &ModelConfig, layer: usize) -> Vec<String> {
-    let permuted = config.linears().filter(|id| id.input() == InputId::Mlp);
-    permuted.filter(|&id| config.has_bias(id)).map(|id| id.bias_name(layer)).collect()
+fn biases_of(family: &Family, layer: usize, has_bias: &dyn Fn(LinearId) -> bool) -> Vec<String> {
+    let permuted = matrices(family).into_iter().filter(|id| id.input() == InputId::Mlp);
+    permuted.filter(|&id| has_bias(id)).map(|id| id.bias_name(layer)).collect()
 }
 
 /// A layer whose channels have a new order.
@@ -117,18 +119,18 @@ pub(super) fn permute(
     layer: &mut DecoderLayer,
     technique: &Technique,
     targets: &TargetPlan,
-    config: &ModelConfig,
     mut statistics: Option<&mut LayerStatistics>,
     events: &dyn Events,
 ) -> Result<Option<Permuted>> {
-    let (index, down) = (layer.index(), down(config));
+    let (index, family) = (layer.index(), layer.spec().family);
+    let (down, _) = layer.spec().part(LinearRole::Down);
     let target = targets.of(index, down);
     let Some((target, Pattern::NOfM { n, m })) =
         target.filter(|_| technique.permutes.is_some()).map(|target| (target, target.pattern))
     else {
         return Ok(None);
     };
-    for id in matrices(config) {
+    for id in matrices(family) {
         layer.linear_mut(id).weight_mut().hold()?;
     }
     let name = down.full_name(index);
@@ -147,7 +149,7 @@ pub(super) fn permute(
         statistics.permute(InputId::Down, &chosen.order);
     }
     Ok(Some(Permuted {
-        biases: biases_of(config, index),
+        biases: biases_of(family, index, &|id| layer.linear(id).bias().is_some()),
         report: PermutationReport {
             kept_before: chosen.kept_before,
             kept_after: chosen.kept_after,

@@ -103,10 +103,8 @@ impl<'a> Pruner<'a> {
     ) -> Result<Option<PermutationReport>> {
         let (technique, targets) = (self.technique, self.targets);
         let Reporter { clock, events } = self.reporter;
-        let config = self.calibrator.config();
-        let permuted = clock.measure(Phase::Score, || {
-            permute(layer, technique, targets, config, statistics, events)
-        })?;
+        let permuted = clock
+            .measure(Phase::Score, || permute(layer, technique, targets, statistics, events))?;
         let Some(permuted) = permuted else {
             return Ok(None);
         };

@@ -126,14 +126,11 @@ impl Trimmer {
                 let rows = difference.chunks_mut(columns);
                 rows.map(|row| largest(row, *count, roots, scratch)).sum()
             }
-            Trim::Random { stream, probability, factor } => random(
-                difference,
-                first,
-                stream,
-                threshold(*probability),
-                *factor,
-                &mut scratch.words,
-            ),
+            Trim::Random { stream, probability, factor } => {
+                let threshold = threshold(*probability);
+                let lottery = Lottery { stream: *stream, threshold, factor: *factor };
+                lottery.trim(difference, first, &mut scratch.words)
+            }
             Trim::Ramp { stream, density, epsilon, roots, is_unbiased } => {
                 let ramp = Ramp {
                     stream: *stream,
@@ -230,29 +227,34 @@ fn threshold(probability: f64) -> u64 {
     (probability.clamp(0.0, 1.0) * WORDS_OF_32_BITS).round() as u64
 }
 
-/// Keeps entries whose random word is below the threshold; `first` is the index of the first entry in its tensor.
-fn random(
-    difference: &mut [f32],
-    first: u64,
-    stream: &Stream,
+/// Entries kept with the same probability.
+struct Lottery {
+    stream: Stream,
+    /// The words below this number keep an entry.
     threshold: u64,
+    /// The factor of kept entries.
     factor: f32,
-    words: &mut Vec<u32>,
-) -> u64 {
-    let mut kept = 0;
-    let mut at = first;
-    for block in difference.chunks_mut(BLOCK) {
-        let words = draw(stream, at, block.len(), words);
-        let mut stay = 0u32;
-        for (value, word) in block.iter_mut().zip(words) {
-            let stays = u64::from(*word) < threshold;
-            *value = if stays { *value * factor } else { 0.0 };
-            stay += u32::from(stays);
+}
+
+impl Lottery {
+    /// Trims entries, of which the first has the index `first` in its tensor.
+    fn trim(&self, difference: &mut [f32], first: u64, words: &mut Vec<u32>) -> u64 {
+        let &Self { stream, threshold, factor } = self;
+        let mut kept = 0;
+        let mut at = first;
+        for block in difference.chunks_mut(BLOCK) {
+            let words = draw(&stream, at, block.len(), words);
+            let mut stay = 0u32;
+            for (value, word) in block.iter_mut().zip(words) {
+                let stays = u64::from(*word) < threshold;
+                *value = if stays { *value * factor } else { 0.0 };
+                stay += u32::from(stays);
+            }
+            kept += u64::from(stay);
+            at += block.len() as u64;
         }
-        kept += u64::from(stay);
-        at += block.len() as u64;
+        kept
     }
-    kept
 }
 
 /// The random words of the elements from `first` on.

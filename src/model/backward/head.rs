@@ -28,6 +28,14 @@ pub struct TeacherStates<'a> {
     pub weight: f32,
 }
 
+/// The place of a gradient with respect to the hidden states.
+struct GradientOfStates<'a> {
+    /// `[seqlen, hidden_size]`
+    values: &'a mut [f32],
+    /// The factor of the loss whose gradient is taken.
+    scale: f32,
+}
+
 impl Head {
     /// Returns Σ −ln p of the targets, in nat, and the gradient of `scale` times this sum with respect to `hidden`.
     ///
@@ -46,7 +54,8 @@ impl Head {
         context: &mut LayerContext,
     ) -> Result<(f64, Tensor)> {
         let mut gradient = vec![0.0; hidden.elem_count()];
-        let loss = self.pass(hidden, targets, scale, Some(&mut gradient), None, context)?;
+        let out = Some(GradientOfStates { values: &mut gradient, scale });
+        let loss = self.pass(hidden, targets, out, None, context)?;
         Ok((loss, tensor::from_vec(gradient, hidden.dims())?))
     }
 
@@ -73,8 +82,8 @@ impl Head {
             self.vocab_size()
         );
         let mut gradient = vec![0.0; hidden.elem_count()];
-        let out = Some(&mut gradient[..]);
-        let loss = self.pass(hidden, targets, scale, out, Some(teacher), context)?;
+        let out = Some(GradientOfStates { values: &mut gradient, scale });
+        let loss = self.pass(hidden, targets, out, Some(teacher), context)?;
         Ok((loss, tensor::from_vec(gradient, hidden.dims())?))
     }
 
@@ -122,20 +131,20 @@ impl Head {
         targets: &[Option<u32>],
         context: &mut LayerContext,
     ) -> Result<f64> {
-        self.pass(hidden, targets, 1.0, None, None, context)
+        self.pass(hidden, targets, None, None, context)
     }
 
     fn pass(
         &self,
         hidden: &Tensor,
         targets: &[Option<u32>],
-        scale: f32,
-        mut gradient: Option<&mut [f32]>,
+        mut gradient: Option<GradientOfStates<'_>>,
         teacher: Option<TeacherStates<'_>>,
         context: &mut LayerContext,
     ) -> Result<f64> {
         self.check_rows(hidden, targets)?;
         let (vocab_size, width) = (self.vocab_size(), self.norm().0.len());
+        let scale = gradient.as_ref().map_or(1.0, |gradient| gradient.scale);
         // A teacher has logits, too, and the gradient of bounded logits needs a copy of them.
         let is_copied = self.logit_cap().is_some() && gradient.is_some();
         let copies = 1 + u64::from(teacher.is_some()) + u64::from(is_copied);
@@ -173,7 +182,7 @@ impl Head {
                     // The normed rows are free from here on.
                     self.lm_head().backward(logits, normed, false, products)?;
                     let (norm, epsilon) = self.norm();
-                    let out = &mut gradient[rows.clone()];
+                    let out = &mut gradient.values[rows.clone()];
                     rms_norm_backward(&hidden[rows], norm, epsilon, normed, out, None);
                 }
                 products.watch.enter(Part::Elsewhere);
