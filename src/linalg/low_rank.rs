@@ -25,7 +25,7 @@ use super::Linear;
 use super::buffer_pool::{BufferPool, grow};
 use super::convert;
 use super::matmul::{Threads, View, matmul};
-use super::product::{Kernel, Strided, Values, parts_of_product, product_in_parts};
+use super::product::{Kernel, Strided, StridedFactors, Values, parts_of_product, product_in_parts};
 use super::stored::{StoredDtype, StoredMatrix, zero_bits_from};
 use super::weight::ProductContext;
 use crate::bytes::ByteSize;
@@ -240,14 +240,17 @@ impl Linear {
         }
         let kernel = context.products.of_gradients(self.weight().dtype());
         context.watch.count(2 * tokens * rows * columns);
-        let parts = product_in_parts(
-            kernel,
-            Strided::transposed(Values::F32(dy), rows),
-            (rows, tokens),
-            (Strided::transposed(Values::F32(x), columns), columns),
-            &mut context.packed,
-            |area, gradient| change.part_of_gradients(area, gradient),
-        );
+        // dyᵀ·x, whose sums go over the tokens.
+        let factors = StridedFactors {
+            x: Strided::transposed(Values::F32(dy), rows),
+            weight: Strided::transposed(Values::F32(x), columns),
+            tokens: rows,
+            columns,
+            inner: tokens,
+        };
+        let parts = product_in_parts(kernel, factors, &mut context.packed, |area, gradient| {
+            change.part_of_gradients(area, gradient)
+        });
         // In the order of the parts, whichever was first.
         for part in parts {
             let plus = |sums: &mut [f32], more: &[f32]| {

@@ -59,4 +59,4 @@ pub use kernel::Kernel;
 pub(super) use packed::resize;
 pub use packed::{Factors, Line, Strided, Values};
 pub use packed_weight::{Factor, PackedWeight};
-pub use products::{Packed, ProductJob, product_in_parts, products};
+pub use products::{Packed, ProductJob, StridedFactors, product_in_parts, products};

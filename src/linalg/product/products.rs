@@ -78,6 +78,21 @@ struct Activations<'a> {
     inner: usize,
 }
 
+/// Factors of a product in any layout, before they are packed as [`Factors`].
+#[derive(Debug, Clone, Copy)]
+pub struct StridedFactors<'a> {
+    /// X, `[tokens, inner]`.
+    pub x: Strided<'a>,
+    /// W, `[columns, inner]`.
+    pub weight: Strided<'a>,
+    /// Rows of X.
+    pub tokens: usize,
+    /// Rows of W, columns of the product.
+    pub columns: usize,
+    /// Elements of a row of each factor.
+    pub inner: usize,
+}
+
 /// Writes x·Wᵀ of every job; x is packed once for all.
 ///
 /// # Arguments
@@ -230,20 +245,17 @@ fn multiply_in_scratch(
 /// rectangles of the first rows, then all of the next rows. The rectangles do not depend on the number of threads.
 ///
 /// # Arguments
-/// * `x`: `[tokens, inner]`
-/// * `weight`: `[columns, inner]`
 /// * `take`: gets rows, columns and content of a rectangle, row-major
 ///
 /// # Panics
 /// Panics when a slice does not have the size of its shape, when `inner` is 0, and when x is not f32.
 pub fn product_in_parts<R: Send>(
     kernel: Kernel,
-    x: Strided<'_>,
-    (tokens, inner): (usize, usize),
-    (weight, columns): (Strided<'_>, usize),
+    factors: StridedFactors<'_>,
     packed: &mut Packed,
     take: impl Fn([Range<usize>; 2], &mut [f32]) -> R + Sync,
 ) -> Vec<R> {
+    let StridedFactors { x, weight, tokens, columns, inner } = factors;
     assert!(
         inner > 0 && x.holds(tokens, inner) && matches!(x.values, Values::F32(_)),
         "x must be [tokens, inner], f32"

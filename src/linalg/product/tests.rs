@@ -307,10 +307,8 @@ fn a_product_in_parts_is_the_product_in_the_memory_of_the_footprint() {
         let mut packed = Packed::default();
         let parts = pool.build().unwrap().install(|| {
             let x = Strided::rows(Values::F32(&x), inner);
-            let weight = (factor, columns);
-            product_in_parts(kernel, x, (tokens, inner), weight, &mut packed, |area, c| {
-                (area, c.to_vec())
-            })
+            let factors = StridedFactors { x, weight: factor, tokens, columns, inner };
+            product_in_parts(kernel, factors, &mut packed, |area, c| (area, c.to_vec()))
         });
         let [row_parts, column_parts] = parts_of_product(kernel, tokens, columns);
         assert!(parts.len() == row_parts * column_parts && row_parts > 1);

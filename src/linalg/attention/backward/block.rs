@@ -183,15 +183,9 @@ impl GradientScratch {
             let some = keys.len().min(rows.end - keys.start);
             let gradients = &mut self.gradients[..queries * keys.len()];
             let v = &self.v[block * self.lengths.key_columns..];
-            along_head(
-                kernel,
-                &self.dc,
-                v,
-                (queries, keys.len(), some),
-                head_dim,
-                gradients,
-                keys.len(),
-            );
+            let product =
+                SlabFactors { x: &self.dc, w: v, queries, keys: keys.len(), some, head_dim };
+            product.multiply(kernel, gradients, keys.len());
             let of_keys = keys.start * head_dim..(keys.start + some) * head_dim;
             let probabilities = Values::F32(&self.probabilities);
             let turned = Strided::transposed(probabilities, seen).at(at, 0);
@@ -235,7 +229,9 @@ impl GradientScratch {
             let some = keys.len().min(rows.end - keys.start);
             let k = &self.k[keys.start / KEYS * self.lengths.key_columns..];
             let out = &mut probabilities[keys.start - all.start..];
-            along_head(kernel, &self.q, k, (queries, keys.len(), some), head_dim, out, seen);
+            let product =
+                SlabFactors { x: &self.q, w: k, queries, keys: keys.len(), some, head_dim };
+            product.multiply(kernel, out, seen);
         }
         Arch::new().dispatch(ScoreSoftmax {
             scores: probabilities,
@@ -270,21 +266,29 @@ fn factors<'a>(
     Factors { x, w, rows, columns, inner }
 }
 
-/// Writes x·wᵀ of factors packed slab by slab along `head_dim`, `[queries, some]`, rows `stride` apart. `w` was packed with `keys` columns.
-fn along_head(
-    kernel: Kernel,
-    mut x: &[Line],
-    mut w: &[Line],
-    (queries, keys, some): (usize, usize, usize),
+/// Factors that are packed slab by slab along `head_dim`.
+struct SlabFactors<'a> {
+    /// `[queries, head_dim]`
+    x: &'a [Line],
+    /// `[keys, head_dim]`
+    w: &'a [Line],
+    queries: usize,
+    keys: usize,
+    /// The first keys, which take part in the product.
+    some: usize,
     head_dim: usize,
-    out: &mut [f32],
-    stride: usize,
-) {
-    for slab in slabs(kernel, head_dim) {
-        let product = factors(x, w, (queries, some), slab.len());
-        kernel.multiply(product, out, stride, slab.start > 0);
-        x = &x[kernel.row_lines(queries, slab.len())..];
-        w = &w[kernel.column_lines(keys, slab.len())..];
+}
+
+impl SlabFactors<'_> {
+    /// Writes x·wᵀ, `[queries, some]`, rows `stride` apart.
+    fn multiply(self, kernel: Kernel, out: &mut [f32], stride: usize) {
+        let Self { mut x, mut w, queries, keys, some, head_dim } = self;
+        for slab in slabs(kernel, head_dim) {
+            let product = factors(x, w, (queries, some), slab.len());
+            kernel.multiply(product, out, stride, slab.start > 0);
+            x = &x[kernel.row_lines(queries, slab.len())..];
+            w = &w[kernel.column_lines(keys, slab.len())..];
+        }
     }
 }
 
