@@ -42,7 +42,7 @@ const TABLES: &[&str] = &[];
 
 /// The arguments of a function at most, and the functions that may have more. Their number may only fall.
 const ARGUMENTS: usize = 5;
-const WITH_MORE_ARGUMENTS: usize = 30;
+const WITH_MORE_ARGUMENTS: usize = 11;
 
 /// Modules that only tests compile and that are files of their own.
 fn test_modules(sources: &[Source]) -> BTreeSet<String> {
