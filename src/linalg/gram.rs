@@ -1,9 +1,14 @@
 //! Gram matrices G = XᵀX of rows that arrive in parts, in f32.
 //!
-//! X is `[tokens, width]`, G `[width, width]`. Every [`TOKENS`] rows enter the sums at once, so neither the parts in which rows arrive
-//! nor the threads change a bit. Only the upper triangle is computed and kept, in panels of rows that reach from the diagonal to the
-//! last column. The kernel multiplies in f32 (it splits f32 into bf16 where the CPU has tiles, else it multiplies and adds), or in bf16
-//! where the layer computes in bf16.
+//! ```text
+//! block = Σ XᵀX over the slabs of a block, in order        a slab has 512 rows, the last slab of a block fewer
+//! G = ((block 0 + block 1) + block 2) + …
+//! ```
+//!
+//! X is `[tokens, width]`, G `[width, width]`. The caller ends blocks. Neither the parts in which the rows of a block arrive nor the threads
+//! change a bit, and a block may be computed elsewhere. Only the upper triangle is computed and kept, in panels of rows that reach from the
+//! diagonal to the last column. The kernel multiplies in f32 (it splits f32 into bf16 where the CPU has tiles, else it multiplies and
+//! adds), or in bf16 where the layer computes in bf16.
 
 use std::ops::Range;
 
@@ -17,16 +22,23 @@ use crate::bytes::ByteSize;
 /// Rows of X that enter the sums at once: a slab of the kernels.
 pub const TOKENS: usize = 512;
 
+/// Sums that a task adds to G at the end of a block.
+const SUMS_AT_ONCE: usize = 1 << 16;
+
 /// Rows of a panel: whole blocks of rows and whole units of columns of every kernel.
 pub const PANEL: usize = 192;
 
-/// G of the rows that have arrived.
+/// G of the blocks that have ended.
 #[derive(Debug)]
 pub struct GramMatrix {
     width: usize,
     /// Panels of the upper triangle, in order: rows from a multiple of [`PANEL`] on, columns from the same number on.
     sums: Vec<f32>,
-    /// Rows that have not entered the sums, `[rows, width]`.
+    /// The same of the current block; its memory is made with the first rows, and used for all blocks.
+    block: Vec<f32>,
+    /// The current block has sums. Else `block` has old values.
+    has_sums: bool,
+    /// Rows that have not entered the sums of the block, `[rows, width]`.
     waiting: Vec<f32>,
     kernel: Kernel,
 }
@@ -65,17 +77,24 @@ impl GramMatrix {
         Self {
             width,
             sums: vec![0.0; panel_elements(width)],
+            block: Vec::new(),
+            has_sums: false,
             waiting: Vec::new(),
             kernel: kernel_of(products),
         }
     }
 
-    /// Bytes while rows arrive: the sums, and [`TOKENS`] rows.
+    /// Bytes after [`GramMatrix::finish`].
     pub fn bytes(width: usize) -> ByteSize {
+        ByteSize::of(panel_elements(width), size_of::<f32>())
+    }
+
+    /// Bytes beside these while rows arrive: the sums of a block, and [`TOKENS`] rows.
+    pub fn collecting_bytes(width: usize) -> ByteSize {
         ByteSize::of(panel_elements(width) + TOKENS * width, size_of::<f32>())
     }
 
-    /// Bytes beside these while rows enter the sums, packed as both factors.
+    /// Bytes beside these while rows enter the sums of a block, packed as both factors.
     pub fn adding_bytes(width: usize, products: Products) -> ByteSize {
         let (blocks, units) = packed_lines(kernel_of(products), width);
         ByteSize::of(blocks + units, size_of::<Line>())
@@ -91,7 +110,7 @@ impl GramMatrix {
         self.width
     }
 
-    /// Adds rows `[rows, width]` of X.
+    /// Adds rows `[rows, width]` of X to the current block.
     pub fn add_rows(&mut self, mut rows: &[f32]) {
         let (mut packed, full) = (None, TOKENS * self.width);
         while !rows.is_empty() {
@@ -113,8 +132,8 @@ impl GramMatrix {
         }
     }
 
-    /// Adds some rows of the upper triangle of a second Gram matrix. `sums` is `[rows, width - first]`: the rows and the columns from
-    /// `first` on, a multiple of [`PANEL`].
+    /// Adds some rows of the upper triangle of a Gram matrix from elsewhere to G, beside the current block. `sums` is
+    /// `[rows, width - first]`: the rows and the columns from `first` on, a multiple of [`PANEL`].
     pub fn add_upper(&mut self, first: usize, sums: &[f32]) {
         let (columns, mut start) = (self.width - first, 0);
         for rows in panels(self.width) {
@@ -133,14 +152,27 @@ impl GramMatrix {
         }
     }
 
-    /// Adds the rows that wait to the sums, and frees their memory.
-    pub fn finish(&mut self) {
-        let waiting = std::mem::take(&mut self.waiting);
-        if !waiting.is_empty() {
+    /// Ends the current block, if it has rows: adds its sums to G.
+    pub fn end_block(&mut self) {
+        if !self.waiting.is_empty() {
+            let waiting = std::mem::take(&mut self.waiting);
             let tokens = waiting.len() / self.width;
             let mut packed = PackedRows::new(self.kernel, self.width, tokens);
             self.fold(&waiting, &mut packed);
         }
+        if std::mem::take(&mut self.has_sums) {
+            let sums = self.sums.par_chunks_mut(SUMS_AT_ONCE);
+            sums.zip(self.block.par_chunks(SUMS_AT_ONCE)).for_each(|(sums, block)| {
+                sums.iter_mut().zip(block).for_each(|(sum, more)| *sum += more);
+            });
+        }
+    }
+
+    /// Ends the current block, and frees the memory of blocks.
+    pub fn finish(&mut self) {
+        self.end_block();
+        self.block = Vec::new();
+        self.waiting = Vec::new();
     }
 
     /// G_jj, `[width]`. Call [`GramMatrix::finish`] before.
@@ -222,14 +254,18 @@ impl GramMatrix {
         self.sums = sums;
     }
 
-    /// Adds as many rows to the sums as `packed` has room for.
+    /// Adds as many rows to the sums of the block as `packed` has room for.
     fn fold(&mut self, rows: &[f32], packed: &mut PackedRows) {
         let (kernel, width, tokens) = (self.kernel, self.width, packed.tokens);
+        if self.block.is_empty() {
+            self.block = vec![0.0; self.sums.len()];
+        }
+        let adds = std::mem::replace(&mut self.has_sums, true);
         packed.fill(kernel, rows, width);
         let PackedRows { x, w, lines, .. } = &*packed;
         let [row_lines, column_lines] = *lines;
         let mut tasks = Vec::new();
-        let mut sums = &mut self.sums[..];
+        let mut sums = &mut self.block[..];
         for (panel, rows) in panels(width).enumerate() {
             let (own, rest) = sums.split_at_mut(rows.len() * (width - rows.start));
             sums = rest;
@@ -247,7 +283,7 @@ impl GramMatrix {
                     inner: tokens,
                 };
                 let sums = &mut sums[columns.start - rows.start..];
-                kernel.multiply(factors, sums, stride, true);
+                kernel.multiply(factors, sums, stride, adds);
             }
         });
     }
@@ -337,6 +373,27 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn g_is_the_sum_of_its_blocks_in_order() {
+        let width = 250;
+        let x = rows(1900, width);
+        let cuts = [0, 40, 40, 700, 1900];
+        let blocks: Vec<_> =
+            cuts.windows(2).map(|cut| &x[cut[0] * width..cut[1] * width]).collect();
+        let mut whole = GramMatrix::new(width, Products::F32);
+        let mut expected = vec![0.0f32; width * width];
+        for block in blocks {
+            block.chunks(7 * width).for_each(|rows| whole.add_rows(rows));
+            whole.end_block();
+            let square = gram(block, width, 512, Products::F32).square();
+            expected.iter_mut().zip(square).for_each(|(sum, more)| *sum += more);
+        }
+        whole.finish();
+        assert!(whole.square() == expected);
+        assert!(whole.block.is_empty() && whole.waiting.is_empty());
+        assert!(gram(&x, width, 512, Products::F32).square() != expected, "a single block");
     }
 
     #[test]

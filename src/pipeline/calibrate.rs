@@ -14,6 +14,7 @@ use crate::pruning::{SamplePart, Statistics, StatisticsKind, Technique};
 use crate::run::memory_settings::GramsHeld;
 use crate::run::phase::in_layer;
 use crate::run::{Event, Events, Phase};
+use crate::runtime::blocks::SampleBlocks;
 use crate::runtime::{Accumulation, Compute, GramsOnDevices, HiddenStates, Reporter, ResultOrder};
 
 /// Fills a stream with the embeddings of its samples; `tokens` is `[samples, seqlen]`.
@@ -284,6 +285,7 @@ impl<'a> Calibrator<'a> {
             is_observed.then(|| Mutex::new(kind.begin(widths[point], products)))
         });
         let mut rows = InputRows::new(&widths, samples, seqlen);
+        let blocks = SampleBlocks::new(samples);
         let order = match kind.is_in_place() {
             true => ResultOrder::Blocking,
             false => ResultOrder::OfSamples,
@@ -319,6 +321,9 @@ impl<'a> Calibrator<'a> {
             },
             &mut |sample, observed| {
                 rows.add_sample(observed.finish(&points));
+                if blocks.ends_with(sample) {
+                    points.values().flatten().for_each(|point| lock(point).end_block());
+                }
                 progress(events, sample);
             },
         )?;

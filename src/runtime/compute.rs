@@ -1,14 +1,16 @@
 //! The devices that compute: the CPU, and GPUs, which share the samples of a layer.
 //!
 //! A plan names the devices of each layer. Without a GPU, the CPU computes the samples in their order, each with all threads. With GPUs,
-//! each GPU takes the next free sample. GPUs get samples in turn where they sum them up or have their hidden states (`pass.rs`). If a GPU has too little memory for a sample,
-//! the CPU computes this sample immediately ([`DeviceWorker`]). Results are combined in the order of the samples, so they depend on the
+//! each GPU takes the next free sample. GPUs get blocks of samples in turn where they sum them up or have their hidden states (`pass.rs`). If a
+//! GPU has too little memory for a sample, or for a sample of a block that is summed up, the CPU computes this sample or block ([`DeviceWorker`]). Results are combined in the order of the samples, so they depend on the
 //! device of a sample only by its rounding.
 
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Result;
 
+use super::blocks::SampleBlocks;
 use super::device_worker::DeviceWorker;
 use super::engine::CopyAhead;
 use super::hidden_states::HiddenStates;
@@ -17,7 +19,7 @@ use crate::linalg::Workspace;
 use crate::linalg::profile::Watch;
 use crate::linalg::select::Quota;
 use crate::model::head::HeadChunk;
-use crate::model::on_device::{LogSumExpPart, SampleSums, TakeGram};
+use crate::model::on_device::{GramSums, LogSumExpPart, SampleSums, TakeGram};
 use crate::model::{DecoderLayer, LayerContext, LinearId, Observer};
 use crate::run::fallback::{DeviceMemoryReport, FallbackReport};
 use crate::run::{Events, MemorySettings, Phase};
@@ -53,7 +55,7 @@ impl<'a> Compute<'a> {
         Self { context, workers, devices, deals_samples: false, events }
     }
 
-    /// Gives the devices the samples in turn, so that each finds the hidden states that stayed on it.
+    /// Gives the devices the blocks of samples in turn, so that each finds the hidden states that stayed on it.
     #[must_use]
     pub(super) fn dealing_samples(self, deals_samples: bool) -> Self {
         Self { deals_samples, ..self }
@@ -149,9 +151,11 @@ impl<'a> Compute<'a> {
         self.workers.iter_mut().try_for_each(DeviceWorker::wait)
     }
 
-    /// Observes every sample in a layer, each with a new observer. Calls `done` with the observers in the order of the samples, and then
-    /// `grams.take` with the sums of each device. `order` is [`ResultOrder::OfSamples`], or [`ResultOrder::Blocking`] for large
-    /// observations.
+    /// Observes every sample in a layer, each with a new observer. Calls `done` with the observers in the order of the samples.
+    /// `order` is [`ResultOrder::OfSamples`], or [`ResultOrder::Blocking`] for large observations and for Gram matrices.
+    ///
+    /// Gram matrices on devices are sums of blocks, and `grams.take` gets them in the order of the blocks. A device that has had all blocks
+    /// so far keeps their sum.
     pub fn capture<O: Observer + Send>(
         &mut self,
         layer: &DecoderLayer,
@@ -163,34 +167,69 @@ impl<'a> Compute<'a> {
     ) -> Result<()> {
         let workers = ready(&mut self.workers, &self.devices, layer)?;
         let (samples, context) = (hidden.samples(), &mut self.context);
-        let hidden = Mutex::new(hidden);
-        let turn = match workers.is_empty() {
-            true => Accumulation::Now,
-            false => Accumulation::Later,
+        let blocks = SampleBlocks::new(samples);
+        let has_grams = !grams.widths.is_empty() && !workers.is_empty();
+        let samples_of = |unit: usize| match has_grams {
+            true => blocks.samples_of(unit),
+            false => unit..unit + 1,
         };
+        let (hidden, done, take) = (Mutex::new(hidden), Mutex::new(done), Mutex::new(grams.take));
+        let state = |sample: usize| lock(&hidden).stored(sample);
+        // A single device keeps sums until the CPU has to compute a block. The sums so far come before this block.
+        let (keeps, kept) = (AtomicBool::new(workers.len() == 1), Mutex::new(GramSums::default()));
         Pass {
-            on_device: &|worker, sample| {
-                let state = lock(&hidden).stored(sample)?;
-                worker.capture(sample, layer, (&state, grams.widths), &|sample| new(sample, turn))
+            on_device: &|worker, unit| {
+                let own = samples_of(unit);
+                let new = |sample: usize| new(sample, Accumulation::Later);
+                let observed = worker.capture(own.clone(), layer, (&state, grams.widths), &new)?;
+                if !has_grams {
+                    return Ok(observed.map(|observed| (observed, Vec::new())));
+                }
+                if keeps.load(Ordering::Relaxed)
+                    && observed.is_some()
+                    && worker.keep_block(&own, layer, grams.widths)?
+                {
+                    return Ok(observed.map(|observed| (observed, Vec::new())));
+                }
+                let before = match keeps.swap(false, Ordering::Relaxed) {
+                    true => worker.take_kept(),
+                    false => GramSums::default(),
+                };
+                let Some(observed) = observed else {
+                    *lock(&kept) = before;
+                    return Ok(None);
+                };
+                Ok(Some((observed, vec![before, worker.take_block()])))
             },
-            on_cpu: &mut |sample| {
-                let state = lock(&hidden).get(sample)?;
-                let mut observer = new(sample, turn);
-                layer.capture(&state, context, &mut observer)?;
-                Ok((observer, SampleSums::default()))
+            on_cpu: &mut |unit| {
+                let kept = std::mem::take(&mut *lock(&kept));
+                kept.hand_on(&mut **lock(&take))?;
+                let mut observed = Vec::new();
+                for sample in samples_of(unit) {
+                    let state = lock(&hidden).get(sample)?;
+                    let mut observer = new(sample, Accumulation::Now);
+                    layer.capture(&state, context, &mut observer)?;
+                    match has_grams {
+                        // The rows of the next sample follow at once.
+                        true => (*lock(&done))(sample, observer),
+                        false => observed.push((observer, SampleSums::default())),
+                    }
+                }
+                Ok((observed, Vec::new()))
             },
-            done: &mut |sample, (mut observer, sums)| {
-                sums.show(&mut observer)?;
-                done(sample, observer);
-                Ok(())
+            done: &mut |unit, (observed, sums)| {
+                for (sample, (mut observer, columns)) in samples_of(unit).zip(observed) {
+                    columns.show(&mut observer)?;
+                    (*lock(&done))(sample, observer);
+                }
+                sums.into_iter().try_for_each(|sums| sums.hand_on(&mut **lock(&take)))
             },
             order,
-            // A device sums up its samples: with the same samples each time the sum has the same bits.
-            is_dealt: self.deals_samples || !grams.widths.is_empty(),
+            is_dealt: self.deals_samples || has_grams,
         }
-        .run(workers, samples, self.events)?;
-        let mut workers = self.workers.iter_mut().filter(|_| !grams.widths.is_empty());
-        workers.try_for_each(|worker| worker.collect_grams(grams.take))
+        .run(workers, if has_grams { blocks.count() } else { samples }, self.events)?;
+        let kept = self.workers.iter_mut().filter(|_| has_grams).map(DeviceWorker::take_kept);
+        kept.collect::<Vec<_>>().into_iter().try_for_each(|sums| sums.hand_on(&mut **lock(&take)))
     }
 
     /// X·Wᵀ of a matrix without its bias, in f32 on a device that has the layer; `None` where no device has it.

@@ -2,7 +2,7 @@
 //!
 //! Samples are independent, so a pass takes a state, runs it through a layer and puts the result back in its place: a single
 //! set of states, not two. They are stored in the dtype of the arithmetic (f32 on the CPU, the checkpoint's on GPUs), so storing them
-//! changes no bit: the masks are the same in RAM and on disk. On several GPUs a sample stays on the GPU whose turn it is.
+//! changes no bit: the masks are the same in RAM and on disk. On several GPUs a sample stays on the GPU whose turn its block is.
 
 use std::fs::File;
 use std::hash::{BuildHasher, RandomState};
@@ -13,6 +13,7 @@ use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
 
+use super::blocks::SampleBlocks;
 use super::engine::OutOfMemory;
 use crate::bytes::ByteSize;
 use crate::disk::positioned;
@@ -27,7 +28,7 @@ pub struct HiddenStates {
     shape: [usize; 2],
     dtype: DType,
     store: Store,
-    /// The devices of the states in memory, which have the samples in turn; empty for the host.
+    /// The devices of the states in memory, which have the blocks of samples in turn; empty for the host.
     homes: Vec<Device>,
 }
 
@@ -63,7 +64,7 @@ impl HiddenStates {
         Ok(Self { shape, dtype, store, homes: Vec::new() })
     }
 
-    /// Keeps the states on these devices, which get the samples in turn.
+    /// Keeps the states on these devices, which get the blocks of samples in turn.
     #[must_use]
     pub fn on_devices(self, homes: Vec<Device>) -> Self {
         Self { homes, ..self }
@@ -97,7 +98,8 @@ impl HiddenStates {
     }
 
     fn home(&self, sample: usize) -> Option<&Device> {
-        self.homes.get(sample % self.homes.len().max(1))
+        let block = SampleBlocks::new(self.samples()).block_of(sample);
+        self.homes.get(block % self.homes.len().max(1))
     }
 
     /// The number of samples.

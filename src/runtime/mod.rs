@@ -7,6 +7,7 @@
 //! | `loader`, `layer_store` | layers read ahead; the layers of a generating model |
 //! | `hidden_states` | the samples between two layers |
 //! | `compute`, `pass` | a pass of all samples through a layer, on the CPU and on GPUs |
+//! | `blocks` | blocks of samples: the order of large sums |
 //! | `one_sample` | a pass of a single sample, forwards or backwards, for trainings |
 //! | `device_worker`, `ledger` | a device: the fallback ladder of a unit of work, and the account of the memory |
 //! | `engine` | the arithmetic of a device |
@@ -14,6 +15,7 @@
 //! | `clock`, `memory` | measured time and memory |
 //! | `resident_set` | measured memory where the system has no `/proc` |
 
+pub mod blocks;
 pub mod clock;
 pub mod compute;
 pub mod device_worker;

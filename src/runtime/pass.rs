@@ -1,12 +1,15 @@
 //! A pass of all samples through a layer: its samples are shared by the devices, and its results are handed on in order.
+//!
+//! A unit of a pass is a sample, or a block of samples where devices sum up a block.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 use anyhow::{Context, Result, anyhow};
 
+use super::blocks::SampleBlocks;
 use super::device_worker::DeviceWorker;
 use crate::run::Events;
 
@@ -15,7 +18,8 @@ use crate::run::Events;
 pub enum ResultOrder {
     /// Sample order. A result waits until all earlier samples are done, so results should be small.
     OfSamples,
-    /// Sample order, for large results: a device waits with its result, so there is at most a single result per device.
+    /// Sample order, for large results: a device waits with its result, so there is at most a single result per device. The CPU begins
+    /// when all earlier samples are done.
     Blocking,
     /// The order of computing: each result is handed on as soon as it is there.
     Any,
@@ -45,44 +49,49 @@ impl<R> Results<'_, R> {
     }
 }
 
-/// The samples of a pass that have not begun, and the results.
+/// The units of a pass that have not begun, and the results.
 struct Queue<'c, R> {
     next: AtomicUsize,
-    samples: usize,
+    units: usize,
     results: Mutex<Results<'c, R>>,
     /// Signals that a result was taken, or that the pass is over.
     changed: Condvar,
 }
 
-impl<R> Queue<'_, R> {
-    /// The next sample that no device has taken.
+impl<'c, R> Queue<'c, R> {
+    /// The next unit that no device has taken.
     fn begin(&self) -> Option<usize> {
-        let sample = self.next.fetch_add(1, Ordering::Relaxed);
-        (sample < self.samples).then_some(sample)
+        let unit = self.next.fetch_add(1, Ordering::Relaxed);
+        (unit < self.units).then_some(unit)
     }
 
     fn is_stopped(&self) -> bool {
-        self.next.load(Ordering::Relaxed) >= self.samples
+        self.next.load(Ordering::Relaxed) >= self.units
     }
 
-    /// Takes the result of a sample; with [`ResultOrder::Blocking`] after the results of all earlier samples.
-    fn take(&self, sample: usize, result: R) -> Result<()> {
+    /// Waits for the results of all earlier units, where they are [`ResultOrder::Blocking`]. `None` once the pass is over.
+    fn turn(&self, unit: usize) -> Option<MutexGuard<'_, Results<'c, R>>> {
         let mut results = lock(&self.results);
-        while results.order == ResultOrder::Blocking && results.next != sample && !results.is_over {
+        while results.order == ResultOrder::Blocking && results.next != unit && !results.is_over {
             let woken = self.changed.wait(results);
             results = woken.unwrap_or_else(PoisonError::into_inner);
         }
-        if results.is_over {
+        (!results.is_over).then_some(results)
+    }
+
+    /// Takes the result of a unit; with [`ResultOrder::Blocking`] after the results of all earlier units.
+    fn take(&self, unit: usize, result: R) -> Result<()> {
+        let Some(mut results) = self.turn(unit) else {
             return Ok(());
-        }
-        let taken = results.take(sample, result);
+        };
+        let taken = results.take(unit, result);
         self.changed.notify_all();
         taken
     }
 
-    /// Ends the pass early: no device begins a new sample, and none waits.
+    /// Ends the pass early: no device begins a new unit, and none waits.
     fn stop(&self) {
-        self.next.store(self.samples, Ordering::Relaxed);
+        self.next.store(self.units, Ordering::Relaxed);
         lock(&self.results).is_over = true;
         self.changed.notify_all();
     }
@@ -94,22 +103,22 @@ pub(super) struct Pass<'p, 'a, R> {
     pub(super) on_cpu: &'p mut (dyn FnMut(usize) -> Result<R> + Send),
     pub(super) done: &'p mut (dyn FnMut(usize, R) -> Result<()> + Send),
     pub(super) order: ResultOrder,
-    /// Devices get the samples in turn. Otherwise each device takes the next free sample.
+    /// Devices get the blocks of samples in turn. Otherwise each device takes the next free unit.
     pub(super) is_dealt: bool,
 }
 
 impl<'a, R: Send> Pass<'_, 'a, R> {
+    /// Computes all units: samples, or blocks of samples.
     pub(super) fn run(
         self,
         workers: Vec<&mut DeviceWorker<'a>>,
-        samples: usize,
+        units: usize,
         events: &dyn Events,
     ) -> Result<()> {
         let (on_device, on_cpu) = (self.on_device, Mutex::new(self.on_cpu));
-        let dealt = self.is_dealt.then_some(workers.len());
         let queue = Queue {
             next: AtomicUsize::new(0),
-            samples,
+            units,
             results: Mutex::new(Results {
                 order: self.order,
                 next: 0,
@@ -119,42 +128,52 @@ impl<'a, R: Send> Pass<'_, 'a, R> {
             }),
             changed: Condvar::new(),
         };
-        let one = |worker: Option<&mut DeviceWorker<'a>>, sample: usize| -> Result<R> {
+        // `None` ends the work of a device: the pass is over.
+        let one = |worker: Option<&mut DeviceWorker<'a>>, unit: usize| -> Result<Option<R>> {
             events.check()?;
             let computed = match worker {
-                Some(worker) => on_device(worker, sample)?,
+                Some(worker) => on_device(worker, unit)?,
                 None => None,
             };
             match computed {
-                Some(result) => Ok(result),
-                None => (*lock(&on_cpu))(sample),
+                Some(result) => Ok(Some(result)),
+                None if queue.turn(unit).is_some() => (*lock(&on_cpu))(unit).map(Some),
+                None => Ok(None),
             }
         };
         if workers.is_empty() {
-            return (0..samples).try_for_each(|sample| queue.take(sample, one(None, sample)?));
+            return (0..units).try_for_each(|unit| match one(None, unit)? {
+                Some(result) => queue.take(unit, result),
+                None => Ok(()),
+            });
         }
-        // A device begins its next sample before the host takes the result, unless results are large.
+        // A device begins its next unit before the host takes the result, unless results are large.
         let holds_one = self.order != ResultOrder::Blocking;
+        // As many blocks of samples as there are blocks: a unit that is a block is dealt like its samples.
+        let (dealt, blocks) = (self.is_dealt.then_some(workers.len()), SampleBlocks::new(units));
         let work = |number: usize, worker: &mut DeviceWorker<'a>| -> Result<()> {
             let _stop = StopOnPanic(&queue);
-            let mut own = (number..samples).step_by(dealt.unwrap_or(1));
+            let own = (number..blocks.count()).step_by(dealt.unwrap_or(1));
+            let mut own = own.flat_map(|block| blocks.samples_of(block));
             let mut next = || match dealt {
                 Some(_) => own.next().filter(|_| !queue.is_stopped()),
                 None => queue.begin(),
             };
             let mut computed = || -> Result<()> {
                 let mut held = None;
-                while let Some(sample) = next() {
-                    let result = one(Some(&mut *worker), sample)?;
-                    let before = held.replace((sample, result));
-                    if let Some((sample, result)) = before {
-                        queue.take(sample, result)?;
+                while let Some(unit) = next() {
+                    let Some(result) = one(Some(&mut *worker), unit)? else {
+                        return Ok(());
+                    };
+                    let before = held.replace((unit, result));
+                    if let Some((unit, result)) = before {
+                        queue.take(unit, result)?;
                     }
-                    if !holds_one && let Some((sample, result)) = held.take() {
-                        queue.take(sample, result)?;
+                    if !holds_one && let Some((unit, result)) = held.take() {
+                        queue.take(unit, result)?;
                     }
                 }
-                held.map_or(Ok(()), |(sample, result)| queue.take(sample, result))
+                held.map_or(Ok(()), |(unit, result)| queue.take(unit, result))
             };
             computed().inspect_err(|_| queue.stop())
         };

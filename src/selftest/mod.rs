@@ -206,7 +206,7 @@ impl Bench {
         Ok(CheckOutcome::Held(self.compare(&mut model, &cut)?.join(", ")))
     }
 
-    /// The Gram matrices and column sums of two samples, with several panels each.
+    /// The Gram matrices and column sums of two samples, each a block, with several panels.
     fn grams(&self, folder: &Path) -> Result<CheckOutcome> {
         let mut model = Model::random(folder, "several-panels", &several_panels(), 256)?;
         let mut cut = Tiling::of(&MemorySettings::default(), &model.config);
@@ -221,10 +221,13 @@ impl Bench {
             let mut engine = self.loaded(&model, dtype)?;
             let mut theirs = Grams::new(&model.config);
             for _ in 0..2 {
+                engine.begin_block();
                 let sums = engine.capture(&model.layer, &model.state, &cut, &mut theirs)?;
                 sums.show(&mut theirs)?;
+                engine.keep_block()?;
             }
-            engine.collect_grams(&mut |point, first, sums| theirs.add(point, first, sums))?;
+            let kept = engine.take_kept();
+            kept.hand_on(&mut |point, first, sums| theirs.add(point, first, sums))?;
             let pairs = ours.iter().zip(theirs.all());
             let apart = pairs.map(|(ours, theirs)| difference(ours, &theirs)).fold(0.0, f32::max);
             ensure!(apart <= 2.0 * tolerance, "{dtype:?}: off by {apart:.1e}");

@@ -1,12 +1,12 @@
 //! Gram matrices of the observed inputs of a layer, on a device.
 //!
 //! ```text
-//! G ← G + XᵀX   for each piece X [tokens, in_features] of a sample, in f32
+//! block ← block + XᵀX   for each piece X [tokens, in_features] of the samples of a block, in f32
+//! G ← G + block         block by block; a device that does not have all blocks hands each block on instead
 //! ```
 //!
-//! G is kept as its upper triangle, in panels of rows that reach from the diagonal to the last column. Candle's products cannot add to
-//! what is there, so each piece makes new panels. The panels of earlier samples stay until the sample is whole: a sample that fails
-//! half-way changes nothing.
+//! Sums are kept as their upper triangle, in panels of rows that reach from the diagonal to the last column. Candle's products cannot add
+//! to what is there, so each piece makes new panels. A block that fails half-way changes nothing: it begins again, or goes elsewhere.
 
 use anyhow::Result;
 use candle_core::{Device, Tensor};
@@ -22,19 +22,19 @@ const PANEL: usize = 4 * gram::PANEL;
 type GramPanels = Vec<Tensor>;
 
 /// A function that gets some rows of the upper triangle of a Gram matrix: the input, the first row, and the sums from this column on.
-pub type TakeGram<'a> = dyn FnMut(InputId, usize, &[f32]) + 'a;
+pub type TakeGram<'a> = dyn FnMut(InputId, usize, &[f32]) + Send + 'a;
 
 /// Gram matrices of the four inputs of a layer.
 #[derive(Debug, Default)]
 pub struct DeviceGrams {
-    /// Sums over the samples before the current sample.
-    before: InputMap<GramPanels>,
-    /// The same, with the current sample.
-    sums: InputMap<GramPanels>,
+    /// Sums over blocks that are whole.
+    total: GramSums,
+    /// Sums over the samples of the current block so far.
+    block: GramSums,
 }
 
 impl DeviceGrams {
-    /// Memory of the sums for inputs with these numbers of columns, with and without the current sample.
+    /// Memory of G and of a block for inputs with these numbers of columns.
     pub fn bytes(widths: &[usize]) -> ByteSize {
         let panels = widths.iter().map(|&width| elements(width));
         ByteSize::of(2 * panels.sum::<usize>(), size_of::<f32>())
@@ -46,34 +46,24 @@ impl DeviceGrams {
         ByteSize::of(adding.max().unwrap_or(0), size_of::<f32>())
     }
 
-    /// Begins the next sample, and forgets a sample that has failed.
-    pub fn begin_sample(&mut self) {
-        self.sums.clone_from(&self.before);
+    /// Begins a block, and forgets a block that has failed.
+    pub fn begin_block(&mut self) {
+        self.block = GramSums::default();
     }
 
-    /// Ends the current sample: it counts from now on.
-    pub fn end_sample(&mut self) {
-        self.before = std::mem::take(&mut self.sums);
-    }
-
-    /// Memory of the sums over the samples so far.
+    /// Memory of the sums over whole blocks.
     pub fn held(&self) -> ByteSize {
-        let panels = self.before.values().flatten();
+        let panels = self.total.panels.values().flatten();
         ByteSize::of(panels.map(Tensor::elem_count).sum(), size_of::<f32>())
     }
 
-    /// Frees the memory of a sample that has failed.
-    pub fn drop_sample(&mut self) {
-        self.sums = Default::default();
-    }
-
-    /// Adds the next rows `[tokens, in_features]` of the current sample, in f32.
+    /// Adds the next rows `[tokens, in_features]` of the current block, in f32.
     ///
     /// # Errors
     /// Fails when the device fails, mostly for lack of memory.
     pub fn add(&mut self, point: InputId, rows: &Tensor) -> Result<()> {
         let width = rows.dim(1)?;
-        let sums = &mut self.sums[point];
+        let sums = &mut self.block.panels[point];
         // Both factors of every panel are rows of it.
         let turned = rows.t()?.contiguous()?;
         for (at, first) in (0..width).step_by(PANEL).enumerate() {
@@ -90,13 +80,50 @@ impl DeviceGrams {
         Ok(())
     }
 
-    /// Hands the sums of all samples on and forgets them.
+    /// Adds the current block, which is whole, to G. After a failure, panels of the block remain that are not in G: the next call goes on
+    /// with them.
+    ///
+    /// # Errors
+    /// Fails when the device fails, mostly for lack of memory.
+    pub fn keep_block(&mut self) -> Result<()> {
+        for point in InputId::ALL {
+            let (total, block) = (&mut self.total.panels[point], &mut self.block.panels[point]);
+            if total.is_empty() {
+                *total = std::mem::take(block);
+            }
+            while let Some(more) = block.last() {
+                let sum = &mut total[block.len() - 1];
+                *sum = (&*sum + more)?;
+                block.pop();
+            }
+        }
+        Ok(())
+    }
+
+    /// The sums of the current block that are not in G.
+    pub fn take_block(&mut self) -> GramSums {
+        std::mem::take(&mut self.block)
+    }
+
+    /// The sums of the blocks that were kept.
+    pub fn take(&mut self) -> GramSums {
+        std::mem::take(&mut self.total)
+    }
+}
+
+/// Sums for Gram matrices of the four inputs of a layer, on their device.
+#[derive(Debug, Default)]
+pub struct GramSums {
+    panels: InputMap<GramPanels>,
+}
+
+impl GramSums {
+    /// Hands the sums on, and frees the memory of each panel.
     ///
     /// # Errors
     /// Fails when the device has failed in the meantime.
-    pub fn take(&mut self, take: &mut TakeGram<'_>) -> Result<()> {
-        for point in InputId::ALL {
-            let panels = std::mem::take(&mut self.before[point]);
+    pub fn hand_on(self, take: &mut TakeGram<'_>) -> Result<()> {
+        for (point, panels) in self.panels {
             for (at, panel) in panels.into_iter().enumerate() {
                 let sums = panel.to_device(&Device::Cpu)?;
                 tensor::with_slice(&sums, |sums| take(point, at * PANEL, sums))?;
@@ -126,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sample_that_fails_half_way_does_not_count() -> Result<()> {
+    fn blocks_are_kept_or_handed_on_and_a_block_that_fails_does_not_count() -> Result<()> {
         let point = InputId::Down;
         let mut grams = DeviceGrams::default();
         let add = |grams: &mut DeviceGrams, rows: &[f32]| {
@@ -134,30 +161,37 @@ mod tests {
             grams.add(point, &Tensor::from_slice(rows, (tokens, WIDTH), &Device::Cpu)?)
         };
         let mut expected = GramMatrix::new(WIDTH, Products::F32);
-        for sample in 0..4 {
-            let rows = rows(sample, 9);
-            grams.begin_sample();
+        let mut summed = GramMatrix::new(WIDTH, Products::F32);
+        let hand_on = |sums: GramSums, summed: &mut GramMatrix| {
+            sums.hand_on(&mut |at, first, sums| {
+                assert_eq!(at, point);
+                summed.add_upper(first, sums);
+            })
+        };
+        for block in 0..5 {
+            let rows = rows(block, 9);
+            grams.begin_block();
             add(&mut grams, &rows[..4 * WIDTH])?;
-            match sample {
-                1 => grams.drop_sample(),
-                // The next sample begins without `drop_sample`.
-                2 => {}
-                _ => {
-                    add(&mut grams, &rows[4 * WIDTH..])?;
-                    grams.end_sample();
-                    expected.add_rows(&rows);
+            // The next block begins.
+            if block == 1 {
+                continue;
+            }
+            add(&mut grams, &rows[4 * WIDTH..])?;
+            expected.add_rows(&rows);
+            expected.end_block();
+            match block {
+                4 => {
+                    hand_on(grams.take(), &mut summed)?;
+                    hand_on(grams.take_block(), &mut summed)?;
                 }
+                _ => grams.keep_block()?,
             }
         }
         expected.finish();
-        let mut summed = GramMatrix::new(WIDTH, Products::F32);
-        for _ in 0..2 {
-            // The second time nothing is left.
-            grams.take(&mut |at, first, sums| {
-                assert_eq!(at, point);
-                summed.add_upper(first, sums);
-            })?;
-        }
+        assert_eq!(grams.held(), ByteSize::ZERO);
+        // Nothing is left.
+        hand_on(grams.take(), &mut summed)?;
+        hand_on(grams.take_block(), &mut summed)?;
         let (ours, theirs) = (summed.square(), expected.square());
         let largest = theirs.iter().fold(0.0f32, |max, sum| max.max(sum.abs()));
         let apart = ours.iter().zip(&theirs).map(|(a, b)| (a - b).abs());

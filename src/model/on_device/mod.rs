@@ -30,7 +30,7 @@ mod tables;
 mod tiling;
 mod training;
 
-pub use gram::{DeviceGrams, TakeGram};
+pub use gram::{DeviceGrams, GramSums, TakeGram};
 pub use head::{DeviceHead, LogSumExpPart};
 pub use layer::{DeviceLayer, squares_of_difference};
 pub use observing::{ArrivingValues, SampleSums};

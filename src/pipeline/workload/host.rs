@@ -222,7 +222,7 @@ impl<'r> Host<'r> {
             return kept.into_iter().collect();
         };
         let widths = run.config.input_widths();
-        let each = widths.values().map(|&width| kind.bytes(width));
+        let each = widths.values().map(|&width| kind.bytes(width) + kind.collecting_bytes(width));
         let held = match run.passes_inputs_apart(self.option.settings.statistics) {
             true => each.max().unwrap_or_default(),
             false => each.sum(),

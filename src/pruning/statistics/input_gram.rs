@@ -1,7 +1,7 @@
 //! Gram matrices of a linear's input, for the methods that repair what they prune.
 //!
-//! G = Σ_samples XᵀX `[in_features, in_features]`, X `[tokens, in_features]` the input of the linear; f32 sums in the order of the samples
-//! (`linalg/gram.rs`). Beside it are the column statistics of `column_moments.rs`, so that every score can be computed from these
+//! G = Σ_samples XᵀX `[in_features, in_features]`, X `[tokens, in_features]` the input of the linear; f32 sums over blocks of samples, which
+//! are added in order (`linalg/gram.rs`). Beside it are the column statistics of `column_moments.rs`, so that every score can be computed from these
 //! statistics too. The reference implementations divide by the number of samples, which changes no mask and no weight.
 //!
 //! A factorisation of G, or whatever else a method derives from it for an input, serves all linears with that input (q, k and v; gate
@@ -27,6 +27,10 @@ pub struct InputGramKind;
 impl StatisticsKind for InputGramKind {
     fn bytes(&self, in_features: usize) -> ByteSize {
         GramMatrix::bytes(in_features) + ColumnMoments::bytes(in_features)
+    }
+
+    fn collecting_bytes(&self, in_features: usize) -> ByteSize {
+        GramMatrix::collecting_bytes(in_features)
     }
 
     fn adding_bytes(&self, in_features: usize, products: Products) -> ByteSize {
@@ -120,6 +124,10 @@ impl InPlaceStatistics for InputGram {
     fn end_sample(&mut self) {
         self.columns.merge(self.sample.numbers());
         self.sample = self.columns.part();
+    }
+
+    fn end_block(&mut self) {
+        self.gram.end_block();
     }
 
     fn merge_beside_gram(&mut self, numbers: &[f64]) {

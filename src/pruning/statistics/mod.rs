@@ -7,11 +7,11 @@
 //! | --- | --- | --- |
 //! | made for | a few numbers per column | large matrices, like XᵀX |
 //! | a sample | a part of its own; several are collected at the same time | its rows |
-//! | order | parts are merged in the order of the samples | rows are added in the order of the samples |
-//! | memory | an accumulator, and a part per sample on its way | an accumulator |
-//! | GPUs | send column sums where a part consists of them, else all rows | keep XᵀX if there is room, else send all rows |
+//! | order | parts are merged in the order of the samples | rows are added in the order of the samples, XᵀX block by block |
+//! | memory | an accumulator, and a part per sample on its way | an accumulator, and a second for the current block |
+//! | GPUs | send column sums where a part consists of them, else all rows | keep XᵀX of a block if there is room, else send all rows |
 //!
-//! The order is fixed either way, so statistics do not depend on threads. XᵀX of the samples of a GPU is one sum, added after the pass.
+//! The order is fixed either way, so statistics depend neither on threads nor on the number of GPUs.
 //!
 //! | file | content |
 //! | --- | --- |
@@ -34,10 +34,15 @@ pub mod input_gram;
 
 /// A kind of statistics: its cost, and empty accumulators.
 pub trait StatisticsKind: Debug + Sync {
-    /// Bytes held for an input with this many columns while samples are collected, a sample's part included.
+    /// Bytes held for an input with this many columns, a sample's part included.
     fn bytes(&self, in_features: usize) -> ByteSize;
 
-    /// Bytes beside [`StatisticsKind::bytes`] while a sample's rows are added; one input at a time needs them.
+    /// Bytes beside [`StatisticsKind::bytes`] while samples are collected.
+    fn collecting_bytes(&self, _in_features: usize) -> ByteSize {
+        ByteSize::ZERO
+    }
+
+    /// Bytes beside both while a sample's rows are added; one input at a time needs them.
     fn adding_bytes(&self, _in_features: usize, _products: Products) -> ByteSize {
         ByteSize::ZERO
     }
@@ -98,6 +103,13 @@ impl Statistics {
         }
     }
 
+    /// Ends a block of samples.
+    pub fn end_block(&mut self) {
+        if let Self::InPlace(statistics) = self {
+            statistics.end_block();
+        }
+    }
+
     /// The accumulator as its own type, which the method that asked for it knows.
     pub fn downcast<T: 'static>(&self) -> Option<&T> {
         let any: &dyn Any = match self {
@@ -152,12 +164,15 @@ pub trait InPlaceStatistics: Any + Send + Sync {
     /// Ends the current sample: all its rows were added.
     fn end_sample(&mut self) {}
 
+    /// Ends the current block of samples: sums over samples are added up block by block.
+    fn end_block(&mut self) {}
+
     /// Merges the numbers of the next sample's [`StatisticsKind::part_beside_gram`].
     fn merge_beside_gram(&mut self, _numbers: &[f64]) {
         unreachable!("for kinds with a part beside XᵀX")
     }
 
-    /// Adds some rows of the upper triangle of XᵀX, of all samples that a GPU has computed, as [`GramMatrix::add_upper`].
+    /// Adds some rows of the upper triangle of XᵀX, of the next block or blocks, as [`GramMatrix::add_upper`].
     fn add_gram(&mut self, _first: usize, _sums: &[f32]) {
         unreachable!("for kinds with a part beside XᵀX")
     }

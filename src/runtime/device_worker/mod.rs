@@ -1,6 +1,7 @@
 //! A device at work: the fallback ladder of a unit of work on a device with less memory than planned.
 //!
-//! A unit is a matrix that is copied, multiplied or scored, a sample that passes a layer, or a window at the head. Its results count only once it is whole.
+//! A unit is a matrix that is copied, multiplied or scored, a sample that passes a layer, a block of samples whose Gram matrices the device
+//! sums up, or a window at the head. Its results count only once it is whole.
 //!
 //! ```text
 //! reserve the unit's memory, do it
@@ -20,6 +21,7 @@
 mod weights;
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
@@ -28,7 +30,7 @@ use super::engine::{Engine, OutOfMemory};
 use super::ledger::{Ledger, Refused};
 use crate::bytes::ByteSize;
 use crate::model::head::HeadChunk;
-use crate::model::on_device::{CONTEXT, DeviceGrams, LogSumExpPart, SampleSums, TakeGram, Tiling};
+use crate::model::on_device::{CONTEXT, DeviceGrams, GramSums, LogSumExpPart, SampleSums, Tiling};
 use crate::model::{DecoderLayer, LayerGradients, LinearId, ModelConfig, Observer};
 use crate::run::fallback::{DeviceMemoryReport, FallbackOutcome, FallbackReport};
 use crate::run::{Event, Events, Phase};
@@ -167,33 +169,60 @@ impl<'a> DeviceWorker<'a> {
         collected.with_context(|| format!("on {}", self.device))
     }
 
-    /// Observes a sample in the loaded layer, with a new observer; `None` leaves the sample to the CPU. The device sums up Gram
-    /// matrices of inputs as wide as `grams` says.
+    /// Observes samples in the loaded layer, each with a new observer; `None` leaves them to the CPU. The device sums up Gram matrices of
+    /// inputs as wide as `grams` says: then the samples are a block, and [`DeviceWorker::keep_block`] or [`DeviceWorker::take_block`]
+    /// follows.
     /// Fails on a device error that is not lack of memory.
     pub(super) fn capture<O: Observer>(
         &mut self,
-        sample: usize,
+        samples: Range<usize>,
         layer: &DecoderLayer,
-        (state, grams): (&Tensor, &[usize]),
+        (state, grams): (&dyn Fn(usize) -> Result<Tensor>, &[usize]),
         new: &(dyn Fn(usize) -> O + Sync),
-    ) -> Result<Option<(O, SampleSums)>> {
-        let unit = unit_name(layer, Phase::Calibrate, sample);
+    ) -> Result<Option<Vec<(O, SampleSums)>>> {
+        let unit = match samples.len() {
+            0 | 1 => unit_name(layer, Phase::Calibrate, samples.start),
+            _ => block_name(layer, &samples),
+        };
         let (seqlen, element) = (self.seqlen, self.engine.element());
         let (config, sums) = (Arc::clone(&self.config), DeviceGrams::bytes(grams));
         let bytes = |cut: &Tiling| sums + cut.capture_bytes(&config, seqlen, element, grams);
         self.attempt(&unit, true, &bytes, &mut |engine, cut| {
-            // Each attempt has a new observer, since a failed attempt does not count.
-            let mut observer = new(sample);
-            let sums = engine.capture(layer, state, cut, &mut observer)?;
-            Ok((observer, sums))
+            // Each attempt has new observers and new sums, since a failed attempt does not count.
+            engine.begin_block();
+            let captured = samples.clone().map(|sample| {
+                let mut observer = new(sample);
+                let sums = engine.capture(layer, &state(sample)?, cut, &mut observer)?;
+                Ok((observer, sums))
+            });
+            captured.collect()
         })
     }
 
-    /// Hands on the Gram matrices that the device has summed up. Without them, there is room for samples again.
-    pub(super) fn collect_grams(&mut self, take: &mut TakeGram<'_>) -> Result<()> {
+    /// Adds the Gram matrices of a block to the sums of the blocks before it, which stay on the device. Returns whether all are added;
+    /// [`DeviceWorker::take_kept`] and then [`DeviceWorker::take_block`] have the sums where they are not.
+    /// Fails on a device error that is not lack of memory.
+    pub(super) fn keep_block(
+        &mut self,
+        samples: &Range<usize>,
+        layer: &DecoderLayer,
+        grams: &[usize],
+    ) -> Result<bool> {
+        let bytes = DeviceGrams::bytes(grams) + DeviceGrams::adding_bytes(grams, 0);
+        let unit = block_name(layer, samples);
+        let kept = self.attempt(&unit, false, &|_| bytes, &mut |engine, _| engine.keep_block());
+        Ok(kept?.is_some())
+    }
+
+    /// The Gram matrices of the block that was observed last, as far as they were not kept.
+    pub(super) fn take_block(&mut self) -> GramSums {
+        self.engine.take_block()
+    }
+
+    /// The Gram matrices of the blocks that were kept. Without them, there is room for samples again.
+    pub(super) fn take_kept(&mut self) -> GramSums {
         self.is_paused = false;
-        let collected = self.engine.collect_grams(take);
-        collected.with_context(|| format!("on {}", self.device))
+        self.engine.take_kept()
     }
 
     /// Computes a window's part of the log-sum-exp over the loaded rows of the head; `None` leaves the window to the CPU.
@@ -380,6 +409,11 @@ impl<'a> DeviceWorker<'a> {
             peak_reserved: memory.map(|memory| memory.peak_reserved),
         }
     }
+}
+
+fn block_name(layer: &DecoderLayer, samples: &Range<usize>) -> String {
+    let (layer, last) = (layer.index(), samples.end.saturating_sub(1));
+    format!("model.layers.{layer} ({}, samples {} to {last})", Phase::Calibrate, samples.start)
 }
 
 fn unit_name(layer: &DecoderLayer, phase: Phase, sample: usize) -> String {

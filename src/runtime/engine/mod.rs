@@ -20,7 +20,7 @@ use super::ledger::Refused;
 use crate::bytes::ByteSize;
 use crate::linalg::select::Quota;
 use crate::model::head::HeadChunk;
-use crate::model::on_device::{LogSumExpPart, SampleSums, TakeGram, Tiling};
+use crate::model::on_device::{GramSums, LogSumExpPart, SampleSums, Tiling};
 use crate::model::{DecoderLayer, LayerGradients, LinearId, Observer};
 
 pub use device_memory::DeviceMemory;
@@ -82,8 +82,11 @@ pub trait Engine: Send {
         Ok(())
     }
 
+    /// Begins a block of samples whose Gram matrices are summed up, and forgets the sums of a block that has failed.
+    fn begin_block(&mut self) {}
+
     /// Calls `observer` with the inputs of a sample at the observation points, as far as it wants rows. The caller shows it the returned
-    /// sums. Gram matrices are complete after [`Engine::collect_grams`]; a call that fails does not change them.
+    /// sums. Gram matrices are added to the sums of the current block, which are of no use after a failure.
     fn capture(
         &mut self,
         layer: &DecoderLayer,
@@ -92,14 +95,28 @@ pub trait Engine: Send {
         observer: &mut dyn Observer,
     ) -> Result<SampleSums>;
 
-    /// Bytes of the Gram matrices of the samples so far, which are part of the memory of the next sample.
-    fn grams_held(&self) -> ByteSize;
-
-    /// Hands on the Gram matrices of all samples since the last call. An engine that shows all rows has none.
+    /// Adds the Gram matrices of the current block to the sums of the blocks before it. After a failure, the next call goes on.
     ///
     /// # Errors
-    /// Fails when the device has failed in the meantime.
-    fn collect_grams(&mut self, take: &mut TakeGram<'_>) -> Result<()>;
+    /// Fails when the device fails, mostly for lack of memory.
+    fn keep_block(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    /// The Gram matrices of the current block, as far as they were not kept. An engine that shows all rows has none.
+    fn take_block(&mut self) -> GramSums {
+        GramSums::default()
+    }
+
+    /// The Gram matrices of the blocks that were kept.
+    fn take_kept(&mut self) -> GramSums {
+        GramSums::default()
+    }
+
+    /// Bytes of the Gram matrices of the blocks that were kept, which are part of the memory of the next block.
+    fn grams_held(&self) -> ByteSize {
+        ByteSize::ZERO
+    }
 
     /// Passes the gradient of a sample's output back through the layer: `[seqlen, hidden_size]` on the host in and out. The gradients
     /// of what is trained are added to `gradients` now, or by [`Engine::collect_gradients`].

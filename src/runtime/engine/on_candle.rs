@@ -14,8 +14,8 @@ use crate::model::head::HeadChunk;
 #[cfg(feature = "cuda")]
 use crate::model::on_device::candle_dtype;
 use crate::model::on_device::{
-    DeviceGrams, DeviceHead, DeviceLayer, DeviceTables, DeviceTraining, LogSumExpPart, SampleSums,
-    TakeGram, Tiling, copy,
+    DeviceGrams, DeviceHead, DeviceLayer, DeviceTables, DeviceTraining, GramSums, LogSumExpPart,
+    SampleSums, Tiling, copy,
 };
 use crate::model::{DecoderLayer, LayerContext, LayerGradients, LinearId, Observer};
 
@@ -165,15 +165,27 @@ impl Engine for OnCandle {
     ) -> Result<SampleSums> {
         let state = self.to_device(state)?;
         let layer = self.layer.as_ref().context("a layer was begun")?;
-        self.grams.begin_sample();
         let captured = layer.capture(&state, &self.tables, cut, observer, &mut self.grams);
         #[cfg(feature = "cuda")]
         let captured = captured.and_then(|sums| sums.sent_by(|values| self.pinned.send(values)));
-        match captured.is_ok() {
-            true => self.grams.end_sample(),
-            false => self.grams.drop_sample(),
-        }
-        captured
+        // Frees the memory of a block that has failed.
+        captured.inspect_err(|_| self.grams.begin_block())
+    }
+
+    fn begin_block(&mut self) {
+        self.grams.begin_block();
+    }
+
+    fn keep_block(&mut self) -> Result<()> {
+        self.grams.keep_block()
+    }
+
+    fn take_block(&mut self) -> GramSums {
+        self.grams.take_block()
+    }
+
+    fn take_kept(&mut self) -> GramSums {
+        self.grams.take()
     }
 
     fn wait(&mut self) -> Result<()> {
@@ -182,10 +194,6 @@ impl Engine for OnCandle {
 
     fn grams_held(&self) -> ByteSize {
         self.grams.held()
-    }
-
-    fn collect_grams(&mut self, take: &mut TakeGram<'_>) -> Result<()> {
-        self.grams.take(take)
     }
 
     fn backward(

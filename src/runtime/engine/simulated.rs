@@ -5,9 +5,8 @@ use anyhow::Result;
 use candle_core::Tensor;
 
 use super::{CopyAhead, DeviceMemory, Engine};
-use crate::bytes::ByteSize;
 use crate::model::head::HeadChunk;
-use crate::model::on_device::{LogSumExpPart, SampleSums, TakeGram, Tiling};
+use crate::model::on_device::{LogSumExpPart, SampleSums, Tiling};
 use crate::model::{DecoderLayer, LayerContext, LayerGradients, LinearId, Observer};
 
 /// A simulated GPU.
@@ -45,14 +44,6 @@ impl Engine for Simulated {
     ) -> Result<SampleSums> {
         layer.capture(state, &mut self.context, observer)?;
         Ok(SampleSums::default())
-    }
-
-    fn grams_held(&self) -> ByteSize {
-        ByteSize::ZERO
-    }
-
-    fn collect_grams(&mut self, _take: &mut TakeGram<'_>) -> Result<()> {
-        Ok(())
     }
 
     fn backward(
