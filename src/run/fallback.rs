@@ -1,6 +1,7 @@
-//! Records of units of work that a device had no memory for.
+//! Records of devices: units of work that a device had no memory for, its memory, and its work.
 
 use std::fmt;
+use std::ops::AddAssign;
 
 use serde::{Deserialize, Serialize};
 
@@ -61,6 +62,28 @@ impl fmt::Display for FallbackReport {
     }
 }
 
+/// The work that the host has given to a device.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceWork {
+    /// Kernels and copies inside the device.
+    pub launches: u64,
+    /// Waits of the host for the device.
+    pub waits: u64,
+    /// Bytes from the host.
+    pub uploaded: ByteSize,
+    /// Bytes to the host.
+    pub downloaded: ByteSize,
+}
+
+impl AddAssign for DeviceWork {
+    fn add_assign(&mut self, more: Self) {
+        self.launches += more.launches;
+        self.waits += more.waits;
+        self.uploaded = self.uploaded + more.uploaded;
+        self.downloaded = self.downloaded + more.downloaded;
+    }
+}
+
 /// The peak memory of a device, by its own counters.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceMemoryReport {
@@ -70,6 +93,9 @@ pub struct DeviceMemoryReport {
     pub name: String,
     /// Units of work that the device was given.
     pub units: u64,
+    /// The work of passes and of their weights. Operators of trainings and of merges are not counted.
+    #[serde(default)]
+    pub work: DeviceWork,
     /// The peak of reservations in this program's own account, the context included.
     pub reserved_by_plan: ByteSize,
     /// The planned bytes of the context, which the driver's pool does not count.

@@ -338,6 +338,8 @@ impl<'a> Compute<'a> {
 
     /// Ends the sweep: returns fallbacks, peak memory of devices, and the profile of the CPU.
     pub fn finish(mut self) -> SweepReport {
+        // What this thread took from devices between passes.
+        self.workers.iter_mut().take(1).for_each(DeviceWorker::count_work);
         let workers = self.workers.iter_mut();
         SweepReport {
             fallbacks: workers.flat_map(DeviceWorker::take_fallbacks).collect(),

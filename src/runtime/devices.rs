@@ -14,7 +14,7 @@ use crate::bytes::ByteSize;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::on_device::{CONTEXT, Tiling};
 use crate::model::{LayerContext, ModelConfig, Rotary};
-use crate::run::fallback::DeviceMemoryReport;
+use crate::run::fallback::{DeviceMemoryReport, DeviceWork};
 use crate::run::{Events, HiddenStatesStorage, MemorySettings, Plan};
 
 /// Simulated GPUs, for tests of placement and fallback.
@@ -84,6 +84,7 @@ impl DeviceAccount {
             device: self.name.clone(),
             name: self.driver_name.clone(),
             units: self.ledger.units(),
+            work: DeviceWork::default(),
             reserved_by_plan: self.ledger.peak(),
             context: CONTEXT,
             peak_allocated: memory.map(|memory| memory.peak_allocated),

@@ -175,7 +175,9 @@ impl<'a, R: Send> Pass<'_, 'a, R> {
                 }
                 held.map_or(Ok(()), |(unit, result)| queue.take(unit, result))
             };
-            computed().inspect_err(|_| queue.stop())
+            let outcome = computed().inspect_err(|_| queue.stop());
+            worker.count_work();
+            outcome
         };
         on_threads(workers, &work)
     }

@@ -5,6 +5,7 @@ mod backward;
 mod gram;
 mod kernels;
 mod shapes;
+mod work;
 
 use std::path::Path;
 use std::sync::Arc;

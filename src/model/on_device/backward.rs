@@ -1,4 +1,4 @@
-//! The vector-Jacobian product of a decoder layer on a device: products and attention by hand, norms and the activation by candle's
+//! The vector-Jacobian product of a decoder layer on a device: products and attention (`attention_backward`) by hand, norms and the activation by candle's
 //! autograd (`training`).
 //!
 //! ```text
@@ -16,6 +16,7 @@ use candle_nn::ops;
 use super::tables::DeviceTables;
 use super::training::{DeviceBackward, SampleGradients, only, piece};
 use super::{DeviceLayer, DeviceTraining, Tiling};
+use crate::model::family::Activation;
 use crate::model::{LinearRole, NormRole};
 
 impl DeviceLayer {
@@ -67,6 +68,46 @@ impl DeviceLayer {
         let sample = pass.sample;
         training.commit(sample);
         Ok(dx)
+    }
+
+    /// The gradient with respect to the MLP's input before its norm, `dy` included.
+    pub(super) fn mlp_backward(
+        &self,
+        between: &Tensor,
+        dy: &Tensor,
+        pass: &mut DeviceBackward<'_>,
+    ) -> Result<Tensor> {
+        let (down, _) = self.spec.part(LinearRole::Down);
+        let mut parts = Vec::new();
+        for first in (0..between.dim(0)?).step_by(pass.cut.mlp_tokens) {
+            let tokens = pass.cut.mlp_tokens.min(between.dim(0)? - first);
+            let (x, dy) = (between.narrow(0, first, tokens)?, dy.narrow(0, first, tokens)?);
+            let normed = self.normed(NormRole::BeforeMlp, x.clone())?;
+            let (g, u) =
+                (self.product(LinearRole::Gate, &normed)?, self.product(LinearRole::Up, &normed)?);
+            let branch = || {
+                let inner = g.copy()?;
+                self.activate(&inner, &u)?;
+                self.product(LinearRole::Down, &inner)
+            };
+            let dbranch = self.norm_backward(NormRole::AfterMlp, branch, &dy, pass)?;
+            let dinner = dbranch.matmul(&self.linear(down)?.weight)?;
+            let (gradients, inner) = piece(&[&g, &u], &dinner, |inputs| {
+                let [gate, up] = [inputs[0].as_tensor(), inputs[1].as_tensor()];
+                Ok(match self.spec.activation {
+                    Activation::Silu => (gate.silu()? * up)?,
+                    Activation::GeluTanh => (gate.gelu()? * up)?,
+                })
+            })?;
+            drop((g, u, dinner));
+            pass.add(down, &dbranch, &inner)?;
+            drop(inner);
+            let of_roles = [LinearRole::Gate, LinearRole::Up].into_iter().zip(gradients).collect();
+            let dnormed = self.project_backward(of_roles, &normed, pass)?;
+            let part = self.norm_backward(NormRole::BeforeMlp, || Ok(x.clone()), &dnormed, pass)?;
+            parts.push((part + dy)?);
+        }
+        Ok(Tensor::cat(&parts, 0)?)
     }
 
     /// The gradient of an input that linears share, for some tokens, from the gradient of each role's output, `[tokens, rows]`. A matrix

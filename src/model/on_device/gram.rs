@@ -9,8 +9,9 @@
 //! to what is there, so each piece makes new panels. A block that fails half-way changes nothing: it begins again, or goes elsewhere.
 
 use anyhow::Result;
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 
+use super::operators;
 use crate::bytes::ByteSize;
 use crate::linalg::{gram, tensor};
 use crate::model::{InputId, InputMap};
@@ -65,15 +66,15 @@ impl DeviceGrams {
         let width = rows.dim(1)?;
         let sums = &mut self.block.panels[point];
         // Both factors of every panel are rows of it.
-        let turned = rows.t()?.contiguous()?;
+        let turned = operators::contiguous(&rows.t()?)?;
         for (at, first) in (0..width).step_by(PANEL).enumerate() {
             let product = {
                 let left = turned.narrow(0, first, PANEL.min(width - first))?;
                 let right = turned.narrow(0, first, width - first)?;
-                left.matmul(&right.t()?)?
+                operators::matmul(&left, &right.t()?)?
             };
             match sums.get_mut(at) {
-                Some(sum) => *sum = (&*sum + product)?,
+                Some(sum) => *sum = operators::plus(sum, &product)?,
                 None => sums.push(product),
             }
         }
@@ -93,7 +94,7 @@ impl DeviceGrams {
             }
             while let Some(more) = block.last() {
                 let sum = &mut total[block.len() - 1];
-                *sum = (&*sum + more)?;
+                *sum = operators::plus(sum, more)?;
                 block.pop();
             }
         }
@@ -125,7 +126,7 @@ impl GramSums {
     pub fn hand_on(self, take: &mut TakeGram<'_>) -> Result<()> {
         for (point, panels) in self.panels {
             for (at, panel) in panels.into_iter().enumerate() {
-                let sums = panel.to_device(&Device::Cpu)?;
+                let sums = operators::to_host(&panel)?;
                 tensor::with_slice(&sums, |sums| take(point, at * PANEL, sums))?;
             }
         }
@@ -141,6 +142,8 @@ fn elements(width: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use candle_core::Device;
+
     use super::*;
     use crate::linalg::Products;
     use crate::linalg::gram::GramMatrix;

@@ -5,13 +5,12 @@
 
 use std::ops::Range;
 
-use anyhow::{Context, Result, ensure};
-use candle_core::{D, DType, Device, Tensor};
-use candle_nn::ops;
+use anyhow::{Context, Result};
+use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
-use super::training::piece;
-use super::{Tiling, bounded, bounded_backward, copy, rms_norm, upload_factor};
+use super::operators::{bounded, rms_norm};
+use super::{Tiling, copy, operators, upload_factor};
 use crate::linalg::exp;
 use crate::model::LayerContext;
 use crate::model::head::HeadChunk;
@@ -19,13 +18,13 @@ use crate::model::head::HeadChunk;
 /// The norm and some rows of the head on a device.
 #[derive(Debug)]
 pub struct DeviceHead {
-    norm: Tensor,
-    rms_norm_eps: f32,
+    pub(super) norm: Tensor,
+    pub(super) rms_norm_eps: f32,
     /// Bound of the logits.
-    logit_cap: Option<f32>,
+    pub(super) logit_cap: Option<f32>,
     /// `[rows, hidden_size]`
-    weight: Tensor,
-    rows: Range<usize>,
+    pub(super) weight: Tensor,
+    pub(super) rows: Range<usize>,
 }
 
 /// The log-sum-exp of a token's logits over some rows of the vocabulary, and the next token's logit.
@@ -86,7 +85,7 @@ impl DeviceHead {
             norm: upload_factor(chunk.head().norm_weight(), dtype, device)?,
             rms_norm_eps,
             logit_cap: chunk.head().logit_cap(),
-            weight: copy(weight, device)?.to_dtype(dtype)?,
+            weight: operators::cast(&copy(weight, device)?, dtype)?,
             rows: chunk.rows.clone(),
         })
     }
@@ -97,9 +96,10 @@ impl DeviceHead {
     }
 
     /// Logits of some tokens in f32.
-    fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
+    pub(super) fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
         let normed = rms_norm(hidden, &self.norm, self.rms_norm_eps)?;
-        let logits = normed.matmul(&self.weight.t()?)?.to_dtype(DType::F32)?;
+        let logits = operators::matmul(&normed, &self.weight.t()?)?;
+        let logits = operators::cast(&logits, DType::F32)?;
         Ok(match self.logit_cap {
             None => logits,
             Some(cap) => bounded(logits, cap)?,
@@ -124,7 +124,7 @@ impl DeviceHead {
         while seen.len() < count {
             let first = seen.len();
             let some = at_once.min(count - first);
-            let rows = hidden.narrow(0, first, some)?.contiguous()?;
+            let rows = operators::contiguous(&hidden.narrow(0, first, some)?)?;
             let logits = self.logits(&rows)?;
             let next: Vec<Option<u32>> = tokens[first + 1..first + 1 + some]
                 .iter()
@@ -134,15 +134,14 @@ impl DeviceHead {
                 })
                 .collect();
             let index: Vec<u32> = next.iter().map(|row| row.unwrap_or(0)).collect();
-            let index = Tensor::from_vec(index, (some, 1), device)?;
-            let chosen = logits.gather(&index, 1)?.squeeze(1)?;
-            let largest = logits.max_keepdim(D::Minus1)?;
-            let sums = logits.broadcast_sub(&largest)?.exp()?.sum(D::Minus1)?;
-            let host = |tensor: &Tensor| -> Result<Vec<f32>> {
-                Ok(tensor.to_device(&Device::Cpu)?.to_vec1()?)
-            };
-            let (largest, sums, chosen) =
-                (host(&largest.squeeze(1)?)?, host(&sums)?, host(&chosen)?);
+            let index = operators::upload(&index, (some, 1), device)?;
+            let chosen = operators::chosen(&logits, &index)?.squeeze(1)?;
+            let largest = operators::largest(&logits)?;
+            let sums = operators::sum_exp(&operators::minus(&logits, &largest)?)?;
+            let numbers = operators::cat(&[largest.squeeze(1)?, sums, chosen], 0)?;
+            let numbers: Vec<f32> = operators::download(&numbers)?;
+            let (largest, rest) = numbers.split_at(some);
+            let (sums, chosen) = rest.split_at(some);
             for (token, next) in next.iter().enumerate() {
                 seen.push(LogSumExpPart {
                     largest: largest[token],
@@ -152,75 +151,5 @@ impl DeviceHead {
             }
         }
         Ok(seen)
-    }
-
-    /// Returns Σ −ln p of the targets, in nat, and the gradient of `scale` times this sum with respect to `hidden`, in the dtype of the
-    /// arithmetic. The gradient with respect to logits l is softmax(l), less 1 for the target, and passes their bound. The head must be whole.
-    ///
-    /// # Arguments
-    /// * `hidden`: `[seqlen, hidden_size]` on the device, the output of the last layer
-    /// * `targets`: `[seqlen]`; `None` where no loss counts
-    ///
-    /// # Errors
-    /// Fails for a target that is not in the vocabulary, and when the device fails, mostly for lack of memory.
-    pub fn loss_gradient(
-        &self,
-        hidden: &Tensor,
-        targets: &[Option<u32>],
-        scale: f32,
-        cut: &Tiling,
-    ) -> Result<(f64, Tensor)> {
-        let (device, dtype) = (hidden.device(), hidden.dtype());
-        let mut rows = targets.iter().flatten().map(|&target| target as usize);
-        ensure!(
-            rows.all(|target| self.rows.contains(&target)),
-            "a target is not in the vocabulary of {}",
-            self.rows.len()
-        );
-        let (mut loss, mut gradients) = (0.0, Vec::new());
-        let at_once = cut.logit_tokens(self.rows.len()).max(1);
-        for (part, targets) in targets.chunks(at_once).enumerate() {
-            let some = targets.len();
-            let column = |of: &dyn Fn(&Option<u32>) -> f32| -> Result<Tensor> {
-                let values: Vec<f32> = targets.iter().map(of).collect();
-                Ok(Tensor::from_vec(values, (some, 1), device)?)
-            };
-            let index: Vec<u32> = targets.iter().map(|one| one.unwrap_or(0)).collect();
-            let index = Tensor::from_vec(index, (some, 1), device)?;
-            let hidden = hidden.narrow(0, part * at_once, some)?.contiguous()?;
-            let logits = self.logits(&hidden)?;
-            let kept = self.logit_cap.map(|cap| (cap, logits.clone()));
-            let chosen = logits.gather(&index, 1)?;
-            let largest = logits.max_keepdim(D::Minus1)?;
-            let exponentials = {
-                let logits = logits;
-                let lower = logits.broadcast_sub(&largest)?;
-                drop(logits);
-                lower.exp()?
-            };
-            let sums = exponentials.sum_keepdim(D::Minus1)?;
-            let of_tokens = ((sums.log()? + largest)? - chosen)?;
-            let of_tokens = of_tokens.flatten_all()?.to_device(&Device::Cpu)?;
-            let of_tokens: Vec<f32> = of_tokens.to_vec1()?;
-            let counted = of_tokens.iter().zip(targets).filter(|(_, to)| to.is_some());
-            loss += counted.map(|(loss, _)| f64::from(*loss)).sum::<f64>();
-            let weights = column(&|to| if to.is_some() { scale } else { 0.0 })?;
-            let dlogits = {
-                let exponentials = exponentials;
-                exponentials.broadcast_mul(&weights.div(&sums)?)?
-            };
-            let mut dlogits = dlogits.scatter_add(&index, &weights.neg()?, 1)?;
-            if let Some((cap, logits)) = kept {
-                dlogits = bounded_backward(logits, dlogits, cap)?;
-            }
-            let dnormed = dlogits.to_dtype(dtype)?.matmul(&self.weight)?;
-            drop(dlogits);
-            let factor = self.norm.to_dtype(dtype)?;
-            let (of_hidden, _) = piece(&[&hidden], &dnormed, |inputs| {
-                Ok(ops::rms_norm_slow(&inputs[0], &factor, self.rms_norm_eps)?)
-            })?;
-            gradients.extend(of_hidden);
-        }
-        Ok((loss, Tensor::cat(&gradients, 0)?))
     }
 }

@@ -15,9 +15,10 @@ use candle_core::{DType, Device, Tensor};
 
 use super::gram::DeviceGrams;
 use super::observing::{Observing, SampleSums};
+use super::operators::rms_norm;
 use super::tables::DeviceTables;
 use super::tiling::PRODUCT_FEATURES;
-use super::{CopyMatrix, Tiling, kernels, rms_norm, upload_factor, upload_vector};
+use super::{CopyMatrix, Tiling, kernels, operators, upload_factor, upload_vector};
 use crate::linalg::select::Quota;
 use crate::model::norms::NormRole;
 use crate::model::observe::Observer;
@@ -29,10 +30,10 @@ use crate::model::{DecoderLayer, LayerSpec, LinearId, LinearRole};
 /// Fails when the device fails.
 pub fn squares_of_difference(a: &Tensor, b: &Tensor) -> Result<[f64; 2]> {
     let sum = |x: &Tensor| -> Result<f64> {
-        let squares = kernels::column_sums(x)?.narrow(0, 0, 1)?.to_device(&Device::Cpu)?;
-        Ok(squares.flatten_all()?.to_vec1::<f64>()?.iter().sum())
+        let squares = kernels::column_sums(x)?.narrow(0, 0, 1)?;
+        Ok(operators::download::<f64>(&squares)?.iter().sum())
     };
-    Ok([sum(a)?, sum(&(a - b)?)?])
+    Ok([sum(a)?, sum(&operators::minus(a, b)?)?])
 }
 
 /// x·Wᵀ + b
@@ -49,9 +50,9 @@ pub(super) struct DeviceLinear {
 impl DeviceLinear {
     /// The output features from `first` on.
     pub(super) fn forward_rows(&self, x: &Tensor, first: usize, count: usize) -> Result<Tensor> {
-        let out = x.matmul(&self.weight.narrow(0, first, count)?.t()?)?;
+        let out = operators::matmul(x, &self.weight.narrow(0, first, count)?.t()?)?;
         Ok(match &self.bias {
-            Some(bias) => out.broadcast_add(&bias.narrow(0, first, count)?)?,
+            Some(bias) => operators::plus_row(&out, &bias.narrow(0, first, count)?)?,
             None => out,
         })
     }
@@ -119,7 +120,7 @@ impl DeviceLayer {
         let is_as_stored = weight.dtype() == self.dtype;
         let bias = linear.bias();
         let linear = DeviceLinear {
-            weight: weight.to_dtype(self.dtype)?,
+            weight: operators::cast(&weight, self.dtype)?,
             bias: bias.map(|bias| upload_vector(bias, self.dtype, &self.device)).transpose()?,
             revision,
             is_as_stored,
@@ -138,7 +139,7 @@ impl DeviceLayer {
         let Some(factor) = self.norm(role) else {
             return Ok(x);
         };
-        let parts = x.contiguous()?.reshape(((), factor.elem_count()))?;
+        let parts = operators::contiguous(&x)?.reshape(((), factor.elem_count()))?;
         let normed = rms_norm(&parts, factor, self.spec.rms_norm_eps)?;
         Ok(normed.reshape(x.shape())?)
     }
@@ -163,14 +164,15 @@ impl DeviceLayer {
     pub fn multiply(&self, id: LinearId, rows: &[f32]) -> Result<Tensor> {
         let weight = &self.linear(id)?.weight;
         let (features, columns) = weight.dims2()?;
-        let rows = Tensor::from_slice(rows, (rows.len() / columns.max(1), columns), &self.device)?;
+        let shape = (rows.len() / columns.max(1), columns);
+        let rows = operators::upload(rows, shape, &self.device)?;
         let pieces = (0..features).step_by(PRODUCT_FEATURES).map(|first| {
             let weight = weight.narrow(0, first, PRODUCT_FEATURES.min(features - first))?;
-            rows.matmul(&weight.to_dtype(DType::F32)?.t()?)
+            operators::matmul(&rows, &operators::cast(&weight, DType::F32)?.t()?)
         });
-        let out = Tensor::cat(&pieces.collect::<candle_core::Result<Vec<_>>>()?, 1)?;
+        let out = operators::cat(&pieces.collect::<candle_core::Result<Vec<_>>>()?, 1)?;
         // The cast must be over before the matrix may be freed: see `copy_on_separate_stream`.
-        self.device.synchronize()?;
+        operators::wait(&self.device)?;
         Ok(out)
     }
 
@@ -191,9 +193,9 @@ impl DeviceLayer {
         if !linear.is_as_stored || !kernels::can_choose(norms.len(), quota) {
             return Ok(None);
         }
-        let norms = Tensor::from_slice(norms, norms.len(), &self.device)?;
+        let norms = operators::upload(norms, norms.len(), &self.device)?;
         let bits = kernels::lowest(&linear.weight, &norms, quota)?;
-        let mut words: Vec<u32> = bits.to_device(&Device::Cpu)?.to_vec1()?;
+        let mut words: Vec<u32> = operators::download(&bits)?;
         if words.pop() != Some(0) {
             return Ok(None);
         }
@@ -214,7 +216,7 @@ impl DeviceLayer {
         let linear = self.linears.get_mut(&id).context("a matrix was chosen from")?;
         kernels::zero(&linear.weight, &bits)?;
         // Operators of ours must be over before the matrix may be freed: see `copy_on_separate_stream`.
-        self.device.synchronize()?;
+        operators::wait(&self.device)?;
         linear.revision = layer.linear_revision(id);
         Ok(true)
     }

@@ -1,10 +1,9 @@
-//! The MLP of a layer on a device, forwards and backwards, for some tokens at a time. The formulas are in `model/layer/mlp.rs`.
+//! The MLP of a layer on a device, for some tokens at a time. The formulas are in `model/layer/mlp.rs`.
 
 use anyhow::Result;
 use candle_core::Tensor;
 
 use super::observing::Observing;
-use super::training::{DeviceBackward, piece};
 use super::{DeviceLayer, Tiling, kernels};
 use crate::model::family::Activation;
 use crate::model::{InputId, LinearRole, NormRole};
@@ -46,50 +45,10 @@ impl DeviceLayer {
     }
 
     /// gate ← act(gate) ∘ up, in the memory of `gate`.
-    fn activate(&self, gate: &Tensor, up: &Tensor) -> Result<()> {
+    pub(super) fn activate(&self, gate: &Tensor, up: &Tensor) -> Result<()> {
         match self.spec.activation {
             Activation::Silu => kernels::silu_times(gate, up),
             Activation::GeluTanh => kernels::gelu_tanh_times(gate, up),
         }
-    }
-
-    /// The gradient with respect to the MLP's input before its norm, `dy` included.
-    pub(super) fn mlp_backward(
-        &self,
-        between: &Tensor,
-        dy: &Tensor,
-        pass: &mut DeviceBackward<'_>,
-    ) -> Result<Tensor> {
-        let (down, _) = self.spec.part(LinearRole::Down);
-        let mut parts = Vec::new();
-        for first in (0..between.dim(0)?).step_by(pass.cut.mlp_tokens) {
-            let tokens = pass.cut.mlp_tokens.min(between.dim(0)? - first);
-            let (x, dy) = (between.narrow(0, first, tokens)?, dy.narrow(0, first, tokens)?);
-            let normed = self.normed(NormRole::BeforeMlp, x.clone())?;
-            let (g, u) =
-                (self.product(LinearRole::Gate, &normed)?, self.product(LinearRole::Up, &normed)?);
-            let branch = || {
-                let inner = g.copy()?;
-                self.activate(&inner, &u)?;
-                self.product(LinearRole::Down, &inner)
-            };
-            let dbranch = self.norm_backward(NormRole::AfterMlp, branch, &dy, pass)?;
-            let dinner = dbranch.matmul(&self.linear(down)?.weight)?;
-            let (gradients, inner) = piece(&[&g, &u], &dinner, |inputs| {
-                let [gate, up] = [inputs[0].as_tensor(), inputs[1].as_tensor()];
-                Ok(match self.spec.activation {
-                    Activation::Silu => (gate.silu()? * up)?,
-                    Activation::GeluTanh => (gate.gelu()? * up)?,
-                })
-            })?;
-            drop((g, u, dinner));
-            pass.add(down, &dbranch, &inner)?;
-            drop(inner);
-            let of_roles = [LinearRole::Gate, LinearRole::Up].into_iter().zip(gradients).collect();
-            let dnormed = self.project_backward(of_roles, &normed, pass)?;
-            let part = self.norm_backward(NormRole::BeforeMlp, || Ok(x.clone()), &dnormed, pass)?;
-            parts.push((part + dy)?);
-        }
-        Ok(Tensor::cat(&parts, 0)?)
     }
 }

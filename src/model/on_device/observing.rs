@@ -7,7 +7,7 @@ use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 
 use super::gram::DeviceGrams;
-use super::{Tiling, kernels};
+use super::{CandleResult, Tiling, kernels, operators};
 use crate::linalg::columns::ColumnSums;
 use crate::model::InputId;
 use crate::model::observe::{FromDevice, Observer};
@@ -65,13 +65,13 @@ impl<'a> Observing<'a> {
             true => None,
             false => {
                 let index = self.positions((first, tokens), kept, rows.device())?;
-                Some(rows.index_select(&index, 0)?)
+                Some(operators::rows_at(rows, &index)?)
             }
         };
         self.parts.push(SumsOfPart { point, tokens, sums: kernels::column_sums(rows)?, kept });
         if has_gram {
             for piece in pieces {
-                self.grams.add(point, &piece?.to_dtype(DType::F32)?)?;
+                self.grams.add(point, &operators::cast(&piece?, DType::F32)?)?;
             }
         }
         Ok(())
@@ -87,7 +87,7 @@ impl<'a> Observing<'a> {
         if let Some((_, index)) = self.chosen.iter().find(|(of, _)| *of == tokens) {
             return Ok(index.clone());
         }
-        let index = Tensor::new(positions, device)?;
+        let index = operators::upload(&positions, positions.len(), device)?;
         self.chosen.push((tokens, index.clone()));
         Ok(index)
     }
@@ -97,14 +97,14 @@ impl<'a> Observing<'a> {
             let rows = part.kept.as_ref().map_or(0, Tensor::elem_count);
             (part.point, part.tokens, part.sums.elem_count() / 2, rows)
         });
-        let mut values = Vec::new();
-        for part in &self.parts {
-            values.push(part.sums.flatten_all()?);
-            if let Some(kept) = &part.kept {
-                values.push(kept.flatten_all()?.to_dtype(DType::F64)?);
-            }
+        let sums = self.parts.iter().map(|part| part.sums.flatten_all());
+        let kept = self.parts.iter().flat_map(|part| &part.kept).map(Tensor::flatten_all);
+        let mut values = sums.collect::<CandleResult<Vec<_>>>()?;
+        let kept = kept.collect::<CandleResult<Vec<_>>>()?;
+        if !kept.is_empty() {
+            values.push(operators::cast(&operators::cat(&kept, 0)?, DType::F64)?);
         }
-        let values = if values.is_empty() { None } else { Some(Tensor::cat(&values, 0)?) };
+        let values = if values.is_empty() { None } else { Some(operators::cat(&values, 0)?) };
         Ok(SampleSums { parts: parts.collect(), values, arriving: None })
     }
 }
@@ -117,7 +117,7 @@ pub type ArrivingValues = Box<dyn FnOnce(&mut dyn FnMut(&[f64])) -> Result<()> +
 pub struct SampleSums {
     /// Point, tokens, in_features, and elements of chosen rows, in the order of the pass.
     parts: Vec<(InputId, usize, usize, usize)>,
-    /// Of each part Σ x², Σ x and the chosen rows, in f64.
+    /// Σ x² and Σ x of each part, and then the chosen rows of each part, in f64.
     values: Option<Tensor>,
     arriving: Option<ArrivingValues>,
 }
@@ -133,6 +133,9 @@ impl SampleSums {
     ) -> Result<Self> {
         if let Some(values) = &self.values {
             self.arriving = send(values)?;
+            if self.arriving.is_some() {
+                operators::sent(values);
+            }
         }
         if self.arriving.is_some() {
             self.values = None;
@@ -145,22 +148,24 @@ impl SampleSums {
     /// # Errors
     /// Fails when the device has failed.
     pub fn show(self, observer: &mut dyn Observer) -> Result<()> {
-        let mut show = |mut values: &[f64]| {
+        let mut show = |values: &[f64]| {
+            let sums = self.parts.iter().map(|(_, _, width, _)| 2 * width).sum();
+            let (mut values, mut kept) = values.split_at(sums);
             for &(point, tokens, width, chosen) in &self.parts {
                 let (squares, rest) = values.split_at(width);
                 let (sums, rest) = rest.split_at(width);
-                let (rows, rest) = rest.split_at(chosen);
+                let (rows, later) = kept.split_at(chosen);
                 let rows: Vec<f32> = rows.iter().map(|&value| value as f32).collect();
                 let sums = ColumnSums { tokens, squares, values: sums };
                 observer.observe_sums(point, &sums, &rows);
-                values = rest;
+                (values, kept) = (rest, later);
             }
         };
         if let Some(arriving) = self.arriving {
             return arriving(&mut show);
         }
         if let Some(values) = self.values {
-            show(&values.to_device(&Device::Cpu)?.to_vec1::<f64>()?);
+            show(&operators::download::<f64>(&values)?);
         }
         Ok(())
     }
@@ -169,6 +174,5 @@ impl SampleSums {
 /// Some rows as f32 in host memory, converted there.
 fn to_host(rows: &Tensor) -> Result<Vec<f32>> {
     // A copy of its own: a view would take the whole tensor along.
-    let rows = rows.force_contiguous()?.to_device(&Device::Cpu)?;
-    Ok(rows.to_dtype(DType::F32)?.flatten_all()?.to_vec1()?)
+    Ok(operators::download(&operators::copy(rows)?)?)
 }

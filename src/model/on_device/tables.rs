@@ -1,10 +1,9 @@
-//! Rotary tables on a device, and the rotation of heads forwards and backwards.
+//! Rotary tables on a device, and the rotation of heads.
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
-use candle_nn::rotary_emb::rope;
 
-use super::kernels;
+use super::{kernels, operators};
 use crate::model::{LayerContext, LayerSpec};
 
 /// Rotary tables on a device: cos and sin of each rope of a model, `[seqlen, dims / 2]` each.
@@ -21,7 +20,7 @@ impl DeviceTables {
             let half = rotary.dims() / 2;
             let table = |values: &[f32]| -> Result<Tensor> {
                 let shape = (values.len() / half.max(1), half);
-                Ok(Tensor::from_slice(values, shape, device)?.to_dtype(dtype)?)
+                Ok(operators::cast(&operators::upload(values, shape, device)?, dtype)?)
             };
             let (cos, sin) = rotary.tables();
             Ok([table(cos)?, table(sin)?])
@@ -30,7 +29,7 @@ impl DeviceTables {
     }
 
     /// cos and sin of the first `seqlen` positions.
-    fn rows(&self, rope: usize, seqlen: usize) -> Result<[Tensor; 2]> {
+    pub(super) fn rows(&self, rope: usize, seqlen: usize) -> Result<[Tensor; 2]> {
         let [cos, sin] = &self.0[rope];
         Ok([cos.narrow(0, 0, seqlen)?, sin.narrow(0, 0, seqlen)?])
     }
@@ -43,21 +42,5 @@ impl DeviceTables {
             Some(rope) => kernels::rotate_heads(x, &self.rows(rope, x.dim(0)?)?, head_dim),
             None => kernels::heads_first(x, head_dim),
         }
-    }
-
-    /// Rotates heads `[heads, seqlen, head_dim]` back: by the negative angle, which is also the gradient of a rotation.
-    pub(super) fn rotate_back(&self, x: Tensor, spec: &LayerSpec) -> Result<Tensor> {
-        let Some(of_layer) = spec.rope else {
-            return Ok(x);
-        };
-        let (_, seqlen, head_dim) = x.dims3()?;
-        let [cos, sin] = self.rows(of_layer, seqlen)?;
-        let (sin, dims) = (sin.neg()?, 2 * cos.dim(1)?);
-        let turned = x.narrow(2, 0, dims)?.contiguous()?.unsqueeze(0)?;
-        let turned = rope(&turned, &cos, &sin)?.squeeze(0)?;
-        if dims == head_dim {
-            return Ok(turned);
-        }
-        Ok(Tensor::cat(&[turned, x.narrow(2, dims, head_dim - dims)?], 2)?)
     }
 }

@@ -29,8 +29,8 @@
 
 use std::ops::Range;
 
-use super::NORMED_AT_ONCE;
 use super::gram::DeviceGrams;
+use super::operators::NORMED_AT_ONCE;
 use crate::bytes::ByteSize;
 use crate::model::{LayerSpec, LinearId, LinearRole, ModelConfig, NormRole};
 use crate::run::MemorySettings;

@@ -14,8 +14,8 @@ use std::collections::BTreeMap;
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor, Var};
 
-use super::Tiling;
 use super::tables::DeviceTables;
+use super::{CandleResult, Tiling};
 use crate::linalg::{LowRank, MaskedLowRank};
 use crate::model::backward::LayerGradients;
 use crate::model::{LinearId, NormRole};
@@ -210,4 +210,13 @@ pub(super) fn piece(
 /// The gradient of the only input of a piece.
 pub(super) fn only(gradients: Vec<Tensor>) -> Result<Tensor> {
     gradients.into_iter().next().context("a piece has an input")
+}
+
+/// The gradient through `operators::bounded` from its value y, dy ∘ (1 − (y / c)²). Each step frees its input.
+pub(super) fn bounded_backward(y: Tensor, dy: Tensor, c: f32) -> CandleResult<Tensor> {
+    let square = y.sqr()?;
+    drop(y);
+    let slope = square.affine(-1.0 / f64::from(c).powi(2), 1.0)?;
+    drop(square);
+    dy * slope
 }

@@ -30,9 +30,11 @@ use super::engine::{Engine, OutOfMemory};
 use super::ledger::{Ledger, Refused};
 use crate::bytes::ByteSize;
 use crate::model::head::HeadChunk;
-use crate::model::on_device::{CONTEXT, DeviceGrams, GramSums, LogSumExpPart, SampleSums, Tiling};
+use crate::model::on_device::{
+    CONTEXT, DeviceGrams, GramSums, LogSumExpPart, SampleSums, Tiling, take_work,
+};
 use crate::model::{DecoderLayer, LayerGradients, LinearId, ModelConfig, Observer};
-use crate::run::fallback::{DeviceMemoryReport, FallbackOutcome, FallbackReport};
+use crate::run::fallback::{DeviceMemoryReport, DeviceWork, FallbackOutcome, FallbackReport};
 use crate::run::{Event, Events, Phase};
 use candle_core::Tensor;
 
@@ -86,6 +88,7 @@ pub struct DeviceWorker<'a> {
     /// Nothing fits until new weights are loaded, or until the Gram matrices are handed on.
     is_paused: bool,
     fallbacks: Vec<FallbackReport>,
+    work: DeviceWork,
 }
 
 impl<'a> DeviceWorker<'a> {
@@ -115,6 +118,7 @@ impl<'a> DeviceWorker<'a> {
             fallbacks_in_a_row: 0,
             is_paused: false,
             fallbacks: Vec::new(),
+            work: DeviceWork::default(),
         }
     }
 
@@ -288,6 +292,7 @@ impl<'a> DeviceWorker<'a> {
                 Err(refused) => Err(refused.into()),
                 Ok(()) => {
                     let result = work(&mut *self.engine, &cut);
+                    self.count_work();
                     self.ledger.give_back(needed);
                     result
                 }
@@ -383,6 +388,11 @@ impl<'a> DeviceWorker<'a> {
         self.fallbacks.push(report);
     }
 
+    /// Counts the work that this thread has given to the device since the last call.
+    pub(super) fn count_work(&mut self) {
+        self.work += take_work();
+    }
+
     pub(super) fn name(&self) -> &String {
         &self.device
     }
@@ -403,6 +413,7 @@ impl<'a> DeviceWorker<'a> {
             device: self.device.clone(),
             name: self.engine.name(),
             units: self.ledger.units(),
+            work: self.work,
             reserved_by_plan: self.ledger.peak(),
             context: CONTEXT,
             peak_allocated: memory.map(|memory| memory.peak_allocated),

@@ -128,6 +128,7 @@ impl DeviceWorker<'_> {
     pub(in crate::runtime) fn begin_layer(&mut self) {
         self.drop_weights();
         self.engine.adopt();
+        self.count_work();
     }
 
     /// Drops all weights. Pieces of work stay as small as they are: memory that was short once is likely to be short again.

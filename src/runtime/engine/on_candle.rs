@@ -15,9 +15,10 @@ use crate::model::head::HeadChunk;
 use crate::model::on_device::candle_dtype;
 use crate::model::on_device::{
     DeviceGrams, DeviceHead, DeviceLayer, DeviceTables, DeviceTraining, GramSums, LogSumExpPart,
-    SampleSums, Tiling, copy,
+    SampleSums, Tiling, copy, count_work, take_work, to_device, to_host, wait,
 };
 use crate::model::{DecoderLayer, LayerContext, LayerGradients, LinearId, Observer};
+use crate::run::fallback::DeviceWork;
 
 /// A device of candle's.
 #[derive(Debug)]
@@ -46,6 +47,8 @@ pub struct OnCandle {
 #[derive(Debug, Default)]
 struct Ahead {
     layer: Mutex<Option<DeviceLayer>>,
+    /// The work of copying, until the layer is adopted.
+    work: Mutex<DeviceWork>,
     /// Copying has ended, since its memory is needed.
     is_stopped: AtomicBool,
 }
@@ -102,7 +105,7 @@ impl OnCandle {
     }
 
     fn to_device(&self, state: &Tensor) -> Result<Tensor> {
-        Ok(state.to_device(&self.device)?.to_dtype(self.dtype)?)
+        Ok(to_device(state, self.dtype, &self.device)?)
     }
 }
 
@@ -152,7 +155,7 @@ impl Engine for OnCandle {
         Ok(match self.keeps_states {
             true => out,
             // Waits for the device, so that its errors are reported as part of this unit.
-            false => out.to_device(&Device::Cpu)?,
+            false => to_host(&out)?,
         })
     }
 
@@ -189,7 +192,7 @@ impl Engine for OnCandle {
     }
 
     fn wait(&mut self) -> Result<()> {
-        Ok(self.device.synchronize()?)
+        Ok(wait(&self.device)?)
     }
 
     fn grams_held(&self) -> ByteSize {
@@ -211,7 +214,7 @@ impl Engine for OnCandle {
         };
         let sample = [&state?, &output_gradient?];
         let out = layer.backward(sample, training, &self.tables, cut)?;
-        Ok(out.to_device(&Device::Cpu)?)
+        Ok(to_host(&out)?)
     }
 
     fn collect_gradients(&mut self, gradients: &mut LayerGradients) -> Result<()> {
@@ -224,6 +227,8 @@ impl Engine for OnCandle {
     fn adopt(&mut self) {
         self.adopted = None;
         self.adopted = self.ahead.take();
+        let mut work = self.ahead.work.lock().unwrap_or_else(PoisonError::into_inner);
+        count_work(std::mem::take(&mut work));
     }
 
     fn copies_ahead(&self) -> Option<CopyAhead> {
@@ -240,6 +245,7 @@ impl Engine for OnCandle {
                 }
                 Ok(copied)
             })();
+            *ahead.work.lock().unwrap_or_else(PoisonError::into_inner) += take_work();
             // A failed copy, above all for lack of memory, is tried again with the ladder when the layer becomes the current layer.
             if let Ok(copied) = copied {
                 ahead.put(copied);
@@ -276,7 +282,7 @@ impl Engine for OnCandle {
         let state = self.to_device(state)?;
         let head = self.head.as_ref().context("the head was begun")?;
         let (loss, gradient) = head.loss_gradient(&state, targets, scale, cut)?;
-        Ok((loss, gradient.to_device(&Device::Cpu)?))
+        Ok((loss, to_host(&gradient)?))
     }
 
     fn drop_weights(&mut self) {
@@ -291,7 +297,7 @@ impl Engine for OnCandle {
         #[cfg(feature = "cuda")]
         super::cuda::release(&self.device)?;
         #[cfg(not(feature = "cuda"))]
-        self.device.synchronize()?;
+        wait(&self.device)?;
         Ok(())
     }
 

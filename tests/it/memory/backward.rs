@@ -81,7 +81,11 @@ fn child() -> anyhow::Result<()> {
     let all = counted(&mut || {
         for _ in 0..2 {
             match grams.0 {
-                true => engine.capture(&layer, &state, &cut, &mut grams)?.show(&mut grams)?,
+                true => {
+                    engine.begin_block();
+                    engine.capture(&layer, &state, &cut, &mut grams)?.show(&mut grams)?;
+                    engine.keep_block()?;
+                }
                 false => {
                     engine.backward(&layer, [&state, &state], &mut gradients, &cut)?;
                 }

@@ -11,6 +11,7 @@ use super::launch;
 use super::{KernelValue, elements, of_type, round, widen};
 use crate::linalg::select::Quota;
 use crate::model::on_device::CandleResult;
+use crate::model::on_device::operators::launched;
 
 /// Columns of a word of a mask.
 const WORD: usize = 32;
@@ -42,6 +43,7 @@ pub(in crate::model::on_device) fn lowest(
     norms: &Tensor,
     quota: Quota,
 ) -> Result<Tensor> {
+    launched(1);
     Ok(weight.apply_op2_no_bwd(norms, &ChooseLowest { quota })?)
 }
 
@@ -118,6 +120,7 @@ impl CustomOp2 for ChooseLowest {
 /// # Errors
 /// Fails when the device fails.
 pub(in crate::model::on_device) fn zero(weight: &Tensor, bits: &Tensor) -> Result<()> {
+    launched(1);
     Ok(weight.inplace_op2(bits, &ZeroChosen)?)
 }
 

@@ -12,12 +12,14 @@ use candle_core::{CpuStorage, CustomOp1, InplaceOp2, Layout, Shape, Tensor};
 use super::launch;
 use super::{KernelValue, elements, last_two, of_type, round, widen};
 use crate::model::on_device::CandleResult;
+use crate::model::on_device::operators::launched;
 
 /// x ← silu(x) · y
 ///
 /// # Errors
 /// Fails when the device fails.
 pub(in crate::model::on_device) fn silu_times(x: &Tensor, y: &Tensor) -> Result<()> {
+    launched(1);
     Ok(x.inplace_op2(y, &Elementwise::SiluTimes)?)
 }
 
@@ -26,6 +28,7 @@ pub(in crate::model::on_device) fn silu_times(x: &Tensor, y: &Tensor) -> Result<
 /// # Errors
 /// Fails when the device fails.
 pub(in crate::model::on_device) fn gelu_tanh_times(x: &Tensor, y: &Tensor) -> Result<()> {
+    launched(1);
     Ok(x.inplace_op2(y, &Elementwise::GeluTanhTimes)?)
 }
 
@@ -34,6 +37,7 @@ pub(in crate::model::on_device) fn gelu_tanh_times(x: &Tensor, y: &Tensor) -> Re
 /// # Errors
 /// Fails when the device fails.
 pub(in crate::model::on_device) fn add(x: &Tensor, y: &Tensor) -> Result<()> {
+    launched(1);
     Ok(x.inplace_op2(y, &Elementwise::Add)?)
 }
 
@@ -95,6 +99,7 @@ impl InplaceOp2 for Elementwise {
 /// # Errors
 /// Fails when the device fails.
 pub(in crate::model::on_device) fn column_sums(x: &Tensor) -> Result<Tensor> {
+    launched(1);
     Ok(x.apply_op1_no_bwd(&SumColumns)?)
 }
 

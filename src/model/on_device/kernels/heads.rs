@@ -13,6 +13,7 @@ use super::launch;
 use super::{KernelValue, elements, last_two, of_type, round, widen};
 use crate::linalg::attention::Scoring;
 use crate::model::on_device::CandleResult;
+use crate::model::on_device::operators::launched;
 
 /// Turns products of queries and keys into weights of keys, in place: the softmax of the scores of the keys that a query sees.
 ///
@@ -27,6 +28,7 @@ pub(in crate::model::on_device) fn soften(
     first: usize,
     scoring: Scoring,
 ) -> Result<()> {
+    launched(1);
     Ok(scores.inplace_op1(&SoftenScores { first, scoring })?)
 }
 
@@ -92,6 +94,7 @@ pub(in crate::model::on_device) fn rotate_heads(
     [cos, sin]: &[Tensor; 2],
     head_dim: usize,
 ) -> Result<Tensor> {
+    launched(1);
     Ok(x.apply_op3_no_bwd(cos, sin, &RotateHeads { head_dim })?)
 }
 
@@ -180,6 +183,7 @@ impl CustomOp3 for RotateHeads {
 /// # Errors
 /// Fails when the device fails.
 pub(in crate::model::on_device) fn heads_first(x: &Tensor, head_dim: usize) -> Result<Tensor> {
+    launched(1);
     Ok(x.apply_op1_no_bwd(&HeadsFirst { head_dim })?)
 }
 
@@ -228,6 +232,7 @@ impl CustomOp1 for HeadsFirst {
 /// # Errors
 /// Fails when the device fails.
 pub(in crate::model::on_device) fn place(heads: &Tensor, out: &Tensor, first: usize) -> Result<()> {
+    launched(1);
     Ok(out.inplace_op2(heads, &PlaceHeads { first })?)
 }
 
