@@ -435,7 +435,9 @@ impl Bench {
         let (apart, outcomes) = self.pass(&mut model, ledger)?;
         let figures = format!("the ladder went {outcomes:?}, off by {apart:.1e}");
         drop(ballast);
-        ensure!(outcomes == [FallbackOutcome::Smaller] && apart <= TOLERANCES[0].1, "{figures}");
+        // What is left is the driver's choice: it may be too little for the smallest pieces, too.
+        let has_fallen = matches!(outcomes[..], [FallbackOutcome::Smaller | FallbackOutcome::Cpu]);
+        ensure!(has_fallen && apart <= TOLERANCES[0].1, "{figures}");
         let ledger = Ledger::new(ByteSize(1 << 40), ByteSize::ZERO, Refusals::default());
         let (apart, outcomes) = self.pass(&mut model, ledger)?;
         ensure!(

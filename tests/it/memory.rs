@@ -5,13 +5,13 @@
 //! binary again, with the one test [`child`] or [`tokenizing_child`].
 #![expect(unsafe_code, reason = "an allocator that counts can only be written so")]
 
-mod backward;
+mod on_device;
 mod phases;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::fs;
 use std::process::Command;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use prune::bytes::ByteSize;
 use prune::data::footprint::{self, Encoding, TokenizerSize};
@@ -40,6 +40,16 @@ static PEAK: AtomicUsize = AtomicUsize::new(0);
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
+/// Scratch memory of candle's products on the CPU does not count. It is aligned to cache lines, which no tensor is.
+static SKIPS_SCRATCH: AtomicBool = AtomicBool::new(false);
+const CACHE_LINE: usize = 64;
+
+/// The bytes of an allocation that count.
+fn counted(layout: Layout) -> usize {
+    let is_skipped = layout.align() >= CACHE_LINE && SKIPS_SCRATCH.load(Ordering::Relaxed);
+    if is_skipped { 0 } else { layout.size() }
+}
+
 fn add(bytes: usize) {
     let alive = ALIVE.fetch_add(bytes, Ordering::Relaxed) + bytes;
     PEAK.fetch_max(alive, Ordering::Relaxed);
@@ -53,19 +63,19 @@ fn remove(bytes: usize) {
 // atomics and allocates nothing.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        add(layout.size());
+        add(counted(layout));
         // SAFETY: the caller keeps the contract of `GlobalAlloc::alloc`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        add(layout.size());
+        add(counted(layout));
         // SAFETY: the caller keeps the contract of `GlobalAlloc::alloc_zeroed`.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        remove(layout.size());
+        remove(counted(layout));
         // SAFETY: the caller got `pointer` from this allocator, so from `System`, with this layout.
         unsafe { System.dealloc(pointer, layout) }
     }

@@ -86,18 +86,25 @@ impl Recovery {
         let matrices = self.part.ids.iter();
         let matrices = matrices.map(|id| id.elements(config));
         let largest_matrix = matrices.clone().max().unwrap_or(0);
-        let (masked, most_parameters) = match self.part.form {
-            TrainedForm::Weights => (0, largest_matrix),
-            TrainedForm::Factors { rank, .. } => {
-                let factors = |id: &LinearId| {
-                    let (out, inner) = id.shape(config);
-                    rank * (out + inner)
-                };
-                let most = self.part.ids.iter().map(factors).max();
-                (matrices.sum(), most.unwrap_or(0))
+        let (rank, masked) = match self.part.form {
+            TrainedForm::Weights => (None, 0),
+            TrainedForm::Factors { rank, .. } => (Some(rank), matrices.sum()),
+        };
+        let parameters = |id: &LinearId| match rank {
+            None => id.elements(config),
+            Some(rank) => {
+                let (out, inner) = id.shape(config);
+                rank * (out + inner)
             }
         };
-        TrainedSizes { parameters: elements.sum(), most_parameters, largest_matrix, masked }
+        let ids = self.part.ids.iter();
+        TrainedSizes {
+            parameters: elements.sum(),
+            most_parameters: ids.clone().map(parameters).max().unwrap_or(0),
+            of_mlp: ids.filter(|id| !id.is_attention()).map(parameters).sum(),
+            largest_matrix,
+            masked,
+        }
     }
 
     /// Bytes of the files of a training in the offload folder: paged parameters, and the quantised base.

@@ -121,7 +121,7 @@ impl LayerGradients {
             parameters: self.norms.iter().flat_map(BTreeMap::values).map(Vec::len).sum(),
             ..TrainedSizes::default()
         };
-        for gradient in self.weights.values() {
+        for (id, gradient) in &self.weights {
             let (parameters, weights, masked) = match gradient {
                 MatrixGradient::Whole(values) => (values.len(), values.len(), 0),
                 MatrixGradient::Factors { change, a, b } => {
@@ -130,6 +130,7 @@ impl LayerGradients {
                 }
             };
             sizes.parameters += parameters;
+            sizes.of_mlp += if id.is_attention() { 0 } else { parameters };
             sizes.most_parameters = sizes.most_parameters.max(parameters);
             sizes.largest_matrix = sizes.largest_matrix.max(weights);
             sizes.masked += masked;

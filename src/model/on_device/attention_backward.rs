@@ -150,8 +150,8 @@ impl DeviceLayer {
             let of_values = rounded.transpose(1, 2)?.matmul(&gradient)?;
             drop(rounded);
             let scores = {
-                let dweights = gradient.matmul(&v.transpose(1, 2)?)?;
-                softmax_backward(weights, dweights.to_dtype(DType::F32)?)?
+                let dweights = widened(gradient.matmul(&v.transpose(1, 2)?)?)?;
+                softmax_backward(weights, dweights)?
             };
             let scores = match kept.zip(self.spec.scoring.soft_cap) {
                 None => scores,
@@ -174,6 +174,11 @@ impl DeviceLayer {
             dv.to_dtype(self.dtype)?,
         ])
     }
+}
+
+/// The same values in f32. The memory of other values is free then.
+fn widened(x: Tensor) -> Result<Tensor> {
+    Ok(x.to_dtype(DType::F32)?)
 }
 
 /// The gradient with respect to scores, P ∘ (dP − Σ dP ∘ P), from the gradient dP of their softmax P. Sums go over the last dimension.

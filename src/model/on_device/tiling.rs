@@ -5,23 +5,30 @@
 //! [x: y] is y in families that have x:
 //!
 //! ```text
-//! sample     e·S·H input and e·S·H output
+//! input      e·S·H, beside each of the next four;  forward e·S·H more: the output of the sample before
 //! attention  e·S·([norm before: H] + Q) normed, context, and the larger of
-//!            e·S·(2q + 2k) q, k, v of a group, and q or k before norm and rotation;
-//!            e·S·(q + 2k) + 2·e·b·q + e·h·b·min(S, w + b) the same, queries and result of a block, and scores of h heads
-//!            [norm after: at least e·S·H] the output of o before its norm
-//! MLP        e·t·([norm before: H] + 2I) normed, gate, up;  [norm after: at least 2·e·t·H] the output of down, and its norm
-//! observed   e·S·(H + Q) normed and context; 48·Σ n sums of inputs of n columns, joined, and the sums of the sample before
-//! product    4·n·(w + 2·m) + 4·1024·w   n rows of w columns, their products before and after a change, and weights of some of m features
+//!            e·S·max(2q + k, q + 3k) q, k, v of a group, one of them before norm and rotation;
+//!            e·S·(q + 2k) + e·b·q + e·h·b·min(S, w + b) the same, queries or result of a block, and scores of h heads
+//! o          e·S·(Q + H) context and output;  [norm after: e·S·2H the output and its norm]
+//! MLP        e·S·H output, and the larger of e·t·([norm before: H] + 2I) normed, gate, up;  e·t·(I + H) down
+//!            [norm after: e·t·2H the output of down, and its norm]
 //! grams      8·Σ T(n) sums of inputs of n columns in panels of p rows, T(n) elements of an upper triangle;
-//!            4·(2·p·n + t·n) a product, with max(e·t·(2H + I) + 4·t·I, e·S·(H + Q) + 4·t·max(H, Q)) rows
-//! head       e·H·r + (e + 12)·r·v logits of r tokens for v rows of the vocabulary, their exponentials and sums
+//!            4·(2·p·n + t·n) two panels and t rows turned, with e·n·r + [f16, bf16: 4·t·n] rows; r = S and no output before q and o, else t
+//! observed   48·Σ n sums of inputs of n columns, joined, and the sums of the sample before
+//! product    4·n·(w + 2·m) + 4·1024·w   n rows of w columns, their products before and after a change, and weights of some of m features
+//! head       e·S·H, and the larger of e·r·H + [f16, bf16: e]·r·v + [bound: 4]·r·v + 4·r·v;  12·r·v  normed and logits of r tokens for v rows
+//!            of the vocabulary; the logits, less the largest, and their exponentials
 //! training   3·e·S·H + (12 + 2e + [bound: 4])·r·V + (56 + 4e)·r·H the same, forwards and back, and the gradient
-//! backward   e·S·(5H + [norm before: H] + [norm after: H] + 2Q + 2K) states and gradients of the sample, and the largest of
-//!            e·S·(4q + 4k) + 16·S·k a group, with the larger of
-//!              (16 + 2e + [bound: 4])·h·b·min(S, w + b) its scores and their gradients;  [norm: t·(56 + 4e)·q] the graph of q's norm
-//!            e·t·(4H + 28I) the graph of the MLP's activation
-//!            t·(56 + 4e)·H + [norm after: 2·e·t·I] the graph of a norm, with gate and up
+//! backward   e·S·(2H + [norm before: H]) input, gradient, normed, with static bytes of factors, and the largest of
+//!   MLP      e·S·(Q + H) context and the input of the MLP; e·t·([norm before: H] + [norm after: H]) and e·t·g·I, the graph of the activation,
+//!            g = 29, with GELU 36;  4·P sums;  [t < S: e·S·H + 4·m gradients of tokens before, m of P are of the MLP]
+//!   norm     the same with (56 + 4e)·t·H + [norm after: 2·e·t·I] in place of the graph
+//!   weights  e·S·(Q + H) + e·t·([norms: 2H] + 3I) and 4·(2P + p) the sums and the sample's gradients, of P parameters each, and a matrix's
+//!            new sum, of at most p parameters; (3e + 8)·M the whole gradient of the largest matrix, of M weights
+//!   heads    e·S·(H + 2Q + 2K) states and gradients, 8·P, e·S·(2q + 4k) + 2·e·b·q + 8·S·k a group, with the larger of
+//!            (12 + [bound: 4])·h·b·min(S, w + b) its scores and their gradients;  [norm: t·(56 + 4e)·q] the graph of q's norm
+//!   input    e·S·(2H + Q + 2K) gradients, e·t·3H, 8·P, and [norm before: (56 + 4e)·t·H]
+//! factors    e·P and 1 byte per weight of the masks of P parameters
 //! norms      [factor 1 + w: (8 + e)·min(S·H, 2²⁰) rows in f32, in f16 and bf16], in all but products and grams
 //! trained    4·(2P + p) the sums and a sample's gradients, of P parameters each, and a matrix's new sum, of at most p parameters;
 //!            (3e + 8)·M the whole gradient of the largest matrix, of M weights;  and of factors e·P and 1 byte per weight of their masks
@@ -32,6 +39,7 @@ use std::ops::Range;
 use super::gram::DeviceGrams;
 use super::operators::NORMED_AT_ONCE;
 use crate::bytes::ByteSize;
+use crate::model::family::Activation;
 use crate::model::{LayerSpec, LinearId, LinearRole, ModelConfig, NormRole};
 use crate::run::MemorySettings;
 
@@ -72,6 +80,8 @@ pub struct TrainedSizes {
     pub parameters: usize,
     /// Parameters of the matrix with the most of them.
     pub most_parameters: usize,
+    /// Trained parameters of the MLP's matrices.
+    pub of_mlp: usize,
     /// Weights of the largest trained matrix.
     pub largest_matrix: usize,
     /// Weights of all matrices whose factors are trained.
@@ -79,14 +89,12 @@ pub struct TrainedSizes {
 }
 
 impl TrainedSizes {
-    /// Memory of the gradients on a device, and of masks and factors.
-    fn bytes(&self, element: usize) -> ByteSize {
-        let sums = 4 * (2 * self.parameters + self.most_parameters);
-        let factors = match self.masked {
+    /// Memory of masks and factors.
+    fn factors(&self, element: usize) -> usize {
+        match self.masked {
             0 => 0,
             masked => masked + element * self.parameters,
-        };
-        ByteSize((sums + factors + (3 * element + 8) * self.largest_matrix) as u64)
+        }
     }
 }
 
@@ -174,12 +182,14 @@ impl Tiling {
         crate::model::head::logit_rows(self.logits_bytes, rows)
     }
 
-    /// Memory of a sample inside a layer: the larger of attention and MLP. `element` is e.
+    /// Memory of a sample that passes a layer, with the output of the sample before, which the host takes meanwhile. `element` is e.
     pub fn pass_bytes(&self, config: &ModelConfig, seqlen: usize, element: usize) -> ByteSize {
-        self.capture_bytes(config, seqlen, element, &[])
+        let before = ByteSize::of(element, seqlen * config.hidden_size);
+        before + self.capture_bytes(config, seqlen, element, &[])
     }
 
-    /// The same, while rows of inputs with `grams` columns enter Gram matrices; without the sums, which [`DeviceGrams::bytes`] counts.
+    /// Memory of a sample that is observed, while rows of inputs with `grams` columns enter Gram matrices; without the sums, which
+    /// [`DeviceGrams::bytes`] counts.
     pub fn capture_bytes(
         &self,
         config: &ModelConfig,
@@ -192,21 +202,25 @@ impl Tiling {
         let with = |norm, elements| if spec.has_norm(norm) { elements } else { 0 };
         let ([heads, q, k], all) = (self.group(&spec), spec.rows(LinearRole::Q));
         let (b, keys) = self.block(config, s);
-        let block = element * (s * (q + 2 * k) + 2 * b * q + heads * b * keys);
-        let group = element * s * (2 * q + 2 * k);
-        let attention = element * s * (with(NormRole::BeforeAttention, h) + all) + block.max(group);
-        let attention = attention.max(element * with(NormRole::AfterAttention, s * h));
+        let group = s * (2 * q + k).max(q + 3 * k);
+        let block = s * (q + 2 * k) + b * q + heads * b * keys;
+        let attention = s * (with(NormRole::BeforeAttention, h) + all) + block.max(group);
+        let out = (s * (all + h)).max(with(NormRole::AfterAttention, s * 2 * h));
         let t = self.mlp_tokens.min(s);
-        let wide = with(NormRole::BeforeMlp, h) + 2 * i;
-        let mlp = element * t * wide.max(with(NormRole::AfterMlp, 2 * h));
+        let wide = (with(NormRole::BeforeMlp, h) + 2 * i).max(i + h);
+        let mlp = s * h + t * wide.max(with(NormRole::AfterMlp, 2 * h));
         let sums = 48 * (h + all + (h + i) * s.div_ceil(t.max(1)));
-        let pass = ByteSize((attention.max(mlp) + sums) as u64);
-        // Rows enter a Gram matrix in f32, after their squares and before the next product.
-        let down = element * t * (2 * h + i) + 4 * t * i;
-        let others = element * s * (h + all) + 4 * t * h.max(all);
-        let adding = ByteSize(down.max(others) as u64) + DeviceGrams::adding_bytes(grams, t);
+        let pass = element * attention.max(out).max(mlp);
+        // Rows enter a Gram matrix in f32, after their squares.
+        let widened_rows = if element == size_of::<f32>() { 0 } else { size_of::<f32>() * t };
+        let points = [(h, s, 0), (all, s, 0), (h, t, s * h), (i, t, s * h)].into_iter();
+        let points = points.filter(|(n, ..)| grams.contains(n)).map(|(n, alive, out)| {
+            let rows = n * (element * alive + widened_rows) + element * out;
+            rows + DeviceGrams::adding_bytes(&[n], t).0 as usize
+        });
+        let adding = points.max().unwrap_or(0);
         let widened = Self::widened_bytes(config, s, element);
-        ByteSize::of(element, 2 * s * h) + pass.max(adding) + widened
+        ByteSize((element * s * h + pass.max(adding) + sums) as u64) + widened
     }
 
     /// Memory of a product of some rows on a device, with the product that it is compared with.
@@ -234,21 +248,41 @@ impl Tiling {
         let spec = config.layer(0);
         let with = |norm, elements| if spec.has_norm(norm) { elements } else { 0 };
         let ([heads, q, k], t) = (self.group(&spec), self.mlp_tokens.min(s));
-        let group = element * s * (4 * q + 4 * k) + 16 * s * k;
-        let (b, keys) = self.block(config, s);
+        let [all, keys] = [LinearRole::Q, LinearRole::K].map(|role| spec.rows(role));
+        let gradients = size_of::<f32>() * trained.parameters;
+        let norm_graph = 56 + 4 * element;
+
+        let states = element * s * (all + h);
+        let normed = element * t * (with(NormRole::BeforeMlp, h) + with(NormRole::AfterMlp, h));
+        let of_activation = match spec.activation {
+            Activation::Silu => 29,
+            Activation::GeluTanh => 36,
+        };
+        let graph = element * t * of_activation * i;
+        let of_norm = t * h * norm_graph + with(NormRole::AfterMlp, 2 * element * t * i);
+        let of_mlp = size_of::<f32>() * trained.of_mlp;
+        let before = if t < s { element * s * h + of_mlp } else { 0 };
+        let mlp = states + normed + graph.max(of_norm) + gradients + before;
+
+        let new = size_of::<f32>() * trained.most_parameters;
+        let whole = (3 * element + 8) * trained.largest_matrix;
+        let weights = states + normed + element * t * 3 * i + 2 * gradients + new + whole;
+
+        let (b, seen) = self.block(config, s);
         let bound = spec.scoring.soft_cap.map_or(0, |_| size_of::<f32>());
-        let scores = (16 + 2 * element + bound) * heads * b * keys;
-        let graph = 56 + 4 * element;
-        let of_group = scores.max(with(NormRole::Query, t * graph * q));
-        let mlp = element * t * (4 * h + 28 * i);
-        let norm = t * h * graph + with(NormRole::AfterMlp, 2 * element * t * i);
-        let norms = with(NormRole::BeforeAttention, h) + with(NormRole::AfterAttention, h);
-        let states = element
-            * s
-            * (5 * h + norms + 2 * spec.rows(LinearRole::Q) + 2 * spec.rows(LinearRole::K));
-        let piece = (group + of_group).max(mlp).max(norm);
-        let widened = Self::widened_bytes(config, s, element);
-        ByteSize((states + piece) as u64) + widened + trained.bytes(element)
+        let scores = (3 * size_of::<f32>() + bound) * heads * b * seen;
+        let of_group = scores.max(with(NormRole::Query, t * norm_graph * q));
+        let group = element * (s * (2 * q + 4 * k) + 2 * b * q) + 2 * size_of::<f32>() * s * k;
+        let of_heads = element * s * (h + 2 * all + 2 * keys) + group + of_group;
+        let of_heads = of_heads + 2 * gradients;
+
+        let of_input = element * (s * (2 * h + all + 2 * keys) + 3 * t * h) + 2 * gradients;
+        let of_input = of_input + with(NormRole::BeforeAttention, t * h * norm_graph);
+
+        let sample = element * s * (2 * h + with(NormRole::BeforeAttention, h));
+        let most = mlp.max(weights).max(of_heads).max(of_input);
+        ByteSize((sample + most + trained.factors(element)) as u64)
+            + Self::widened_bytes(config, s, element)
     }
 
     /// Memory of a window in the head, for `rows` rows of the vocabulary. `element` is e.
@@ -259,9 +293,13 @@ impl Tiling {
         rows: usize,
         element: usize,
     ) -> ByteSize {
-        let tokens = self.logit_tokens(rows).min(seqlen);
-        ByteSize::of(element, (seqlen + tokens) * config.hidden_size)
-            + ByteSize::of(element + 12, tokens * rows)
+        let (h, tokens) = (config.hidden_size, self.logit_tokens(rows).min(seqlen));
+        let wide = size_of::<f32>();
+        let narrow = if element == wide { 0 } else { element };
+        let bound = config.logit_cap.map_or(0, |_| wide);
+        let logits = element * tokens * h + (narrow + bound + wide) * tokens * rows;
+        let exponentials = 3 * wide * tokens * rows;
+        ByteSize((element * seqlen * h + logits.max(exponentials)) as u64)
             + Self::widened_bytes(config, tokens, element)
     }
 

@@ -1,5 +1,5 @@
-//! Memory of a layer's backward pass on a device, and of Gram matrices there: candle's operators on the CPU allocate no
-//! more than the plan of a GPU says.
+//! Memory of a layer and of the head on a device, forwards, backwards and with Gram matrices: candle's operators on the CPU allocate
+//! what the plan of a GPU says, within a tenth.
 
 use super::*;
 use candle_core::{DType, Device, Tensor};
@@ -7,7 +7,7 @@ use prune::checkpoint::Checkpoint;
 use prune::linalg::MaskedLowRank;
 use prune::model::observe::FromDevice;
 use prune::model::on_device::{DeviceGrams, Tiling};
-use prune::model::{DecoderLayer, InputId, LayerContext, LayerGradients, Observer};
+use prune::model::{DecoderLayer, Head, InputId, LayerContext, LayerGradients, Observer};
 use prune::runtime::engine::{Engine, OnCandle};
 
 /// Tokens of a sample: enough that tensors outweigh the scratch memory of candle's products on the CPU.
@@ -20,11 +20,11 @@ impl Observer for SumsOfGrams {
     fn observe(&mut self, _point: InputId, _rows: &[f32]) {}
 
     fn wants(&mut self, _point: InputId) -> FromDevice<'_> {
-        FromDevice::Gram(&[])
+        if self.0 { FromDevice::Gram(&[]) } else { FromDevice::Sums(&[]) }
     }
 }
 
-/// Two samples of a backward pass, or of a pass with Gram matrices. Leaves the counted bytes and the planned ones.
+/// Four samples of a pass, in blocks of two. Leaves the counted bytes and the planned bytes.
 #[test]
 #[ignore = "started by the other test of this module, in a process of its own"]
 fn child() -> anyhow::Result<()> {
@@ -41,7 +41,6 @@ fn child() -> anyhow::Result<()> {
     for id in layer.linear_ids() {
         engine.take_up(&layer, id)?;
     }
-    let mut grams = SumsOfGrams(arguments.starts_with("grams"));
     let mut gradients = match arguments.split_once(' ').expect("two words").0 {
         "weights" => LayerGradients::new(&layer, layer.linear_ids()).with_norms(&layer),
         _ => {
@@ -60,46 +59,51 @@ fn child() -> anyhow::Result<()> {
         cut = cut.smaller().and_then(|cut| cut.smaller()).expect("smaller");
     }
     let widths = config.input_widths().values().copied().collect::<Vec<_>>();
-    let planned = match grams.0 {
-        true => cut.capture_bytes(&config, LONG, 4, &widths) + DeviceGrams::bytes(&widths),
-        false => cut.backward_bytes(&config, LONG, 4, gradients.sizes()),
+    let work = arguments.split_once(' ').expect("two words").0;
+    let (planned, inputs) = match work {
+        "forward" => (cut.pass_bytes(&config, LONG, 4), 1),
+        "capture" => (cut.capture_bytes(&config, LONG, 4, &[]), 1),
+        "grams" => (cut.capture_bytes(&config, LONG, 4, &widths) + DeviceGrams::bytes(&widths), 1),
+        "head" => (cut.head_bytes(&config, LONG, config.vocab_size, 4), 1),
+        _ => (cut.backward_bytes(&config, LONG, 4, gradients.sizes()), 2),
     };
     let state = Tensor::ones((LONG, config.hidden_size), DType::F32, &Device::Cpu)?;
-    let counted = |work: &mut dyn FnMut() -> anyhow::Result<()>| {
-        let before = ALIVE.load(Ordering::Relaxed);
-        PEAK.store(before, Ordering::Relaxed);
-        work()?;
-        anyhow::Ok(PEAK.load(Ordering::Relaxed) - before)
-    };
-    // Products of candle on the CPU have scratch memory, that of a GPU is part of its context.
-    let wide = Tensor::ones((config.hidden_size, LONG), DType::F32, &Device::Cpu)?;
-    let scratch = counted(&mut || {
-        state.matmul(&wide)?;
-        Ok(())
-    })?;
-    let scratch = scratch - 4 * LONG * LONG;
-    let all = counted(&mut || {
-        for _ in 0..2 {
-            match grams.0 {
-                true => {
-                    engine.begin_block();
-                    engine.capture(&layer, &state, &cut, &mut grams)?.show(&mut grams)?;
-                    engine.keep_block()?;
-                }
-                false => {
-                    engine.backward(&layer, [&state, &state], &mut gradients, &cut)?;
-                }
-            }
+    let head = Head::load(&checkpoint, &config)?;
+    let chunk = head.chunk(0..config.vocab_size)?;
+    if work == "head" {
+        engine.begin_head(&chunk)?;
+    }
+    let tokens: Vec<u32> = (0..LONG).map(|at| (at * at % config.vocab_size) as u32).collect();
+    let mut grams = SumsOfGrams(work == "grams");
+    SKIPS_SCRATCH.store(true, Ordering::Relaxed);
+    let before = ALIVE.load(Ordering::Relaxed);
+    PEAK.store(before, Ordering::Relaxed);
+    let mut held = None;
+    for sample in 0..4 {
+        if sample % 2 == 0 {
+            engine.keep_block()?;
+            engine.begin_block();
         }
-        Ok(())
-    })?;
-    eprintln!("{arguments}: scratch {scratch}, all {all}");
-    fs::write(TAKEN, format!("{} {}", all - scratch, planned.0))?;
+        match work {
+            // The host takes an output while the next sample passes.
+            "forward" => drop(held.replace(engine.forward(&layer, &state, &cut)?)),
+            "head" => drop(engine.head_window(&chunk, &state, &tokens, &cut)?),
+            "capture" | "grams" => {
+                engine.capture(&layer, &state, &cut, &mut grams)?.show(&mut grams)?;
+            }
+            _ => drop(engine.backward(&layer, [&state, &state], &mut gradients, &cut)?),
+        }
+    }
+    drop(held);
+    let all = PEAK.load(Ordering::Relaxed) - before;
+    // The plan has the tensors that the work begins with, too.
+    let inputs = inputs * 4 * state.elem_count();
+    fs::write(TAKEN, format!("{} {}", all + inputs, planned.0))?;
     Ok(())
 }
 
 #[test]
-fn backward_passes_and_gram_matrices_of_a_device_take_what_is_planned() {
+fn passes_of_a_device_take_what_is_planned() {
     let of_family = |model_type: &str, settings: Value| {
         let settings = settings.as_object().expect("keys").clone();
         RandomCheckpoint {
@@ -113,7 +117,7 @@ fn backward_passes_and_gram_matrices_of_a_device_take_what_is_planned() {
             ..RandomCheckpoint::of_family(model_type).expect("a family")
         }
     };
-    let cases = ["weights", "factors", "grams"];
+    let cases = ["weights", "factors", "forward", "capture", "grams", "head"];
     let cases =
         cases.into_iter().flat_map(|case| [format!("{case} whole"), format!("{case} small")]);
     let cases: Vec<String> = cases.collect();
@@ -122,19 +126,21 @@ fn backward_passes_and_gram_matrices_of_a_device_take_what_is_planned() {
         (of_family("llama", json!({})), &cases[..]),
         // Bounded scores, and all norms.
         (of_family("gemma3_text", json!({"attn_logit_softcapping": 50.0})), &cases[..2]),
+        // Attention needs more than the MLP.
+        (RandomCheckpoint { intermediate_size: 128, ..of_family("llama", json!({})) }, &cases[..2]),
         // A window that is much shorter than a sample.
-        (of_family("mistral", json!({"sliding_window": 100})), &cases[..2]),
+        (of_family("mistral", json!({"sliding_window": 100})), &cases[1..2]),
         // Fused matrices.
-        (of_family("phi3", json!({"partial_rotary_factor": 0.5})), &cases[..2]),
+        (of_family("phi3", json!({"partial_rotary_factor": 0.5})), &cases[1..2]),
         // Norms over all heads, and none before the blocks.
         (of_family("olmo2", json!({})), &cases[..2]),
     ] {
         let (place, family) = (Place::with(&shape), shape.family.model_type);
         for case in cases {
-            let (counted, planned) = measured(&place, "backward::child", case);
+            let (counted, planned) = measured(&place, "on_device::child", case);
             eprintln!("{family} {case}: planned {planned}, counted {counted}");
-            // On an Intel Xeon with AMX, `grams whole` counted 31.9 MB of 65.9 MB planned; the cause is not known.
-            if counted > planned || 2 * planned > 5 * counted {
+            // The host holds numbers of every token, too.
+            if counted > planned + 64 * LONG as u64 || 10 * planned > 11 * counted {
                 wrong.push(format!("{family} {case}"));
             }
         }
