@@ -1,12 +1,11 @@
 //! Blocks of samples: the order in which large sums over samples are added up.
 //!
 //! ```text
-//! B = min(32, samples)
-//! block k = the samples from ⌊k · samples / B⌋ up to ⌊(k + 1) · samples / B⌋
+//! B = min(32, samples)       the first (samples mod B) blocks have ⌈samples / B⌉ samples, the others ⌊samples / B⌋, in order
 //! sum = ((block 0 + block 1) + block 2) + …        a block is summed by a single device
 //! ```
 //!
-//! The number of samples alone decides the blocks, so sums do not depend on the number of devices.
+//! The number of samples alone decides the blocks, so sums do not depend on the number of devices. Devices get the blocks in turn.
 
 use std::ops::Range;
 
@@ -30,15 +29,33 @@ impl SampleBlocks {
         self.samples.min(BLOCKS)
     }
 
+    /// Samples of a smaller block, and the number of larger blocks.
+    fn sizes(self) -> (usize, usize) {
+        let count = self.count().max(1);
+        (self.samples / count, self.samples % count)
+    }
+
     /// The samples of a block.
     pub fn samples_of(self, block: usize) -> Range<usize> {
-        let start = |block: usize| block * self.samples / self.count().max(1);
+        let (size, larger) = self.sizes();
+        let start = |block: usize| block * size + block.min(larger);
         start(block)..start(block + 1)
     }
 
     /// The block of a sample.
     pub fn block_of(self, sample: usize) -> usize {
-        ((sample + 1) * self.count() - 1) / self.samples.max(1)
+        let (size, larger) = self.sizes();
+        let in_larger = larger * (size + 1);
+        match sample.checked_sub(in_larger) {
+            None => sample / (size + 1),
+            Some(after) => larger + after / size.max(1),
+        }
+    }
+
+    /// The most samples that a device gets where this many devices share them.
+    pub fn most_of(self, devices: usize) -> usize {
+        let (size, larger) = self.sizes();
+        self.count().div_ceil(devices.max(1)) * size + larger.div_ceil(devices.max(1))
     }
 
     /// Returns whether a sample is the last sample of its block.
@@ -71,5 +88,29 @@ mod tests {
             assert_eq!(next, samples);
         }
         assert_eq!(SampleBlocks::new(128).samples_of(31), 124..128);
+        assert_eq!(SampleBlocks::new(0).block_of(3), 3);
+    }
+
+    #[test]
+    fn devices_get_nearly_equal_shares() {
+        for (samples, devices, most) in [
+            (0, 3, 0),
+            (5, 2, 3),
+            (40, 4, 10),
+            (48, 2, 24),
+            (80, 2, 40),
+            (128, 6, 24),
+            (341, 6, 64),
+        ] {
+            let blocks = SampleBlocks::new(samples);
+            let share = |device: usize| -> usize {
+                let own = (device..blocks.count()).step_by(devices);
+                own.map(|block| blocks.samples_of(block).len()).sum()
+            };
+            let shares: Vec<usize> = (0..devices).map(share).collect();
+            assert_eq!(shares.iter().sum::<usize>(), samples);
+            assert_eq!(shares.iter().max(), Some(&most), "{samples} {devices}");
+            assert_eq!(blocks.most_of(devices), most, "{samples} {devices}");
+        }
     }
 }

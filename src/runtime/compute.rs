@@ -1,8 +1,9 @@
 //! The devices that compute: the CPU, and GPUs, which share the samples of a layer.
 //!
 //! A plan names the devices of each layer. Without a GPU, the CPU computes the samples in their order, each with all threads. With GPUs,
-//! each GPU takes the next free sample. GPUs get blocks of samples in turn where they sum them up or have their hidden states (`pass.rs`). If a
-//! GPU has too little memory for a sample, or for a sample of a block that is summed up, the CPU computes this sample or block ([`DeviceWorker`]). Results are combined in the order of the samples, so they depend on the
+//! each GPU takes the next free sample. GPUs get blocks of samples in turn where they sum them up or have their hidden states (`pass.rs`).
+//! If a GPU has too little memory for a sample, or for a sample of a block that is summed up, the CPU computes this sample or block
+//! ([`DeviceWorker`]). Results are combined in the order of the samples, so they depend on the
 //! device of a sample only by its rounding.
 
 use std::sync::Mutex;
@@ -166,7 +167,7 @@ impl<'a> Compute<'a> {
         done: &mut (dyn FnMut(usize, O) + Send),
     ) -> Result<()> {
         let workers = ready(&mut self.workers, &self.devices, layer)?;
-        let (samples, context) = (hidden.samples(), &mut self.context);
+        let (samples, context, events) = (hidden.samples(), &mut self.context, self.events);
         let blocks = SampleBlocks::new(samples);
         let has_grams = !grams.widths.is_empty() && !workers.is_empty();
         let samples_of = |unit: usize| match has_grams {
@@ -206,6 +207,7 @@ impl<'a> Compute<'a> {
                 kept.hand_on(&mut **lock(&take))?;
                 let mut observed = Vec::new();
                 for sample in samples_of(unit) {
+                    events.check()?;
                     let state = lock(&hidden).get(sample)?;
                     let mut observer = new(sample, Accumulation::Now);
                     layer.capture(&state, context, &mut observer)?;
@@ -225,7 +227,8 @@ impl<'a> Compute<'a> {
                 sums.into_iter().try_for_each(|sums| sums.hand_on(&mut **lock(&take)))
             },
             order,
-            is_dealt: self.deals_samples || has_grams,
+            // Devices with blocks of samples would wait for each other's rows.
+            is_dealt: has_grams || (self.deals_samples && order != ResultOrder::Blocking),
         }
         .run(workers, if has_grams { blocks.count() } else { samples }, self.events)?;
         let kept = self.workers.iter_mut().filter(|_| has_grams).map(DeviceWorker::take_kept);

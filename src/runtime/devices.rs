@@ -15,6 +15,7 @@ use crate::linalg::{Products, StoredDtype};
 use crate::model::on_device::{CONTEXT, Tiling};
 use crate::model::{LayerContext, ModelConfig, Rotary};
 use crate::run::fallback::{DeviceMemoryReport, DeviceWork};
+use crate::run::plan::PartKind;
 use crate::run::{Events, HiddenStatesStorage, MemorySettings, Plan};
 
 /// Simulated GPUs, for tests of placement and fallback.
@@ -128,9 +129,11 @@ impl Devices {
         for layers in &plan.layers {
             by_layer.extend(vec![layers.devices.clone(); layers.last + 1 - layers.first]);
         }
-        let (storage, bytes) = (plan.hidden_states.storage, plan.hidden_states.bytes);
-        let stay = storage == HiddenStatesStorage::Device && !opened.is_empty();
-        let states = stay.then(|| ByteSize(bytes.0.div_ceil(opened.len() as u64)));
+        let stay = plan.hidden_states.storage == HiddenStatesStorage::Device && !opened.is_empty();
+        let on_devices = plan.phases.iter().filter(|phase| phase.device != "cpu");
+        let states = on_devices.flat_map(|phase| &phase.parts);
+        let states = states.filter(|part| part.kind == PartKind::HiddenStates);
+        let states = states.map(|part| part.bytes).max().filter(|_| stay);
         Ok(Self { opened, by_layer, simulation: simulation.cloned(), states, dtype: Some(dtype) })
     }
 

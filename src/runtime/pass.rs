@@ -149,7 +149,7 @@ impl<'a, R: Send> Pass<'_, 'a, R> {
         }
         // A device begins its next unit before the host takes the result, unless results are large.
         let holds_one = self.order != ResultOrder::Blocking;
-        // As many blocks of samples as there are blocks: a unit that is a block is dealt like its samples.
+        // At most 32 units are a block each, so units that are blocks of samples are dealt as their samples would be.
         let (dealt, blocks) = (self.is_dealt.then_some(workers.len()), SampleBlocks::new(units));
         let work = |number: usize, worker: &mut DeviceWorker<'a>| -> Result<()> {
             let _stop = StopOnPanic(&queue);
@@ -179,21 +179,25 @@ impl<'a, R: Send> Pass<'_, 'a, R> {
             worker.count_work();
             outcome
         };
-        on_threads(workers, &work)
+        on_threads(workers, &work, &|| queue.stop())
     }
 }
 
-/// Runs `work` for every worker and its number, each on a thread of its own, and returns the first error.
+/// Runs `work` for every worker and its number, each on a thread of its own, and returns the first error. Calls `stop` where a thread cannot
+/// start: the others would wait for its units.
 fn on_threads<'a>(
     workers: Vec<&mut DeviceWorker<'a>>,
     work: &(dyn Fn(usize, &mut DeviceWorker<'a>) -> Result<()> + Sync),
+    stop: &dyn Fn(),
 ) -> Result<()> {
     thread::scope(|scope| {
         let threads: Vec<_> = workers
             .into_iter()
             .enumerate()
             .map(|(number, worker)| {
-                thread::Builder::new().spawn_scoped(scope, move || work(number, worker))
+                let thread = thread::Builder::new();
+                let thread = thread.spawn_scoped(scope, move || work(number, worker));
+                thread.inspect_err(|_| stop())
             })
             .collect();
         let mut outcome = Ok(());

@@ -125,6 +125,31 @@ fn a_unit_that_is_refused_is_done_on_the_cpu_whichever_it_is() {
 }
 
 #[test]
+fn gram_matrices_have_the_bits_of_the_cpu_on_any_number_of_devices() {
+    let place = place();
+    let masks = |flags: &str| {
+        // Blocks of two samples and of one.
+        let ran = place.run(&format!(
+            "--model m --prune-method sparsegpt --eval none --dataset train.txt --nsamples 40 --seqlen 24 \
+             --sparsity-ratio 0.5 --force --save out {flags}"
+        ));
+        assert_eq!(ran.code, 0, "{flags}\n{}", ran.stderr);
+        let run = place.manifest("out");
+        (results(&run).0, run.fallbacks.len())
+    };
+    let (cpu, _) = masks("--use-cpu");
+    let gpus = |count: usize| vec!["\"2GiB\""; count].join(",");
+    for (count, refuse) in
+        [(1, ""), (2, ""), (3, ""), (1, "12,30x1"), (2, "10x2,15,40"), (2, "all")]
+    {
+        let simulation = format!(r#"{{"gpus":[{}],"refuse":"{refuse}"}}"#, gpus(count));
+        let (ours, fallbacks) = masks(&format!("--simulate {simulation}"));
+        assert!(ours == cpu, "{count} GPUs, refused: {refuse}");
+        assert_eq!(fallbacks == 0, refuse.is_empty(), "{count} GPUs, refused: {refuse}");
+    }
+}
+
+#[test]
 fn the_ladder_has_its_rungs_in_order() {
     let place = place();
     let cpu = manifest(&place, "--use-cpu");

@@ -184,6 +184,12 @@ mod tests {
             expected.end_block();
             match block {
                 4 => {
+                    // A failure after the last panel: it is in G, and the others are not.
+                    let (total, block) =
+                        (&mut grams.total.panels[point], &mut grams.block.panels[point]);
+                    let more = block.pop().unwrap();
+                    let last = total.last_mut().unwrap();
+                    *last = operators::plus(last, &more)?;
                     hand_on(grams.take(), &mut summed)?;
                     hand_on(grams.take_block(), &mut summed)?;
                 }

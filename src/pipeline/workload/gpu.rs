@@ -18,25 +18,27 @@ use crate::model::on_device::{CONTEXT, DeviceGrams, Tiling};
 use crate::placement::{ExecutionOption, PhaseMemory, Processors};
 use crate::run::plan::{MemoryPart, PartKind};
 use crate::run::{HiddenStatesStorage, MemorySettings, Phase};
+use crate::runtime::blocks::SampleBlocks;
 
-/// Hidden states that stay on a GPU; none where they are elsewhere. GPUs get the samples of each stream in turn.
+/// Hidden states that stay on a GPU; none where they are elsewhere. GPUs get the blocks of samples of each stream in turn.
 fn states(run: &RunShape<'_>, option: &ExecutionOption) -> Vec<MemoryPart> {
     let (HiddenStatesStorage::Device, Processors::Gpus(gpus)) = (option.storage, option.processors)
     else {
         return Vec::new();
     };
     let streams = run.sides.len() * run.runs();
-    let states = run.samples.div_ceil(gpus) + streams * run.windows.div_ceil(gpus);
+    let most = |samples: usize| SampleBlocks::new(samples).most_of(gpus);
+    let states = most(run.samples) + streams * most(run.windows);
     let state = run.state(run.gpu_dtype.bytes());
     vec![part(PartKind::HiddenStates, ByteSize(state.0.saturating_mul(states as u64)))]
 }
 
-/// Rows of a sample that are kept for output errors: in the dtype of the arithmetic, in f64, in the joined tensor, and in the tensor of
-/// the sample before.
+/// Rows of a sample that are kept for output errors: in the dtype of the arithmetic and joined, in f64 and joined with the sums, and in the
+/// tensor of the sample before.
 fn chosen_rows(run: &RunShape<'_>) -> ByteSize {
     let rows = output_error::tokens(run.samples, run.seqlen).div_ceil(run.samples.max(1));
     let columns: usize = run.config.input_widths().values().sum();
-    ByteSize::of(rows * columns, run.gpu_dtype.bytes() + 3 * size_of::<f64>())
+    ByteSize::of(rows * columns, 2 * run.gpu_dtype.bytes() + 3 * size_of::<f64>())
 }
 
 /// Memory of every phase but the head's.
@@ -50,8 +52,7 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Vec<PhaseM
         false => ByteSize::ZERO,
     };
     let cast = Tiling::cast_bytes(config, run.dtypes.layers.bytes(), element);
-    let parts = |grams: &[usize]| {
-        let sample = cut.capture_bytes(config, run.seqlen, element, grams);
+    let parts = |sample: ByteSize, grams: &[usize]| {
         let mut parts = vec![
             part(PartKind::Layer, layer),
             part(PartKind::NextLayer, next),
@@ -70,6 +71,8 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Vec<PhaseM
         .into_iter()
         .filter(|phase| run.samples > 0 && (has_statistics || *phase == Phase::Propagate));
     let grams = run.grams_on_gpu(settings);
+    let observed = cut.capture_bytes(config, run.seqlen, element, &grams);
+    let passing = cut.pass_bytes(config, run.seqlen, element);
     // Outputs of a matrix before and after it is pruned.
     let tokens = output_error::tokens(run.samples, run.seqlen);
     let outputs = config.linears().map(|of| Tiling::product_bytes(config, of, tokens)).max();
@@ -78,7 +81,7 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Vec<PhaseM
         .next()
         .filter(|_| has_statistics && (run.technique.is_some() || run.observes.is_some()))
         .map(|_| {
-            let mut parts = parts(&[]);
+            let mut parts = parts(ByteSize::ZERO, &[]);
             parts.retain(|part| part.kind != PartKind::Sample);
             parts.push(part(PartKind::CalibrationRows, outputs.unwrap_or_default()));
             with_context(run, Phase::OutputError, parts)
@@ -87,11 +90,19 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Vec<PhaseM
         .chain(evaluation_phases(run))
         .map(|phase| match phase {
             Phase::Calibrate => {
-                let mut parts = parts(&grams);
+                let mut parts = parts(observed, &grams);
                 parts.push(part(PartKind::CalibrationRows, chosen_rows(run)));
+                if !grams.is_empty() {
+                    // The sums of a block's samples are taken when the block is whole.
+                    let samples = SampleBlocks::new(run.samples).samples_of(0).len();
+                    let columns: usize = config.input_widths().values().sum();
+                    let each = ByteSize::of(4 * columns, size_of::<f64>()) + chosen_rows(run);
+                    let waiting = each.0.saturating_mul(samples.saturating_sub(1) as u64);
+                    parts.push(part(PartKind::SamplesInFlight, ByteSize(waiting)));
+                }
                 with_context(run, phase, parts)
             }
-            _ => with_context(run, phase, parts(&[])),
+            _ => with_context(run, phase, parts(passing, &[])),
         })
         .chain(errors)
         .chain(training(run, &cut, next))

@@ -288,12 +288,15 @@ impl<'r> Host<'r> {
             + most.unwrap_or_default()
     }
 
-    /// Rows of a sample per GPU, which wait for their turn to be added to statistics in place.
+    /// Rows of a sample per GPU, which wait for their turn to be added to statistics in place; none where GPUs sum them up.
     fn waiting_rows(&self) -> Option<MemoryPart> {
         let Processors::Gpus(gpus) = self.option.processors else {
             return None;
         };
         self.run.statistics().filter(|kind| kind.is_in_place())?;
+        if !self.run.grams_on_gpu(&self.option.settings).is_empty() {
+            return None;
+        }
         let row: usize = self.run.config.input_widths().values().sum();
         let rows = ByteSize::of(self.run.seqlen * row, F32);
         let bytes = rows.0.saturating_mul(gpus as u64);

@@ -186,7 +186,12 @@ impl<'a> DeviceWorker<'a> {
     ) -> Result<Option<Vec<(O, SampleSums)>>> {
         let unit = match samples.len() {
             0 | 1 => unit_name(layer, Phase::Calibrate, samples.start),
-            _ => block_name(layer, &samples),
+            _ => format!(
+                "model.layers.{} (calibrate, samples {} to {})",
+                layer.index(),
+                samples.start,
+                samples.end - 1
+            ),
         };
         let (seqlen, element) = (self.seqlen, self.engine.element());
         let (config, sums) = (Arc::clone(&self.config), DeviceGrams::bytes(grams));
@@ -213,7 +218,12 @@ impl<'a> DeviceWorker<'a> {
         grams: &[usize],
     ) -> Result<bool> {
         let bytes = DeviceGrams::bytes(grams) + DeviceGrams::adding_bytes(grams, 0);
-        let unit = block_name(layer, samples);
+        let last = samples.end.saturating_sub(1);
+        let unit = format!(
+            "model.layers.{} (calibrate, sums of samples {} to {last})",
+            layer.index(),
+            samples.start
+        );
         let kept = self.attempt(&unit, false, &|_| bytes, &mut |engine, _| engine.keep_block());
         Ok(kept?.is_some())
     }
@@ -420,11 +430,6 @@ impl<'a> DeviceWorker<'a> {
             peak_reserved: memory.map(|memory| memory.peak_reserved),
         }
     }
-}
-
-fn block_name(layer: &DecoderLayer, samples: &Range<usize>) -> String {
-    let (layer, last) = (layer.index(), samples.end.saturating_sub(1));
-    format!("model.layers.{layer} ({}, samples {} to {last})", Phase::Calibrate, samples.start)
 }
 
 fn unit_name(layer: &DecoderLayer, phase: Phase, sample: usize) -> String {

@@ -26,7 +26,8 @@ use half::{bf16, f16};
 use super::device_memory::DeviceMemory;
 use crate::bytes::ByteSize;
 use crate::linalg::{StoredDtype, StoredMatrix};
-use crate::model::on_device::{ArrivingValues, copy};
+use crate::model::on_device::{ArrivingValues, copy, count_work};
+use crate::run::fallback::DeviceWork;
 
 /// A GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -56,6 +57,8 @@ pub fn copy_on_separate_stream(matrix: &StoredMatrix, device: &Device) -> Result
         }
     };
     stream.synchronize()?;
+    let uploaded = ByteSize(bytes.len() as u64);
+    count_work(DeviceWork { uploaded, waits: 1, ..DeviceWork::default() });
     let shape = (matrix.rows(), matrix.columns());
     Ok(Tensor::from_storage(Storage::Cuda(storage), shape, BackpropOp::none(), false))
 }
@@ -240,6 +243,7 @@ pub fn release(device: &Device) -> Result<()> {
         return Ok(());
     };
     cuda.cuda_stream().context().synchronize()?;
+    count_work(DeviceWork { waits: 1, ..DeviceWork::default() });
     with_pool(cuda, |pool| {
         #[expect(unsafe_code, reason = "a call into the CUDA driver")]
         // SAFETY: this is the device's default pool; memory in use is not touched.

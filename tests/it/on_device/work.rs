@@ -127,7 +127,7 @@ const UNCOUNTED: [&str; 5] =
 const VIEWS: [&str; 2] = ["elem_count", "flatten_all"];
 
 /// Methods that compute or copy.
-const OPERATORS: [&str; 24] = [
+const OPERATORS: &[&str] = &[
     "matmul",
     "to_dtype",
     "to_device",
