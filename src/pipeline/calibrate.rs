@@ -15,6 +15,7 @@ use crate::run::memory_settings::GramsHeld;
 use crate::run::phase::in_layer;
 use crate::run::{Event, Events, Phase};
 use crate::runtime::blocks::SampleBlocks;
+use crate::runtime::memory;
 use crate::runtime::{Accumulation, Compute, GramsOnDevices, HiddenStates, Reporter, ResultOrder};
 
 /// Fills a stream with the embeddings of its samples; `tokens` is `[samples, seqlen]`.
@@ -334,6 +335,10 @@ impl<'a> Calibrator<'a> {
             }
             Some(statistics)
         });
+        if kind.is_in_place() {
+            // Sums of blocks and waiting rows of narrow inputs are blocks that glibc would keep while matrices are scored.
+            memory::release_freed();
+        }
         Ok(LayerStatistics { points, rows })
     }
 
