@@ -84,14 +84,14 @@ impl GramMatrix {
         }
     }
 
-    /// Bytes after [`GramMatrix::finish`].
+    /// Bytes of the sums, and of [`TOKENS`] rows.
     pub fn bytes(width: usize) -> ByteSize {
-        ByteSize::of(panel_elements(width), size_of::<f32>())
+        ByteSize::of(panel_elements(width) + TOKENS * width, size_of::<f32>())
     }
 
-    /// Bytes beside these while rows arrive: the sums of a block, and [`TOKENS`] rows.
+    /// Bytes beside these while rows arrive: the sums of a block.
     pub fn collecting_bytes(width: usize) -> ByteSize {
-        ByteSize::of(panel_elements(width) + TOKENS * width, size_of::<f32>())
+        ByteSize::of(panel_elements(width), size_of::<f32>())
     }
 
     /// Bytes beside these while rows enter the sums of a block, packed as both factors.

@@ -63,7 +63,10 @@ impl LayerStatistics {
 
     /// Frees the statistics of an input.
     pub(super) fn release(&mut self, point: InputId) {
-        self.points[point] = None;
+        // Narrow matrices are blocks that glibc would keep while wider inputs are scored.
+        if let Some(Statistics::InPlace(_)) = self.points[point].take() {
+            memory::release_freed();
+        }
     }
 
     /// Frees what methods have derived from the statistics of an input.
