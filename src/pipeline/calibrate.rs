@@ -63,8 +63,10 @@ impl LayerStatistics {
 
     /// Frees the statistics of an input.
     pub(super) fn release(&mut self, point: InputId) {
-        // Narrow matrices are blocks that glibc would keep while wider inputs are scored.
-        if let Some(Statistics::InPlace(_)) = self.points[point].take() {
+        let is_large = matches!(self.points[point], Some(Statistics::InPlace(_)));
+        self.points[point] = None;
+        if is_large {
+            // Matrices of narrow inputs are blocks that glibc would keep while wider inputs are scored.
             memory::release_freed();
         }
     }
