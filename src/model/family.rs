@@ -45,7 +45,7 @@ pub struct Family {
     pub scales_embedding: bool,
     /// Values of keys that a `config.json` may leave out.
     pub defaults: Defaults,
-    /// DefaultSizes that the settings of a text model inside another model may leave out.
+    /// Sizes that the settings of a text model inside another model may leave out.
     pub sizes: DefaultSizes,
 }
 

@@ -1,5 +1,5 @@
-//! The vector-Jacobian product of a decoder layer on a device: products and attention (`attention_backward`) by hand, norms and the activation by candle's
-//! autograd (`training`).
+//! The vector-Jacobian product of a decoder layer on a device: products and attention (`attention_backward`) by hand, norms and the
+//! activation by candle's autograd (`training`).
 //!
 //! ```text
 //! h = x + norm(b), b = c·Woᵀ, c = attention(q, k, v);  y = h + norm(p·Wdownᵀ), p = act(g) ∘ u

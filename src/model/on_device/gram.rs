@@ -81,8 +81,8 @@ impl DeviceGrams {
         Ok(())
     }
 
-    /// Adds the current block, which is whole, to G. After a failure, panels of the block remain that are not in G: the next call goes on
-    /// with them.
+    /// Adds the current block, which is whole, to G. After a failure, the block keeps the panels that are not in G, and the next call
+    /// adds them.
     ///
     /// # Errors
     /// Fails when the device fails, mostly for lack of memory.

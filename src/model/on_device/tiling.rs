@@ -30,8 +30,6 @@
 //!   input    e·S·(2H + Q + 2K) gradients, e·t·3H, 8·P, and [norm before: (56 + 4e)·t·H]
 //! factors    e·P and 1 byte per weight of the masks of P parameters
 //! norms      [factor 1 + w: (8 + e)·min(S·H, 2²⁰) rows in f32, in f16 and bf16], in all but products and grams
-//! trained    4·(2P + p) the sums and a sample's gradients, of P parameters each, and a matrix's new sum, of at most p parameters;
-//!            (3e + 8)·M the whole gradient of the largest matrix, of M weights;  and of factors e·P and 1 byte per weight of their masks
 //! ```
 
 use std::ops::Range;

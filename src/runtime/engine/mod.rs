@@ -95,7 +95,7 @@ pub trait Engine: Send {
         observer: &mut dyn Observer,
     ) -> Result<SampleSums>;
 
-    /// Adds the Gram matrices of the current block to the sums of the blocks before it. After a failure, the next call goes on.
+    /// Adds the Gram matrices of the current block to the sums of the blocks before it. After a failure, the next call adds the rest.
     ///
     /// # Errors
     /// Fails when the device fails, mostly for lack of memory.
