@@ -15,7 +15,7 @@ use crate::generation::Sampling;
 use crate::hub::HubRepo;
 use crate::input::{self, Expected};
 use crate::job;
-use crate::settings::{DeviceSettings, GenerateSettings, ModelSettings};
+use crate::settings::{DeviceSettings, GenerateSettings, ModelSettings, WeightSettings};
 
 /// Shown below the flags.
 pub(super) const EXAMPLES: &str = "\
@@ -33,7 +33,6 @@ const EXAMPLE: &str = "prune generate out/7b/model --prompt \"Once upon a time\"
 /// Flags of `prune generate`.
 #[derive(Debug, Clone, Args)]
 #[command(
-    mut_arg("dtype", |flag| flag.hide(true)),
     mut_arg("hidden_states", |flag| flag.hide(true)),
     mut_arg("offload_folder", |flag| flag.hide(true)),
     mut_arg("json", |flag| flag.help("Print one JSON object at the end").long_help("Print one JSON object at the end, in place of the text as it comes"))
@@ -53,6 +52,9 @@ pub struct GenerateArgs {
 
     #[command(flatten)]
     sampling: SamplingArgs,
+
+    #[command(flatten, next_help_heading = "Writing")]
+    weights: WeightSettings,
 
     #[command(flatten)]
     device: DeviceSettings,
@@ -128,6 +130,7 @@ impl GenerateArgs {
             sampling: self.sampling.choice,
             max_tokens: self.sampling.max_tokens as usize,
             ignore_eos: self.sampling.ignore_eos,
+            weights: self.weights,
         })
     }
 

@@ -6,7 +6,10 @@ use anyhow::{Context, Result, ensure};
 
 use crate::bytes::ByteSize;
 use crate::checkpoint::WeightSource;
-use crate::model::{Dtypes, Embedding, Head, KvCache, LayerContext, ModelConfig, footprint};
+use crate::linalg::{CodedActivations, Products, StoredDtype};
+use crate::model::{
+    Dtypes, Embedding, Head, KvCache, LayerContext, ModelConfig, WeightForms, footprint,
+};
 use crate::placement::{Residency, Sizes};
 use crate::run::{Events, MemorySettings};
 use crate::runtime::LayerStore;
@@ -21,6 +24,16 @@ pub struct Generator {
     config: Arc<ModelConfig>,
     layers: LayerStore,
     head: Head,
+    arithmetic: Arithmetic,
+}
+
+/// The arithmetic of a generating model.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Arithmetic {
+    /// Products of stored weights.
+    pub products: Products,
+    /// Activations of products with 8-bit codes.
+    pub activations: CodedActivations,
 }
 
 /// The state after some tokens: keys and values of every layer, and the logits after the last token.
@@ -40,22 +53,30 @@ impl Generator {
         source: Arc<dyn WeightSource>,
         config: Arc<ModelConfig>,
         residency: Residency,
+        forms: WeightForms,
         events: &dyn Events,
     ) -> Result<Self> {
         Embedding::open(&*source, &config)?;
         let head = Head::load(&*source, &config).context("in the head")?;
-        let layers = LayerStore::load(Arc::clone(&source), Arc::clone(&config), residency, events)?;
-        Ok(Self { source, config, layers, head })
+        let (layer_source, layer_config) = (Arc::clone(&source), Arc::clone(&config));
+        let layers = LayerStore::load(layer_source, layer_config, residency, forms, events)?;
+        Ok(Self { source, config, layers, head, arithmetic: Arithmetic::default() })
     }
 
-    /// [`Generator::load`] with all layers in memory.
+    /// The same model with this arithmetic.
+    #[must_use]
+    pub fn with_arithmetic(self, arithmetic: Arithmetic) -> Self {
+        Self { arithmetic, ..self }
+    }
+
+    /// [`Generator::load`] with all layers in memory, as stored.
     pub fn load_all(
         source: Arc<dyn WeightSource>,
         config: Arc<ModelConfig>,
         events: &dyn Events,
     ) -> Result<Self> {
         let residency = Residency::all(config.num_hidden_layers);
-        Self::load(source, config, residency, events)
+        Self::load(source, config, residency, WeightForms::dense(), events)
     }
 
     /// The memory of a sequence of `capacity` tokens, in a process that holds `held` bytes already.
@@ -82,6 +103,23 @@ impl Generator {
         }
     }
 
+    /// The sizes of a model whose matrices are held in these forms, from the sizes with matrices as stored. In addition to the matrices
+    /// there are the rows that are restored for a product of many tokens, or made compact while a matrix is read.
+    pub fn sizes_in(
+        config: &ModelConfig,
+        dtype: StoredDtype,
+        forms: &WeightForms,
+        dense: Sizes,
+    ) -> Sizes {
+        let of_matrices = |forms: &WeightForms| forms.layer_bytes(config, dtype).0;
+        let matrices = of_matrices(&WeightForms::dense());
+        Sizes {
+            layer: ByteSize(dense.layer.0 - matrices + of_matrices(forms)),
+            workspace: dense.workspace + forms.restored_bytes(config, dtype),
+            ..dense
+        }
+    }
+
     /// The model's configuration.
     pub fn config(&self) -> &ModelConfig {
         &self.config
@@ -104,7 +142,9 @@ impl Generator {
         );
         Ok(Sequence {
             cache: KvCache::new(&self.config, capacity, PROMPT_BLOCK)?,
-            context: LayerContext::new(&self.config, capacity),
+            context: LayerContext::new(&self.config, capacity)
+                .with_products(self.arithmetic.products)
+                .with_coded_activations(self.arithmetic.activations),
             logits: Vec::new(),
             capacity,
         })

@@ -19,7 +19,7 @@ pub mod sentence;
 pub mod stop;
 
 pub use generate::{FinishReason, Generated, GenerationRequest, generate};
-pub use generator::{Generator, PROMPT_BLOCK, Sequence};
+pub use generator::{Arithmetic, Generator, PROMPT_BLOCK, Sequence};
 pub use sampler::{Sampler, Sampling};
 pub use sentence::sentence;
 pub use stop::{stop_ids, stop_warning};

@@ -6,16 +6,18 @@ use anyhow::{Context, Result};
 
 use super::opened::OpenedModel;
 use super::recorder::Recorder;
+use super::weight_choice::{self, SettledWeights};
 use crate::bytes::ByteSize;
 use crate::checkpoint::WeightSource;
 use crate::data::{ChatTemplate, TextStream, Tokenizer};
 use crate::failure::Failure;
 use crate::generation::{
-    Generated, GenerationRequest, Generator, Sampler, Sampling, generate as write, stop_ids,
+    Arithmetic, Generated, GenerationRequest, Generator, Sampler, Sampling, generate as write, stop_ids,
     stop_warning,
 };
-use crate::placement::USABLE;
-use crate::placement::{DeviceMap, Residency, inventory};
+use crate::linalg::Products;
+use crate::model::WeightForms;
+use crate::placement::{DeviceMap, Residency, USABLE, inventory};
 use crate::report::three_digits;
 use crate::run::plan::exceeded;
 use crate::run::{Events, GenerationReport, Phase};
@@ -71,14 +73,15 @@ fn check(settings: &GenerateSettings, events: &dyn Events) -> Result<()> {
     let dtypes = settings.models.iter().map(|model| model.dtype);
     for dtype in dtypes {
         let name = match dtype {
-            ComputeDtype::Auto | ComputeDtype::F32 => continue,
+            ComputeDtype::Auto | ComputeDtype::F32 | ComputeDtype::Bf16 => continue,
             ComputeDtype::Bf16x3 => "bf16x3",
-            ComputeDtype::Bf16 => "bf16",
             ComputeDtype::F16 => "f16",
         };
-        return Err(Failure::usage(format!("--dtype {name}: prune generate computes in f32"))
-            .hint("leave --dtype out")
-            .into());
+        return Err(Failure::usage(format!(
+            "--dtype {name}: prune generate computes in f32 or bf16"
+        ))
+        .hint("leave --dtype out, or use --dtype bf16")
+        .into());
     }
     let sampling = &settings.sampling;
     if sampling.temperature == 0.0 && (sampling.top_p.is_some() || sampling.top_k.is_some()) {
@@ -101,6 +104,8 @@ struct Writer {
     max_tokens: usize,
     budget: Option<ByteSize>,
     residency: Residency,
+    forms: WeightForms,
+    arithmetic: Arithmetic,
 }
 
 impl Writer {
@@ -113,6 +118,7 @@ impl Writer {
         model: &ModelSettings,
         events: &dyn Events,
     ) -> Result<Self> {
+        let asks_for_bf16 = model.dtype == ComputeDtype::Bf16;
         let model = OpenedModel::open(model, &settings.device, None, events)?;
         model.check_ends(events)?;
         let tokenizer = model.tokenizer(events)?;
@@ -141,8 +147,25 @@ impl Writer {
         let held = memory::resident().map_or(ByteSize::ZERO, |resident| resident.anonymous);
         let sizes = Generator::sizes(&model.config, model.dtypes(), capacity, model.threads, held);
         let budget = budget(&settings.device, held);
-        let residency = Residency::settle(&sizes, budget.unwrap_or(ByteSize(u64::MAX)))?;
-        Ok(Self { model, tokenizer, prompt, prompt_ids, stop_ids, max_tokens, budget, residency })
+        let arithmetic = Arithmetic {
+            products: if asks_for_bf16 { model.products } else { Products::F32 },
+            activations: settings.weights.activations,
+        };
+        let room = (sizes, budget.unwrap_or(ByteSize(u64::MAX)));
+        let SettledWeights { forms, residency } =
+            weight_choice::settle(&model, settings.weights.weights, arithmetic, room, events)?;
+        Ok(Self {
+            model,
+            tokenizer,
+            prompt,
+            prompt_ids,
+            stop_ids,
+            max_tokens,
+            budget,
+            residency,
+            forms,
+            arithmetic,
+        })
     }
 
     /// The model, as it is labelled.
@@ -165,8 +188,9 @@ impl Writer {
         let clock = &self.model.clock;
         let mut generator = clock.measure(Phase::Read, || {
             let config = Arc::clone(&self.model.config);
-            Generator::load(source, config, self.residency, recorder)
+            Generator::load(source, config, self.residency, self.forms.clone(), recorder)
         })?;
+        generator = generator.with_arithmetic(self.arithmetic);
         let mut text = String::new();
         let request = GenerationRequest {
             prompt: &self.prompt_ids,
@@ -206,6 +230,7 @@ impl Writer {
             top_p: sampling.top_p,
             top_k: sampling.top_k,
             seed: sampling.seed,
+            weights: self.forms.form().name().to_string(),
             layers_in_memory: self.residency.resident(),
             layers_streamed: self.residency.streamed(),
             budget: self.budget,

@@ -28,6 +28,7 @@
 //! | `allocate` | the pass that decides the ratios of layers: samples through the dense model, before anything is pruned |
 //! | `plan_recover` | `prune plan --recover`: the memory of trainings, from headers or published shapes alone |
 //! | `planned_texts` | texts and plan of a run: what a text needs is known when its tokenizer is, so both are made together |
+//! | `weight_choice` | the form in which a generating model's matrices are in memory |
 //! | `resolved` | the pruning part of a run: method, way of the samples and targets, resolved against the model |
 
 mod allocate;
@@ -68,6 +69,7 @@ mod settled_run;
 mod streams;
 mod tensor_files;
 mod texts;
+mod weight_choice;
 mod width_drop;
 
 pub use generate::generate;

@@ -61,16 +61,18 @@ impl Linear {
                 let values = weight.values_of(0..inner);
                 job(values, rows, inner, adds, &mut context.packed);
             }
-            Weight::AtRest(weight) => {
+            weight @ (Weight::Compact(_) | Weight::AtRest(_)) => {
                 // Some rows of W at a time: each adds its part of the sums.
                 for part in parts(inner, super::linear::rows_at_once(columns), LEAST_COLUMNS) {
                     let before = context.watch.enter(Part::Read);
                     let ProductContext { packed, read, .. } = context;
-                    let values = weight.read_values(part.clone(), read)?;
+                    let values = weight.restored(part.clone(), read)?;
                     let adds = adds || part.start > 0;
                     let dy = rows.at(0, part.start);
                     context.watch.enter(before);
-                    job(values, dy, part.len(), adds, packed);
+                    if let Some(values) = values {
+                        job(values, dy, part.len(), adds, packed);
+                    }
                 }
             }
         }

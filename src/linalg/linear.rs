@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 use anyhow::Result;
 use rayon::prelude::*;
 
-use super::matvec;
+use super::one_token;
 use super::parts::{LEAST_COLUMNS, largest_part, parts};
 use super::permute;
 use super::product::{self, Factor, Kernel, PackedWeight, ProductJob};
@@ -84,7 +84,7 @@ impl Linear {
     pub fn into_weight(self) -> Option<StoredMatrix> {
         match self.weight {
             Weight::Held(matrix) => Some(matrix),
-            Weight::AtRest(_) => None,
+            Weight::Compact(_) | Weight::AtRest(_) => None,
         }
     }
 
@@ -216,19 +216,41 @@ pub fn forward_all(
 ) -> Result<()> {
     let is_one_token = outputs.first().is_some_and(|one| one.linear.in_features() == x.len());
     if is_one_token && single == SingleToken::MatrixVector {
-        for one in &mut *outputs {
-            let is_whole = one.features == (0..one.linear.out_features());
-            match one.linear.weight.held().filter(|_| is_whole) {
-                Some(weight) => matvec::product(weight, x, one.out),
-                None => multiply(std::slice::from_mut(one), x, context)?,
-            }
-        }
+        multiply_one_token(outputs, x, context)?;
     } else {
         multiply(outputs, x, context)?;
     }
     for LinearOutput { linear, features, out } in outputs {
         linear.add_bias(features, out);
     }
+    Ok(())
+}
+
+/// [`multiply`] for a token, at the speed of memory where the output is whole and the weight is in memory.
+fn multiply_one_token(
+    outputs: &mut [LinearOutput<'_>],
+    x: &[f32],
+    context: &mut ProductContext,
+) -> Result<()> {
+    let form_of = |one: &LinearOutput<'_>, context: &ProductContext| {
+        let is_whole = one.features == (0..one.linear.out_features());
+        one.linear.weight.one_token_form(context).filter(|_| is_whole)
+    };
+    let forms: Vec<_> = outputs.iter().map(|one| form_of(one, context)).collect();
+    let mut input = std::mem::take(&mut context.input);
+    input.set(x, |form| forms.contains(&Some(form)));
+    for (one, form) in outputs.iter_mut().zip(forms) {
+        match (&one.linear.weight, form) {
+            (Weight::Held(weight), Some(form)) => one_token::dense(weight, &input, form, one.out),
+            (Weight::Compact(weight), Some(form)) => {
+                one_token::compact(weight, &input, form, one.out);
+            }
+            (Weight::AtRest(_), _) | (_, None) => {
+                multiply(std::slice::from_mut(one), x, context)?;
+            }
+        }
+    }
+    context.input = input;
     Ok(())
 }
 
@@ -252,7 +274,7 @@ fn multiply(
     let tokens = x.len() / inner.max(1);
     assert_eq!(x.len(), tokens * inner, "x must be [tokens, in_features]");
     let kernel = context.kernel(dtype);
-    let (mut jobs, mut at_rest) = (Vec::with_capacity(outputs.len()), Vec::new());
+    let (mut jobs, mut restored) = (Vec::with_capacity(outputs.len()), Vec::new());
     for LinearOutput { linear, features, out } in outputs {
         assert!(linear.in_features() == inner, "linears that share x must have the same width");
         let columns = features.len();
@@ -266,19 +288,22 @@ fn multiply(
                 stride: columns,
                 adds: false,
             }),
-            Weight::AtRest(weight) => at_rest.push((weight, features.clone(), out)),
+            Weight::Compact(_) | Weight::AtRest(_) => {
+                restored.push((&linear.weight, features.clone(), out));
+            }
         }
     }
     if !jobs.is_empty() {
         product::products(kernel, x, inner, &mut jobs, &mut context.packed);
     }
-    for (weight, features, out) in at_rest {
+    for (weight, features, out) in restored {
         for part in parts(features.len(), rows_at_once(inner), LEAST_COLUMNS) {
             let before = context.watch.enter(Part::Read);
             let first = features.start + part.start;
             let ProductContext { packed, read, .. } = context;
-            let values = weight.read_values(first..first + part.len(), read)?;
+            let values = weight.restored(first..first + part.len(), read)?;
             context.watch.enter(before);
+            let Some(values) = values else { continue };
             let mut job = [ProductJob {
                 weight: Factor::Stored(values),
                 columns: part.len(),

@@ -9,6 +9,7 @@
 //! | `attention` | causal attention in blocks of queries and keys, without a `[heads, seq, seq]` tensor |
 //! | `buffer_pool` | a pool of buffers for the tasks of a parallel loop |
 //! | `columns` | sums over the tokens of an activation, column by column, in f64 |
+//! | `compact` | a weight matrix without its zeros: a bit per weight, and the kept values |
 //! | `convert` | conversion between stored bytes and f32, for rows that are read and written in pieces |
 //! | `derivatives` | derivatives of the row- and element-wise steps (`elementwise`), and of the losses, on slices and all threads |
 //! | `distillation` | the loss of a student that learns from tokens and from a teacher's logits, and its gradient |
@@ -22,8 +23,8 @@
 //! | `linear` | a linear layer with its weight in the stored dtype: y = x·Wᵀ + b |
 //! | `low_rank` | a weight with a low-rank change that keeps its zeros, for training |
 //! | `matmul` | dense products with strides, by the `gemm` crate |
-//! | `matvec` | the product of one token: y = W·x on the stored weight, widened piece by piece on the stack |
 //! | `nf4` | NF4: weights as 4-bit codes of 16 normal quantiles, with a scale per block of 64 |
+//! | `one_token` | the product of one token: y = W·x on the stored weight, at the speed of memory |
 //! | `parts` | even parts of work, without a short last part |
 //! | `peak` | the peak speed of the CPU, measured |
 //! | `permute` | permutations of rows and columns |
@@ -35,13 +36,14 @@
 //! | `tensor` | conversion between slices and candle tensors |
 //! | `triangular` | the kernels of a block in `factor`: Cholesky factor, solutions with a triangle |
 //! | `update` | C ← C − E·U in place, for columns of C from a given column on |
-//! | `weight` | the weight of a linear: in memory, or at rest in a file from which some rows at a time are read |
+//! | `weight` | the weight of a linear: in memory, with or without its zeros, or at rest in a file from which some rows at a time are read |
 //! | `workspace` | scratch memory of a decoder layer, reused for every sample of every layer |
 
 pub mod assignment;
 pub mod attention;
 pub mod buffer_pool;
 pub mod columns;
+pub mod compact;
 pub mod convert;
 pub mod derivatives;
 pub mod distillation;
@@ -57,8 +59,8 @@ pub mod kernel;
 pub mod linear;
 pub mod low_rank;
 pub mod matmul;
-mod matvec;
 pub mod nf4;
+pub mod one_token;
 pub mod parts;
 pub mod peak;
 pub mod permute;
@@ -73,8 +75,9 @@ pub mod update;
 pub mod weight;
 pub mod workspace;
 
+pub use compact::{CompactMatrix, KeptForm};
 pub use linear::Linear;
 pub use low_rank::{LowRank, MaskedLowRank, factor_parts_elements};
 pub use stored::{StoredDtype, StoredMatrix};
-pub use weight::{MatrixAtRest, ProductContext, Products, RowSource, Weight};
+pub use weight::{CodedActivations, MatrixAtRest, ProductContext, Products, RowSource, Weight};
 pub use workspace::Workspace;

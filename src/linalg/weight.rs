@@ -1,4 +1,4 @@
-//! The weight of a linear: in memory, or at rest in a file from which some rows at a time are read.
+//! The weight of a linear: in memory, with or without its zeros, or at rest in a file from which some rows at a time are read.
 //!
 //! A pruned weight at rest needs memory only for its mask, a bit per element. Rows are read as stored, and the masked elements are
 //! set to zero. So a run that writes no file computes with the pruned weight too.
@@ -8,9 +8,13 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use anyhow::Result;
+use clap::ValueEnum;
 use rayon::prelude::*;
+use serde::Serialize;
 
 use super::buffer_pool::grow;
+use super::compact::{CompactMatrix, KeptForm};
+use super::one_token::{self, Form, Input};
 use super::product::{Kernel, Packed, Values};
 use super::profile::Watch;
 use super::stored::{StoredDtype, StoredMatrix};
@@ -87,6 +91,17 @@ impl Products {
     }
 }
 
+/// Activations of products with 8-bit codes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum CodedActivations {
+    /// 8-bit codes with a scale for 128 columns: fastest
+    #[default]
+    Int8,
+    /// f32: exact
+    F32,
+}
+
 /// Arithmetic of products, the profiler, and scratch memory that grows with the first product.
 #[derive(Debug, Default)]
 pub struct ProductContext {
@@ -95,8 +110,12 @@ pub struct ProductContext {
     /// True if a reused weight stays packed from its first product on. The kernel must be able to keep it. A packed weight takes as
     /// many bytes as the weight, or up to twice as many.
     pub keeps_packed: bool,
+    /// The activations that 8-bit codes are multiplied with in products of one token.
+    pub activations: CodedActivations,
     /// The profiler.
     pub watch: Watch,
+    /// The input of products of one token.
+    pub(super) input: Input,
     /// Rows of a matrix at rest, as read.
     pub(super) read: RowBuffer,
     /// Packed factors of a product.
@@ -215,6 +234,8 @@ fn is_set(bits: &[u8], bit: usize) -> bool {
 pub enum Weight {
     /// In memory.
     Held(StoredMatrix),
+    /// In memory without its zeros.
+    Compact(CompactMatrix),
     /// In its source. Every product reads some rows at a time.
     AtRest(MatrixAtRest),
 }
@@ -224,6 +245,7 @@ impl Weight {
     pub fn rows(&self) -> usize {
         match self {
             Self::Held(matrix) => matrix.rows(),
+            Self::Compact(matrix) => matrix.rows(),
             Self::AtRest(matrix) => matrix.rows,
         }
     }
@@ -232,31 +254,33 @@ impl Weight {
     pub fn columns(&self) -> usize {
         match self {
             Self::Held(matrix) => matrix.columns(),
+            Self::Compact(matrix) => matrix.columns(),
             Self::AtRest(matrix) => matrix.columns,
         }
     }
 
-    /// The element type.
+    /// The element type of products of many tokens.
     pub fn dtype(&self) -> StoredDtype {
         match self {
             Self::Held(matrix) => matrix.dtype(),
+            Self::Compact(matrix) => matrix.dtype(),
             Self::AtRest(matrix) => matrix.dtype,
         }
     }
 
-    /// The matrix, if it is in memory.
+    /// The matrix, if it is in memory with its zeros.
     pub fn held(&self) -> Option<&StoredMatrix> {
         match self {
             Self::Held(matrix) => Some(matrix),
-            Self::AtRest(_) => None,
+            Self::Compact(_) | Self::AtRest(_) => None,
         }
     }
 
-    /// The matrix, if it is in memory, for a change.
+    /// The matrix, if it is in memory with its zeros, for a change.
     pub fn held_mut(&mut self) -> Option<&mut StoredMatrix> {
         match self {
             Self::Held(matrix) => Some(matrix),
-            Self::AtRest(_) => None,
+            Self::Compact(_) | Self::AtRest(_) => None,
         }
     }
 
@@ -271,6 +295,33 @@ impl Weight {
         let matrix = matrix.clone();
         *self = Self::Held(matrix.read(0..matrix.rows)?);
         Ok(Some(matrix))
+    }
+
+    /// Some rows that are not in memory as stored, in `read`: read from their source, or expanded. `None` for a weight in memory as stored.
+    pub(super) fn restored<'r>(
+        &self,
+        rows: Range<usize>,
+        read: &'r mut RowBuffer,
+    ) -> Result<Option<Values<'r>>> {
+        Ok(match self {
+            Self::Held(_) => None,
+            Self::Compact(matrix) => Some(matrix.expand(rows, &mut read.whole, &mut read.half)),
+            Self::AtRest(matrix) => Some(matrix.read_values(rows, read)?),
+        })
+    }
+
+    /// The form in which the product of one token takes its input. `None` for a weight at rest.
+    pub(super) fn one_token_form(&self, context: &ProductContext) -> Option<Form> {
+        let rounds = matches!(context.products, Products::Bf16(_));
+        match self {
+            Self::Held(matrix) => Some(one_token::form_of(matrix.dtype(), rounds)),
+            Self::Compact(matrix) => Some(match (matrix.form(), context.activations) {
+                (KeptForm::Stored(dtype), _) => one_token::form_of(dtype, rounds),
+                (KeptForm::Codes, CodedActivations::F32) => Form::Wide,
+                (KeptForm::Codes, CodedActivations::Int8) => Form::Codes,
+            }),
+            Self::AtRest(_) => None,
+        }
     }
 }
 

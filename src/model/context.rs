@@ -2,7 +2,7 @@
 
 use super::config::ModelConfig;
 use super::rotary::Rotary;
-use crate::linalg::{Products, Workspace};
+use crate::linalg::{CodedActivations, Products, Workspace};
 use crate::run::MemorySettings;
 
 /// Rotary tables, scratch memory and memory settings of a model's layers.
@@ -32,6 +32,13 @@ impl LayerContext {
         let context = self.workspace.product_context();
         context.products = products;
         context.keeps_packed = self.settings.keeps_packed();
+        self
+    }
+
+    /// The same context with these activations of products of 8-bit codes.
+    #[must_use]
+    pub fn with_coded_activations(mut self, activations: CodedActivations) -> Self {
+        self.workspace.product_context().activations = activations;
         self
     }
 

@@ -200,7 +200,7 @@ impl Head {
     pub fn chunk(&self, rows: Range<usize>) -> Result<HeadChunk<'_>> {
         let read = match self.lm_head.weight() {
             Weight::AtRest(weight) => Some(Linear::new(weight.read(rows.clone())?, None)),
-            Weight::Held(_) => None,
+            Weight::Held(_) | Weight::Compact(_) => None,
         };
         Ok(HeadChunk { head: self, rows, read })
     }

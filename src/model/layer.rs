@@ -44,13 +44,14 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 
 use super::config::ModelConfig;
 use super::linears::{InputId, LinearId, LinearRole};
 use super::norms::{NormRole, NormWeight};
-use super::reading::{matrix_at_rest, read_matrix, read_vector};
+use super::reading::{matrix_at_rest, read_compact, read_matrix, read_vector, stored_dtype};
 use super::spec::LayerSpec;
+use super::weight_form::WeightForms;
 use crate::checkpoint::WeightSource;
 use crate::linalg::{Linear, StoredMatrix, Weight};
 
@@ -82,8 +83,31 @@ impl DecoderLayer {
 
     /// Reads a layer.
     pub fn load(source: &dyn WeightSource, config: &ModelConfig, index: usize) -> Result<Self> {
-        Self::with_weights(source, config, index, |name, rows, columns| {
-            Ok(read_matrix(source, name, rows, columns)?.into())
+        Self::with_weights(source, config, index, |id, rows, columns| {
+            Ok(read_matrix(source, &id.tensor_name(index), rows, columns)?.into())
+        })
+    }
+
+    /// Reads a layer whose matrices are in memory in these forms, for text generation.
+    ///
+    /// # Errors
+    /// Fails when a tensor is missing or cannot be read, and where a weight has no 8-bit code.
+    pub fn load_in(
+        source: &dyn WeightSource,
+        config: &ModelConfig,
+        index: usize,
+        forms: &WeightForms,
+    ) -> Result<Self> {
+        Self::with_weights(source, config, index, |id, rows, columns| {
+            let name = id.tensor_name(index);
+            let dtype = stored_dtype(source.require(&name, &[rows, columns])?)?;
+            match forms.of(config, index, id, dtype) {
+                Some(form) => {
+                    let matrix = read_compact(source, &name, [rows, columns], form);
+                    Ok(Weight::Compact(matrix.with_context(|| format!("in `{name}`"))?))
+                }
+                None => Ok(read_matrix(source, &name, rows, columns)?.into()),
+            }
         })
     }
 
@@ -93,8 +117,8 @@ impl DecoderLayer {
         config: &ModelConfig,
         index: usize,
     ) -> Result<Self> {
-        Self::with_weights(&**source, config, index, |name, rows, columns| {
-            Ok(Weight::AtRest(matrix_at_rest(source, name, rows, columns)?))
+        Self::with_weights(&**source, config, index, |id, rows, columns| {
+            Ok(Weight::AtRest(matrix_at_rest(source, &id.tensor_name(index), rows, columns)?))
         })
     }
 
@@ -102,12 +126,12 @@ impl DecoderLayer {
         source: &dyn WeightSource,
         config: &ModelConfig,
         index: usize,
-        weight: impl Fn(&str, usize, usize) -> Result<Weight>,
+        weight: impl Fn(LinearId, usize, usize) -> Result<Weight>,
     ) -> Result<Self> {
         let mut linears = BTreeMap::new();
         for id in config.linears() {
             let (rows, columns) = id.shape(config);
-            let weight = weight(&id.tensor_name(index), rows, columns)?;
+            let weight = weight(id, rows, columns)?;
             let bias = config
                 .has_bias(id)
                 .then(|| read_vector(source, &id.bias_name(index), rows))

@@ -25,6 +25,7 @@
 //! | `spec` | a decoder layer as data: its sizes, the linears and norms it has, and the numbers of its arithmetic |
 //! | `tensors` | the tensors of a model by name and shape, as the family's record has them |
 //! | `training_footprint` | memory that layers and head share in a training of the whole model |
+//! | `weight_form` | the form of a generating model's matrices in memory: with their zeros, or without them |
 
 pub mod backward;
 pub mod config;
@@ -48,6 +49,7 @@ pub mod smaller;
 pub mod spec;
 mod tensors;
 pub mod training_footprint;
+mod weight_form;
 
 pub use backward::{LayerGradients, TeacherStates};
 pub use config::{
@@ -70,3 +72,4 @@ pub use rotary::Rotary;
 pub use smaller::{KeptLayers, Width};
 pub use spec::LayerSpec;
 pub use tensors::{ModelTensor, TensorRole};
+pub use weight_form::{KeptShares, WeightForm, WeightForms};

@@ -6,7 +6,7 @@ use anyhow::Result;
 
 use crate::checkpoint::{TensorEntry, WeightSource};
 use crate::failure::Failure;
-use crate::linalg::{MatrixAtRest, RowSource, StoredDtype, StoredMatrix};
+use crate::linalg::{CompactMatrix, KeptForm, MatrixAtRest, RowSource, StoredDtype, StoredMatrix};
 
 /// The dtype of a stored tensor.
 ///
@@ -32,6 +32,23 @@ pub(crate) fn read_matrix(
     let mut matrix = StoredMatrix::zeros(stored_dtype(entry)?, rows, columns)?;
     source.read(entry, 0, matrix.as_bytes_mut())?;
     Ok(matrix)
+}
+
+/// Reads a `[rows, columns]` weight without its zeros, some rows at a time.
+pub(super) fn read_compact(
+    source: &dyn WeightSource,
+    name: &str,
+    [rows, columns]: [usize; 2],
+    form: KeptForm,
+) -> Result<CompactMatrix> {
+    let entry = source.require(name, &[rows, columns])?;
+    let dtype = stored_dtype(entry)?;
+    let row_bytes = columns * dtype.bytes();
+    CompactMatrix::from_rows(rows, columns, form, |rows| {
+        let mut part = StoredMatrix::zeros(dtype, rows.len(), columns)?;
+        source.read(entry, (rows.start * row_bytes) as u64, part.as_bytes_mut())?;
+        Ok(part)
+    })
 }
 
 struct TensorRows {

@@ -209,7 +209,7 @@ pub(super) fn with_pruned<'s>(
     for id in layer.linear_ids().collect::<Vec<_>>() {
         let weight = layer.linear_mut(id).weight_mut();
         let at_rest = match weight {
-            Weight::Held(_) => None,
+            Weight::Held(_) | Weight::Compact(_) => None,
             Weight::AtRest(_) => weight.hold()?,
         };
         let name = id.full_name(layer.index());
@@ -283,7 +283,7 @@ fn with_held(
     work: impl FnOnce(&mut DecoderLayer) -> Result<()>,
 ) -> Result<()> {
     let at_rest = match layer.linear(id).weight() {
-        Weight::Held(_) => None,
+        Weight::Held(_) | Weight::Compact(_) => None,
         Weight::AtRest(_) => layer.linear_mut(id).weight_mut().hold()?,
     };
     work(layer)?;

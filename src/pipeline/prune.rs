@@ -210,7 +210,7 @@ impl<'a> Pruner<'a> {
         let matrices: Vec<LinearId> = layer.linear_ids().filter(of_point).collect();
         for id in matrices {
             let at_rest = match layer.linear(id).weight() {
-                Weight::Held(_) => None,
+                Weight::Held(_) | Weight::Compact(_) => None,
                 Weight::AtRest(_) => {
                     clock.measure(Phase::Read, || layer.linear_mut(id).weight_mut().hold())?
                 }

@@ -281,7 +281,7 @@ fn with_held<T>(
     body: impl FnOnce(&Linear, &StoredMatrix) -> Result<T>,
 ) -> Result<T> {
     let at_rest = match layer.linear(id).weight() {
-        Weight::Held(_) => None,
+        Weight::Held(_) | Weight::Compact(_) => None,
         Weight::AtRest(_) => layer.linear_mut(id).weight_mut().hold()?,
     };
     let linear = layer.linear(id);

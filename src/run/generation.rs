@@ -33,6 +33,8 @@ pub struct GenerationReport {
     pub prompt_tokens_per_second: f64,
     /// New tokens per second, without the first token; absent with a single token.
     pub tokens_per_second: Option<f64>,
+    /// The form of the decoder's matrices in memory: `dense`, `compact` or `int8`.
+    pub weights: String,
     /// Layers kept in memory.
     pub layers_in_memory: usize,
     /// Layers read from disk for every token.

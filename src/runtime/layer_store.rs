@@ -13,16 +13,29 @@ use anyhow::{Context, Result, anyhow};
 
 use super::memory;
 use crate::checkpoint::WeightSource;
-use crate::model::{DecoderLayer, ModelConfig};
+use crate::model::{DecoderLayer, ModelConfig, WeightForms};
 use crate::placement::Residency;
 use crate::run::{Event, Events};
 
 const PHASE: &str = "read layers";
 
-/// Hands out layers in ascending order, again and again.
-pub struct LayerStore {
+/// What a layer is read from.
+#[derive(Clone)]
+struct LayerSource {
     source: Arc<dyn WeightSource>,
     config: Arc<ModelConfig>,
+    forms: Arc<WeightForms>,
+}
+
+impl LayerSource {
+    fn load(&self, index: usize) -> Result<DecoderLayer> {
+        DecoderLayer::load_in(&*self.source, &self.config, index, &self.forms)
+    }
+}
+
+/// Hands out layers in ascending order, again and again.
+pub struct LayerStore {
+    layers: LayerSource,
     residency: Residency,
     /// By index; `None` for a streamed layer.
     resident: Vec<Option<DecoderLayer>>,
@@ -38,31 +51,33 @@ impl LayerStore {
         source: Arc<dyn WeightSource>,
         config: Arc<ModelConfig>,
         residency: Residency,
+        forms: WeightForms,
         events: &dyn Events,
     ) -> Result<Self> {
+        let layers = LayerSource { source, config, forms: Arc::new(forms) };
         let began = Instant::now();
         events.emit(Event::PhaseStarted {
             phase: PHASE.to_string(),
             unit: "layers",
             steps: residency.resident() as u64,
         });
-        let mut resident = Vec::with_capacity(config.num_hidden_layers);
+        let mut resident = Vec::with_capacity(layers.config.num_hidden_layers);
         let mut done = 0;
-        for index in 0..config.num_hidden_layers {
+        for index in 0..layers.config.num_hidden_layers {
             resident.push(if residency.is_streamed(index) {
                 None
             } else {
-                let layer = DecoderLayer::load(&*source, &config, index)
-                    .with_context(|| format!("in model.layers.{index}"))?;
+                let layer =
+                    layers.load(index).with_context(|| format!("in model.layers.{index}"))?;
                 done += 1;
                 events.emit(Event::Progress { done });
                 Some(layer)
             });
         }
         events.emit(Event::PhaseDone { phase: PHASE.to_string(), elapsed: began.elapsed() });
-        let mut store = Self { source, config, residency, resident, reader: None };
+        let mut store = Self { layers, residency, resident, reader: None };
         if residency.reads_ahead() && residency.streamed() > 0 {
-            let mut reader = Reader::start(Arc::clone(&store.source), Arc::clone(&store.config))?;
+            let mut reader = Reader::start(store.layers.clone())?;
             if let Some(first) = store.next_streamed(0) {
                 reader.ask(first);
             }
@@ -95,7 +110,7 @@ impl LayerStore {
                 }
                 Cow::Owned(layer)
             }
-            (None, None) => Cow::Owned(DecoderLayer::load(&*self.source, &self.config, index)?),
+            (None, None) => Cow::Owned(self.layers.load(index)?),
         };
         let result = body(&layer);
         if let Cow::Owned(layer) = layer {
@@ -126,7 +141,7 @@ struct Reader {
 }
 
 impl Reader {
-    fn start(source: Arc<dyn WeightSource>, config: Arc<ModelConfig>) -> Result<Self> {
+    fn start(layers: LayerSource) -> Result<Self> {
         let (asked, questions) = sync_channel::<usize>(1);
         // Capacity 0: the thread keeps a layer until it is taken, and does not begin a second layer.
         let (answers, read) = sync_channel(0);
@@ -134,7 +149,7 @@ impl Reader {
             .name("layer-reader".to_string())
             .spawn(move || {
                 for index in questions {
-                    let layer = DecoderLayer::load(&*source, &config, index);
+                    let layer = layers.load(index);
                     if answers.send((index, layer)).is_err() {
                         return;
                     }

@@ -1,8 +1,13 @@
 //! Settings of `prune generate`.
 
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+
 use super::device::DeviceSettings;
 use super::model::ModelSettings;
 use crate::generation::Sampling;
+use crate::linalg::CodedActivations;
+use crate::model::WeightForm;
 
 /// Settings of `prune generate`.
 #[derive(Debug, Clone)]
@@ -23,4 +28,45 @@ pub struct GenerateSettings {
     pub max_tokens: usize,
     /// `--ignore-eos`.
     pub ignore_eos: bool,
+    /// The form of the weights in memory.
+    pub weights: WeightSettings,
+}
+
+/// The form of a generating model's matrices in memory.
+#[derive(Debug, Clone, Copy, Default, Args)]
+pub struct WeightSettings {
+    /// Form of the decoder's matrices in memory
+    #[arg(long, value_name = "FORM", default_value = "auto")]
+    pub weights: WeightChoice,
+
+    /// Activations that 8-bit weights are multiplied with, a token at a time
+    #[arg(long, value_name = "DTYPE", default_value = "int8")]
+    pub activations: CodedActivations,
+}
+
+/// A choice of `--weights`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum WeightChoice {
+    /// compact where that is smaller and not slower here, or where dense does not fit into memory
+    #[default]
+    Auto,
+    /// As stored, zeros included
+    Dense,
+    /// Without zeros, a bit per weight: the same text
+    Compact,
+    /// Without zeros, the rest rounded to 8 bits: another text
+    Int8,
+}
+
+impl WeightChoice {
+    /// The form, unless the program chooses.
+    pub fn form(self) -> Option<WeightForm> {
+        match self {
+            Self::Auto => None,
+            Self::Dense => Some(WeightForm::Dense),
+            Self::Compact => Some(WeightForm::Compact),
+            Self::Int8 => Some(WeightForm::Int8),
+        }
+    }
 }

@@ -15,7 +15,7 @@ use prune::generation::{
     generate,
 };
 use prune::linalg::StoredDtype;
-use prune::model::{Dtypes, ModelConfig};
+use prune::model::{Dtypes, ModelConfig, WeightForms};
 use prune::placement::Residency;
 use prune::run::Silent;
 use prune::synthetic::RandomCheckpoint;
@@ -31,7 +31,7 @@ fn open(folder: &Path, rest: fn(usize) -> Residency) -> Result<Generator> {
     let config = Arc::new(ModelConfig::load(folder)?);
     let checkpoint = Arc::new(Checkpoint::open(folder)?);
     let residency = rest(config.num_hidden_layers);
-    Generator::load(checkpoint, config, residency, &Silent)
+    Generator::load(checkpoint, config, residency, WeightForms::dense(), &Silent)
 }
 
 fn written(
@@ -173,7 +173,13 @@ fn some_layers_in_memory_and_some_from_disk_write_the_same() -> Result<()> {
         assert_eq!(residency.resident(), [0, 0, 1, 2, 5][slots as usize - 1]);
         let checkpoint = Arc::new(Checkpoint::open(folder.path())?);
         let mut generator =
-            Generator::load(checkpoint, Arc::new(config.clone()), residency, &Silent)?;
+            Generator::load(
+                checkpoint,
+                Arc::new(config.clone()),
+                residency,
+                WeightForms::dense(),
+                &Silent,
+            )?;
         let found = written(&mut generator, &prompt(10, 320), 20, &Sampling::GREEDY)?;
         assert_eq!(found.ids, expected.ids, "{slots} places for layers");
     }

@@ -61,7 +61,7 @@ impl DeviceWorker<'_> {
         let bytes = ByteSize::of(rows * columns, element);
         let cast = match layer.linear(id).weight() {
             Weight::Held(matrix) => cast_bytes(rows * columns, matrix.dtype().bytes(), element),
-            Weight::AtRest(_) => ByteSize::ZERO,
+            Weight::Compact(_) | Weight::AtRest(_) => ByteSize::ZERO,
         };
         self.loaded = Loaded::Nothing;
         if self.matrices.remove(&id).is_some() {

@@ -1,0 +1,225 @@
+//! Sums on vectors of eight f32: AVX2, FMA, F16C.
+//!
+//! Kept values are put into place eight columns at a time, by a table with a row of positions for every byte of a mask.
+
+#![expect(unsafe_code, reason = "intrinsics on memory of fixed length")]
+
+use std::arch::x86_64::*;
+
+use half::{bf16, f16};
+
+use super::vectors::{CODES, CodeFactors, GROUP, Step, Vectors};
+
+/// Proof that the CPU has the instructions.
+#[derive(Clone, Copy)]
+pub(super) struct Avx2(());
+
+impl Avx2 {
+    /// The instructions, if the CPU has them.
+    pub(super) fn detect() -> Option<Self> {
+        let has = std::is_x86_feature_detected!("avx2")
+            && std::is_x86_feature_detected!("fma")
+            && std::is_x86_feature_detected!("f16c")
+            && std::is_x86_feature_detected!("bmi2")
+            && std::is_x86_feature_detected!("popcnt");
+        has.then_some(Self(()))
+    }
+}
+
+/// For every byte of a mask, the position of each column's value among the kept values, or 0x80 for a column that is not kept.
+static PLACES: [[u8; 8]; 256] = {
+    let mut table = [[0x80; 8]; 256];
+    let mut byte = 0;
+    while byte < 256 {
+        let (mut column, mut place) = (0, 0);
+        while column < 8 {
+            if byte >> column & 1 == 1 {
+                table[byte][column] = place;
+                place += 1;
+            }
+            column += 1;
+        }
+        byte += 1;
+    }
+    table
+};
+
+/// [`PLACES`] in bytes of 16-bit values.
+static HALF_PLACES: [[u8; 16]; 256] = {
+    let mut table = [[0x80; 16]; 256];
+    let mut byte = 0;
+    while byte < 256 {
+        let mut column = 0;
+        while column < 8 {
+            let place = PLACES[byte][column];
+            if place != 0x80 {
+                table[byte][2 * column] = 2 * place;
+                table[byte][2 * column + 1] = 2 * place + 1;
+            }
+            column += 1;
+        }
+        byte += 1;
+    }
+    table
+};
+
+#[inline(always)]
+fn widened(halves: __m128i) -> __m256 {
+    // SAFETY: callers have an `Avx2`.
+    unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves))) }
+}
+
+/// Eight 16-bit values at their columns.
+///
+/// # Safety
+/// 16 bytes are read, and the CPU has the instructions.
+#[inline(always)]
+unsafe fn spread_halves(values: *const u16, byte: usize) -> __m128i {
+    // SAFETY: as the function's own; a row of the table has 16 bytes.
+    unsafe {
+        let places = _mm_loadu_si128(HALF_PLACES[byte & 255].as_ptr().cast());
+        _mm_shuffle_epi8(_mm_loadu_si128(values.cast()), places)
+    }
+}
+
+/// Implements [`Step`] for a dtype: `$dense` widens eight weights at a pointer, `$kept` the eight columns of a byte of the mask.
+macro_rules! widen {
+    ($element:ty, $dense:expr, $kept:expr) => {
+        impl Step<$element, f32> for Avx2 {
+            #[inline(always)]
+            fn dense(
+                self,
+                mut sums: Self::Sums,
+                weights: &[$element; GROUP],
+                x: &[f32; GROUP],
+            ) -> Self::Sums {
+                for part in 0..8 {
+                    // SAFETY: a part of eight of 64 elements; `self` exists, so the CPU has the instructions.
+                    unsafe {
+                        let weights = $dense(weights.as_ptr().add(8 * part));
+                        let x = _mm256_loadu_ps(x.as_ptr().add(8 * part));
+                        sums[part % 4] = _mm256_fmadd_ps(weights, x, sums[part % 4]);
+                    }
+                }
+                sums
+            }
+
+            #[inline(always)]
+            fn kept(
+                self,
+                mut sums: Self::Sums,
+                values: &[$element; GROUP],
+                kept: u64,
+                x: &[f32; GROUP],
+            ) -> Self::Sums {
+                let mut values = values.as_ptr();
+                for part in 0..8 {
+                    let byte = (kept >> (8 * part)) as usize & 255;
+                    // SAFETY: before part p at most 8·p values are used, so eight more are within 64; `self` exists, so the CPU has
+                    // the instructions.
+                    unsafe {
+                        let weights = $kept(values, byte);
+                        let x = _mm256_loadu_ps(x.as_ptr().add(8 * part));
+                        sums[part % 4] = _mm256_fmadd_ps(weights, x, sums[part % 4]);
+                        values = values.add(byte.count_ones() as usize);
+                    }
+                }
+                sums
+            }
+        }
+    };
+}
+
+widen!(
+    bf16,
+    |weights: *const bf16| widened(_mm_loadu_si128(weights.cast())),
+    |values: *const bf16, byte| widened(spread_halves(values.cast(), byte))
+);
+widen!(
+    f16,
+    |weights: *const f16| _mm256_cvtph_ps(_mm_loadu_si128(weights.cast())),
+    |values: *const f16, byte| _mm256_cvtph_ps(spread_halves(values.cast(), byte))
+);
+widen!(
+    f32,
+    |weights: *const f32| _mm256_loadu_ps(weights),
+    |values: *const f32, byte: usize| {
+        let places = _mm256_cvtepi8_epi32(_mm_loadl_epi64(PLACES[byte].as_ptr().cast()));
+        let values = _mm256_permutevar8x32_ps(_mm256_loadu_ps(values), places);
+        // A place of a column that is not kept is negative.
+        let not_kept = _mm256_castsi256_ps(_mm256_srai_epi32::<31>(places));
+        _mm256_andnot_ps(not_kept, values)
+    }
+);
+widen!(
+    i8,
+    |codes: *const i8| {
+        _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(codes.cast())))
+    },
+    |codes: *const i8, byte: usize| {
+        let places = _mm_loadl_epi64(PLACES[byte].as_ptr().cast());
+        let codes = _mm_shuffle_epi8(_mm_loadl_epi64(codes.cast()), places);
+        _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes))
+    }
+);
+
+impl Vectors for Avx2 {
+    type Sums = [__m256; 4];
+
+    #[inline(always)]
+    fn zero(self) -> Self::Sums {
+        // SAFETY: `self` exists, so the CPU has the instructions.
+        unsafe { [_mm256_setzero_ps(); 4] }
+    }
+
+    #[inline(always)]
+    fn plus_scaled(self, mut sums: Self::Sums, part: Self::Sums, scale: f32) -> Self::Sums {
+        for (sum, part) in sums.iter_mut().zip(part) {
+            // SAFETY: `self` exists, so the CPU has the instructions.
+            *sum = unsafe { _mm256_fmadd_ps(part, _mm256_set1_ps(scale), *sum) };
+        }
+        sums
+    }
+
+    #[inline(always)]
+    fn total(self, [a, b, c, d]: Self::Sums) -> f32 {
+        let mut lanes = [0.0f32; 8];
+        // SAFETY: `self` exists, so the CPU has the instructions; eight lanes are written.
+        unsafe {
+            let sum = _mm256_add_ps(_mm256_add_ps(a, b), _mm256_add_ps(c, d));
+            _mm256_storeu_ps(lanes.as_mut_ptr(), sum);
+        }
+        let [a, b, c, d, e, f, g, h] = lanes;
+        ((a + e) + (c + g)) + ((b + f) + (d + h))
+    }
+
+    #[inline(always)]
+    fn plus_codes(
+        self,
+        mut sums: Self::Sums,
+        kept: [u64; 2],
+        factors: CodeFactors<'_>,
+    ) -> Self::Sums {
+        let mut codes = factors.codes.as_ptr();
+        // SAFETY: 16 columns of 128 at a time; before part p at most 16·p codes are used, so 16 more are within 128. `self` exists, so
+        // the CPU has the instructions.
+        unsafe {
+            let mut sum = _mm256_setzero_si256();
+            for part in 0..CODES / 16 {
+                let bits = kept[part / 4] >> (16 * (part % 4));
+                let (low, high) = (bits as usize & 255, (bits >> 8) as usize & 255);
+                let place = |byte: usize| _mm_loadl_epi64(PLACES[byte].as_ptr().cast());
+                let first = _mm_shuffle_epi8(_mm_loadl_epi64(codes.cast()), place(low));
+                codes = codes.add(low.count_ones() as usize);
+                let second = _mm_shuffle_epi8(_mm_loadl_epi64(codes.cast()), place(high));
+                codes = codes.add(high.count_ones() as usize);
+                let weights = _mm256_cvtepi8_epi16(_mm_unpacklo_epi64(first, second));
+                let x = _mm_loadu_si128(factors.x.as_ptr().add(16 * part).cast());
+                sum = _mm256_add_epi32(sum, _mm256_madd_epi16(weights, _mm256_cvtepi8_epi16(x)));
+            }
+            let scale = _mm256_set1_ps(factors.scale);
+            sums[0] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), scale, sums[0]);
+        }
+        sums
+    }
+}

@@ -1,0 +1,84 @@
+//! The input of a product of one token, in the forms that rows multiply: whole groups of columns, with zeros behind the last column.
+
+use half::bf16;
+
+use super::vectors::{CODES, GROUP};
+
+/// The form of the input.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in super::super) enum Form {
+    /// f32.
+    Wide,
+    /// Rounded to bf16.
+    Pairs,
+    /// Rounded to 8-bit codes with a scale for every 128 columns, max |x| / 127.
+    Codes,
+}
+
+/// The elements of a group, on cache lines of their own.
+#[derive(Debug, Clone, Copy)]
+#[repr(align(64))]
+pub(super) struct Group<X, const N: usize = GROUP>(pub [X; N]);
+
+/// An input in one or more forms. The memory is kept for the next input.
+#[derive(Debug, Default)]
+pub(in super::super) struct Input {
+    wide: Vec<Group<f32>>,
+    pairs: Vec<Group<bf16>>,
+    codes: Vec<(Group<i8, CODES>, f32)>,
+}
+
+impl Input {
+    /// Takes another input. Forms that are not asked for are empty.
+    pub(in super::super) fn set(&mut self, x: &[f32], has: impl Fn(Form) -> bool) {
+        self.wide.clear();
+        self.pairs.clear();
+        self.codes.clear();
+        if has(Form::Wide) {
+            self.wide.extend(x.chunks(GROUP).map(|x| group(x, |x| x)));
+        }
+        if has(Form::Pairs) {
+            self.pairs.extend(x.chunks(GROUP).map(|x| group(x, bf16::from_f32)));
+        }
+        if has(Form::Codes) {
+            self.codes.extend(x.chunks(CODES).map(coded));
+        }
+    }
+
+    pub(super) fn wide(&self) -> &[Group<f32>] {
+        &self.wide
+    }
+
+    pub(super) fn pairs(&self) -> &[Group<bf16>] {
+        &self.pairs
+    }
+
+    pub(super) fn codes(&self) -> impl Iterator<Item = (&Group<i8, CODES>, f32)> {
+        self.codes.iter().map(|(codes, scale)| (codes, *scale))
+    }
+}
+
+fn group<X: Copy + Default, const N: usize>(x: &[f32], of: impl Fn(f32) -> X) -> Group<X, N> {
+    let mut group = Group([X::default(); N]);
+    group.0.iter_mut().zip(x).for_each(|(out, x)| *out = of(*x));
+    group
+}
+
+/// max |x|; NaN where x has a NaN.
+pub(in super::super) fn largest(x: &[f32]) -> f32 {
+    x.iter().fold(0.0f32, |largest, x| match x.abs() {
+        x if largest.is_nan() || x <= largest => largest,
+        x => x,
+    })
+}
+
+/// The codes of a block and their scale. Of a block with an infinite number or NaN, the scale is NaN, and so is the product.
+fn coded(x: &[f32]) -> (Group<i8, CODES>, f32) {
+    let largest = largest(x);
+    if !largest.is_finite() {
+        return (group(x, |_| 0), f32::NAN);
+    }
+    // A largest number near the end of the range of f32 would have an infinite inverse.
+    let inverse = if largest < f32::MIN_POSITIVE * 128.0 { 0.0 } else { 127.0 / largest };
+    (group(x, |x| (x * inverse).round_ties_even() as i8), largest / 127.0)
+}

@@ -1,0 +1,114 @@
+//! The product of one token: y = W·x on the stored weight, at the speed of memory.
+//!
+//! y_i = Σ_j W_ij x_j, W `[rows, columns]` as stored or compact, y in f32, accumulated in f32. Each weight is used once, so reading W limits
+//! the speed. Products of many tokens pack rows first, which here would write and read more bytes than the weight has.
+//!
+//! A row's sum does not depend on the number of threads or on the rows around it. Its order of sums differs from the order of products
+//! of many tokens, and depends on the width of the CPU's vectors. A compact weight gives the bits of the dense weight.
+//!
+//! | file | content |
+//! | --- | --- |
+//! | `input` | the input in the forms that rows multiply |
+//! | `rows` | the loops over rows on one thread, and the choice of the instructions |
+//! | `vectors` | sums of 64 columns at a time: the traits, and the implementation for any CPU |
+//! | `avx2`, `avx512` | the implementations for x86 |
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod input;
+mod rows;
+#[cfg(test)]
+mod tests;
+mod vectors;
+
+use rayon::prelude::*;
+
+use super::compact::CompactMatrix;
+use super::stored::{StoredDtype, StoredMatrix};
+pub(super) use input::{Form, Input, largest};
+use rows::{Instructions, Rows, Task};
+pub(super) use vectors::{CODES, GROUP, spread};
+
+/// Weight bytes per task: some ten microseconds, long compared with the cost of scheduling.
+pub(super) const TASK_BYTES: usize = 1 << 17;
+
+/// Returns whether this CPU multiplies bf16 pairs in the products of one token.
+pub fn has_pairs() -> bool {
+    Instructions::best().has_pairs()
+}
+
+/// Writes W·x to `out`, for an input that was set with the form of the weight.
+///
+/// # Panics
+/// Panics when `out` does not have a value per row, or the input does not have W's columns.
+pub(super) fn dense(weight: &StoredMatrix, input: &Input, form: Form, out: &mut [f32]) {
+    dense_by(Instructions::best(), weight, input, form, out);
+}
+
+fn dense_by(
+    instructions: Instructions,
+    weight: &StoredMatrix,
+    input: &Input,
+    form: Form,
+    out: &mut [f32],
+) {
+    assert_eq!(out.len(), weight.rows(), "out must be [rows]");
+    let columns = weight.columns();
+    if columns == 0 {
+        return out.fill(0.0);
+    }
+    let rows_at_once = (TASK_BYTES / (columns * weight.dtype().bytes())).max(1);
+    let task = |(number, out): (usize, &mut [f32])| {
+        let first = number * rows_at_once;
+        let rows = Rows::Dense(weight.values_of(first..first + out.len()));
+        instructions.multiply(Task { rows, columns, input, form, out });
+    };
+    if out.len() <= rows_at_once {
+        task((0, out));
+    } else {
+        out.par_chunks_mut(rows_at_once).enumerate().for_each(task);
+    }
+}
+
+/// [`dense`] for a compact weight. Tasks have about as many kept values each.
+///
+/// # Panics
+/// Panics as [`dense`].
+pub(super) fn compact(weight: &CompactMatrix, input: &Input, form: Form, out: &mut [f32]) {
+    compact_by(Instructions::best(), weight, input, form, out);
+}
+
+fn compact_by(
+    instructions: Instructions,
+    weight: &CompactMatrix,
+    input: &Input,
+    form: Form,
+    out: &mut [f32],
+) {
+    assert_eq!(out.len(), weight.rows(), "out must be [rows]");
+    let columns = weight.columns();
+    let mut rest = out;
+    let mut tasks = Vec::with_capacity(weight.tasks().len());
+    for (part, rows) in weight.tasks() {
+        let (out, behind) = rest.split_at_mut(rows.len());
+        rest = behind;
+        tasks.push(Task { rows: Rows::Kept(part, rows.start), columns, input, form, out });
+    }
+    match tasks.len() {
+        0 | 1 => tasks.into_iter().for_each(|task| instructions.multiply(task)),
+        _ => tasks.into_par_iter().for_each(|task| instructions.multiply(task)),
+    }
+}
+
+/// The form of the input for a dense weight.
+///
+/// # Arguments
+/// * `rounds`: factors are rounded to bf16 where the CPU multiplies pairs
+pub(super) fn form_of(dtype: StoredDtype, rounds: bool) -> Form {
+    match dtype {
+        StoredDtype::Bf16 if rounds && has_pairs() => Form::Pairs,
+        StoredDtype::F32 | StoredDtype::F16 | StoredDtype::Bf16 => Form::Wide,
+    }
+}

@@ -1,0 +1,297 @@
+//! Products of rows with the input, on one thread: the loops over [`Vectors`], and the choice of the instructions.
+
+#![cfg_attr(
+    target_arch = "x86_64",
+    expect(unsafe_code, reason = "calls of functions that are compiled for instructions the CPU has, and prefetches")
+)]
+
+use half::{bf16, f16};
+
+use super::super::compact::{Codes, CompactPart, KeptValues, wide_scale};
+use super::super::product::Values;
+#[cfg(target_arch = "x86_64")]
+use super::avx2::Avx2;
+#[cfg(target_arch = "x86_64")]
+use super::avx512::{Avx512, Avx512Pairs};
+use super::input::{Form, Group, Input};
+use super::vectors::{CODES, CodeFactors, GROUP, Portable, Step, Vectors};
+
+/// Bytes between the weights that are multiplied and the weights that are asked for.
+const AHEAD: usize = 2 << 10;
+/// The same for masks, which are read 8 to 32 times as slowly.
+const MASKS_AHEAD: usize = 512;
+const LINE: usize = 64;
+
+/// Rows of a weight.
+#[derive(Clone, Copy)]
+pub(super) enum Rows<'a> {
+    /// `[rows, columns]` as stored.
+    Dense(Values<'a>),
+    /// Rows of a part of a compact matrix, from this row of the part on.
+    Kept(&'a CompactPart, usize),
+}
+
+/// Rows, the input, and the memory for a product per row.
+pub(super) struct Task<'a> {
+    pub rows: Rows<'a>,
+    pub columns: usize,
+    pub input: &'a Input,
+    pub form: Form,
+    pub out: &'a mut [f32],
+}
+
+/// A set of instructions.
+#[derive(Clone, Copy)]
+pub(super) enum Instructions {
+    Portable(Portable),
+    #[cfg(target_arch = "x86_64")]
+    Avx2(Avx2),
+    #[cfg(target_arch = "x86_64")]
+    Avx512(Avx512),
+    #[cfg(target_arch = "x86_64")]
+    Avx512Pairs(Avx512Pairs),
+}
+
+impl Instructions {
+    /// All sets that this CPU has, the best first.
+    pub(super) fn all() -> Vec<Self> {
+        let mut sets = Vec::new();
+        #[cfg(target_arch = "x86_64")]
+        {
+            sets.extend(Avx512Pairs::detect().map(Self::Avx512Pairs));
+            sets.extend(Avx512::detect().map(Self::Avx512));
+            sets.extend(Avx2::detect().map(Self::Avx2));
+        }
+        sets.push(Self::Portable(Portable));
+        sets
+    }
+
+    /// The best set of this CPU.
+    pub(super) fn best() -> Self {
+        static BEST: std::sync::OnceLock<Instructions> = std::sync::OnceLock::new();
+        *BEST.get_or_init(|| Self::all().first().copied().unwrap_or(Self::Portable(Portable)))
+    }
+
+    /// Returns whether the set multiplies bf16 pairs.
+    pub(super) fn has_pairs(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        return matches!(self, Self::Avx512Pairs(_));
+        #[cfg(not(target_arch = "x86_64"))]
+        false
+    }
+
+    /// Writes the products of a task.
+    ///
+    /// # Panics
+    /// Panics when the rows do not have the task's columns, and for a form of input that the set does not multiply.
+    pub(super) fn multiply(self, task: Task<'_>) {
+        match self {
+            Self::Portable(portable) if task.form == Form::Pairs => multiply_pairs(portable, task),
+            Self::Portable(portable) => multiply(portable, task),
+            // SAFETY: the value exists, so the CPU has the instructions.
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(avx2) => unsafe { on_avx2(avx2, task) },
+            // SAFETY: the value exists, so the CPU has the instructions.
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(avx512) => unsafe { on_avx512(avx512, task) },
+            // SAFETY: the value exists, so the CPU has the instructions.
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Pairs(pairs) => unsafe { on_avx512_pairs(pairs, task) },
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c,popcnt,bmi2")]
+fn on_avx2(avx2: Avx2, task: Task<'_>) {
+    multiply(avx2, task);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c,popcnt,bmi2,avx512f,avx512bw,avx512dq,avx512vl")]
+fn on_avx512(avx512: Avx512, task: Task<'_>) {
+    multiply(avx512, task);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c,popcnt,bmi2,avx512f,avx512bw,avx512dq,avx512vl")]
+#[target_feature(enable = "avx512bf16,avx512vbmi2,avx512vnni")]
+fn on_avx512_pairs(pairs: Avx512Pairs, task: Task<'_>) {
+    match task.form {
+        Form::Pairs => multiply_pairs(pairs, task),
+        Form::Wide | Form::Codes => multiply(pairs, task),
+    }
+}
+
+/// Products in f32, and of 8-bit codes.
+#[inline(always)]
+fn multiply<V>(v: V, task: Task<'_>)
+where
+    V: Step<f32, f32> + Step<f16, f32> + Step<bf16, f32> + Step<i8, f32>,
+{
+    let Task { rows, columns, input, form, out } = task;
+    let x = input.wide();
+    match rows {
+        Rows::Dense(Values::F32(values)) => dense(v, values, columns, x, out),
+        Rows::Dense(Values::F16(values)) => dense(v, values, columns, x, out),
+        Rows::Dense(Values::Bf16(values)) => dense(v, values, columns, x, out),
+        Rows::Kept(part, first) => match part.values() {
+            KeptValues::F32(values) => kept(v, part, first, values, x, out),
+            KeptValues::F16(values) => kept(v, part, first, values, x, out),
+            KeptValues::Bf16(values) => kept(v, part, first, values, x, out),
+            KeptValues::Codes(codes) if form == Form::Codes => {
+                codes_by_codes(v, part, first, codes, input, out);
+            }
+            KeptValues::Codes(codes) => codes_by_floats(v, part, first, codes, x, out),
+        },
+    }
+}
+
+/// Products of bf16 pairs.
+#[inline(always)]
+fn multiply_pairs<V: Step<bf16, bf16>>(v: V, task: Task<'_>) {
+    let Task { rows, columns, input, out, .. } = task;
+    let x = input.pairs();
+    match rows {
+        Rows::Dense(Values::Bf16(values)) => dense(v, values, columns, x, out),
+        Rows::Kept(part, first) => match part.values() {
+            KeptValues::Bf16(values) => kept(v, part, first, values, x, out),
+            _ => unreachable!("only bf16 weights have an input of pairs"),
+        },
+        Rows::Dense(_) => unreachable!("only bf16 weights have an input of pairs"),
+    }
+}
+
+/// Asks for the cache line at a distance behind a reference. The address need not exist.
+#[inline(always)]
+fn ask_for<T>(from: &T, bytes: usize) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch of any address reads nothing.
+    unsafe {
+        let at = std::ptr::from_ref(from).wrapping_byte_add(bytes);
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (from, bytes);
+}
+
+#[inline(always)]
+fn dense<V: Step<E, X>, E: Copy + Default, X>(
+    v: V,
+    values: &[E],
+    columns: usize,
+    x: &[Group<X>],
+    out: &mut [f32],
+) {
+    let asks = asks_for_dense();
+    for (y, row) in out.iter_mut().zip(values.chunks_exact(columns)) {
+        let (groups, rest) = row.as_chunks::<GROUP>();
+        let mut sums = v.zero();
+        for (weights, x) in groups.iter().zip(x) {
+            if asks {
+                (0..size_of_val(weights)).step_by(LINE).for_each(|at| ask_for(weights, AHEAD + at));
+            }
+            sums = v.dense(sums, weights, &x.0);
+        }
+        if let (false, Some(x)) = (rest.is_empty(), x.get(groups.len())) {
+            let mut last = [E::default(); GROUP];
+            last[..rest.len()].copy_from_slice(rest);
+            sums = v.dense(sums, &last, &x.0);
+        }
+        *y = v.total(sums);
+    }
+}
+
+/// Software prefetches of dense rows make Intel's CPUs 15 % faster (Cascade Lake), and AMD's 10 to 20 % slower (Zen 4).
+fn asks_for_dense() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        // "GenuineIntel", in the order of the registers.
+        let of = std::arch::x86_64::__cpuid(0);
+        [of.ebx, of.edx, of.ecx] == [0x756e_6547, 0x4965_6e69, 0x6c65_746e]
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
+#[inline(always)]
+fn kept<V: Step<E, X>, E, X>(
+    v: V,
+    part: &CompactPart,
+    first: usize,
+    values: &[E],
+    x: &[Group<X>],
+    out: &mut [f32],
+) {
+    for (y, row) in out.iter_mut().zip(first..) {
+        let mut at = part.start(row);
+        let mut sums = v.zero();
+        for (kept, x) in part.mask(row).iter().zip(x) {
+            let window = window::<E, GROUP>(values, at);
+            ask_for(kept, MASKS_AHEAD);
+            (0..size_of_val(window)).step_by(2 * LINE).for_each(|line| ask_for(window, AHEAD + line));
+            sums = v.kept(sums, window, *kept, &x.0);
+            at += kept.count_ones() as usize;
+        }
+        *y = v.total(sums);
+    }
+}
+
+/// Products of 8-bit codes with activations in f32.
+#[inline(always)]
+fn codes_by_floats<V: Step<i8, f32>>(
+    v: V,
+    part: &CompactPart,
+    first: usize,
+    codes: &Codes,
+    x: &[Group<f32>],
+    out: &mut [f32],
+) {
+    for (y, row) in out.iter_mut().zip(first..) {
+        let mut at = part.start(row);
+        let mut sums = v.zero();
+        let blocks = part.mask(row).chunks(2).zip(x.chunks(2));
+        for ((kept, x), scale) in blocks.zip(codes.scales_of(row)) {
+            let mut block = v.zero();
+            ask_for(&codes.values[at], AHEAD);
+            for (kept, x) in kept.iter().zip(x) {
+                block = v.kept(block, window(&codes.values, at), *kept, &x.0);
+                at += kept.count_ones() as usize;
+            }
+            sums = v.plus_scaled(sums, block, wide_scale(*scale));
+        }
+        *y = v.total(sums);
+    }
+}
+
+/// Products of 8-bit codes with activations as 8-bit codes.
+#[inline(always)]
+fn codes_by_codes<V: Vectors>(
+    v: V,
+    part: &CompactPart,
+    first: usize,
+    codes: &Codes,
+    input: &Input,
+    out: &mut [f32],
+) {
+    for (y, row) in out.iter_mut().zip(first..) {
+        let mut at = part.start(row);
+        let mut sums = v.zero();
+        let blocks = part.mask(row).chunks(2).zip(input.codes());
+        for ((kept, (x, x_scale)), scale) in blocks.zip(codes.scales_of(row)) {
+            let window = window::<i8, CODES>(&codes.values, at);
+            ask_for(window, AHEAD);
+            let kept = [kept[0], kept.get(1).copied().unwrap_or(0)];
+            let scale = wide_scale(*scale) * x_scale;
+            sums = v.plus_codes(sums, kept, CodeFactors { codes: window, x: &x.0, scale });
+            at += (kept[0].count_ones() + kept[1].count_ones()) as usize;
+        }
+        *y = v.total(sums);
+    }
+}
+
+/// The values from `at` on. Parts end with values that are not used, so that the last row has a window.
+#[inline(always)]
+fn window<E, const N: usize>(values: &[E], at: usize) -> &[E; N] {
+    values[at..].first_chunk().expect("a part ends with a window of unused values")
+}

@@ -1,0 +1,238 @@
+//! The products of one token against the formula, for every set of instructions of this CPU.
+
+use half::bf16;
+
+use super::super::compact::{CompactMatrix, KeptForm};
+use super::super::stored::{StoredDtype, StoredMatrix};
+use super::rows::Instructions;
+use super::{Form, Input, compact_by, dense_by};
+
+const DTYPES: [StoredDtype; 3] = [StoredDtype::F32, StoredDtype::F16, StoredDtype::Bf16];
+
+/// Columns that end a group, a vector, a byte and a block of scales at different places.
+const SHAPES: [(usize, usize); 10] = [
+    (1, 1),
+    (3, 31),
+    (5, 63),
+    (4, 64),
+    (5, 65),
+    (300, 128),
+    (7, 129),
+    (9, 777),
+    (1100, 192),
+    (2, 70_001),
+];
+
+/// Random numbers: periodic numbers would add up in some lanes and cancel, with large rounding errors.
+fn noise(count: usize, seed: u32) -> Vec<f32> {
+    let mut state = seed;
+    (0..count)
+        .map(|_| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / (1 << 24) as f32 - 0.5
+        })
+        .collect()
+}
+
+/// Random weights. Row 0 has no zeros, row 1 nothing else; of the further rows, row `r` has `r` eighths of zeros, modulo 9.
+fn pruned(rows: usize, columns: usize, seed: u32) -> Vec<f32> {
+    let chance = noise(rows * columns, seed + 1);
+    let mut values = noise(rows * columns, seed);
+    for (at, (value, chance)) in values.iter_mut().zip(chance).enumerate() {
+        let share = match at / columns {
+            0 => 0.0,
+            1 => 1.0,
+            row => (row % 9) as f32 / 8.0,
+        };
+        if chance + 0.5 < share {
+            *value = 0.0;
+        }
+    }
+    values
+}
+
+fn input(x: &[f32]) -> Input {
+    let mut input = Input::default();
+    input.set(x, |_| true);
+    input
+}
+
+fn compact(matrix: &StoredMatrix, form: KeptForm) -> CompactMatrix {
+    let (dtype, columns) = (matrix.dtype(), matrix.columns());
+    CompactMatrix::from_rows(matrix.rows(), columns, form, |rows| {
+        let mut part = StoredMatrix::zeros(dtype, rows.len(), columns)?;
+        let row = columns * dtype.bytes();
+        part.as_bytes_mut().copy_from_slice(&matrix.as_bytes()[rows.start * row..rows.end * row]);
+        Ok(part)
+    })
+    .unwrap()
+}
+
+fn product(by: Instructions, matrix: &StoredMatrix, x: &Input, form: Form) -> Vec<f32> {
+    let mut out = vec![f32::NAN; matrix.rows()];
+    dense_by(by, matrix, x, form, &mut out);
+    out
+}
+
+fn product_of_kept(by: Instructions, matrix: &CompactMatrix, x: &Input, form: Form) -> Vec<f32> {
+    let mut out = vec![f32::NAN; matrix.rows()];
+    compact_by(by, matrix, x, form, &mut out);
+    out
+}
+
+/// The weights of 8-bit codes.
+fn restored(coded: &CompactMatrix) -> Vec<f32> {
+    let (mut whole, mut half) = (Vec::new(), Vec::new());
+    coded.expand(0..coded.rows(), &mut whole, &mut half);
+    whole
+}
+
+/// W·x in f64, of the stored weights.
+fn exact(matrix: &StoredMatrix, x: &[f32]) -> Vec<f64> {
+    let mut wide = vec![0.0; matrix.elements()];
+    matrix.widen_rows(0, &mut wide);
+    let rows = wide.chunks(matrix.columns());
+    rows.map(|row| row.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum()).collect()
+}
+
+/// Products below 1/4, whose sums stay near 0.1 · √columns, rounded to `digits` at every step.
+fn assert_close(got: &[f32], exact: &[f64], columns: usize, digits: f64, what: &str) {
+    let tolerance = digits * (1.0 + (columns as f64).sqrt());
+    for (row, (got, exact)) in got.iter().zip(exact).enumerate() {
+        let error = (f64::from(*got) - exact).abs();
+        assert!(error < tolerance, "{what}, row {row}: {got} {exact}");
+    }
+}
+
+#[test]
+fn products_equal_the_formula_with_and_without_stored_zeros() {
+    for (rows, columns) in SHAPES {
+        let (values, x) = (pruned(rows, columns, 1), noise(columns, 3));
+        let input = input(&x);
+        for dtype in DTYPES {
+            let matrix = StoredMatrix::from_f32(dtype, rows, columns, &values);
+            let without = compact(&matrix, KeptForm::Stored(dtype));
+            let exact = exact(&matrix, &x);
+            for (number, by) in Instructions::all().into_iter().enumerate() {
+                let what = format!("set {number}, {dtype:?} {rows} x {columns}");
+                let dense = product(by, &matrix, &input, Form::Wide);
+                assert_close(&dense, &exact, columns, 1e-6, &what);
+                let kept = product_of_kept(by, &without, &input, Form::Wide);
+                assert_eq!(bits(&dense), bits(&kept), "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn products_of_bf16_pairs_equal_the_formula_of_rounded_factors() {
+    let sets = Instructions::all().into_iter();
+    let sets: Vec<_> =
+        sets.filter(|by| by.has_pairs() || matches!(by, Instructions::Portable(_))).collect();
+    for (rows, columns) in SHAPES {
+        let (values, x) = (pruned(rows, columns, 5), noise(columns, 7));
+        let rounded: Vec<f32> = x.iter().map(|x| bf16::from_f32(*x).to_f32()).collect();
+        let input = input(&x);
+        let matrix = StoredMatrix::from_f32(StoredDtype::Bf16, rows, columns, &values);
+        let without = compact(&matrix, KeptForm::Stored(StoredDtype::Bf16));
+        let exact = exact(&matrix, &rounded);
+        for (number, by) in sets.iter().enumerate() {
+            let what = format!("set {number}, {rows} x {columns}");
+            let dense = product(*by, &matrix, &input, Form::Pairs);
+            assert_close(&dense, &exact, columns, 1e-6, &what);
+            let kept = product_of_kept(*by, &without, &input, Form::Pairs);
+            assert_eq!(bits(&dense), bits(&kept), "{what}");
+        }
+    }
+}
+
+#[test]
+fn eight_bit_codes_are_within_half_a_step_and_multiply_either_input() {
+    for (rows, columns) in SHAPES {
+        let (values, x) = (pruned(rows, columns, 9), noise(columns, 11));
+        let input = input(&x);
+        let matrix = StoredMatrix::from_f32(StoredDtype::Bf16, rows, columns, &values);
+        let coded = compact(&matrix, KeptForm::Codes);
+        let wide = restored(&coded);
+        let mut stored = vec![0.0; rows * columns];
+        matrix.widen_rows(0, &mut stored);
+        for (at, (restored, stored)) in wide.iter().zip(&stored).enumerate() {
+            // The scale of a block is at most 0.5 / 127, rounded up.
+            assert!((restored - stored).abs() <= 0.502 / 254.0, "element {at}");
+            assert!(*stored != 0.0 || *restored == 0.0, "a zero stays zero");
+        }
+        let of_codes = StoredMatrix::from_f32(StoredDtype::F32, rows, columns, &wide);
+        let exact = exact(&of_codes, &x);
+        for (number, by) in Instructions::all().into_iter().enumerate() {
+            let what = format!("set {number}, {rows} x {columns}");
+            let floats = product_of_kept(by, &coded, &input, Form::Wide);
+            assert_close(&floats, &exact, columns, 1e-6, &what);
+            // Activations are rounded to steps of at most 0.5 / 127, an error of a quarter of a step on average.
+            let codes = product_of_kept(by, &coded, &input, Form::Codes);
+            assert_close(&codes, &exact, columns, 2e-3, &what);
+        }
+    }
+}
+
+#[test]
+fn codes_of_codes_equal_the_sum_of_their_integers() {
+    let (rows, columns) = (4, 300);
+    let mut values = pruned(rows, columns, 13);
+    // The largest codes of either sign, and the largest activations.
+    values[..4].copy_from_slice(&[0.5, -0.5, 0.5, -0.5]);
+    let x: Vec<f32> = (0..columns).map(|at| if at % 3 == 0 { -1.0 } else { 1.0 }).collect();
+    let coded = compact(
+        &StoredMatrix::from_f32(StoredDtype::F32, rows, columns, &values),
+        KeptForm::Codes,
+    );
+    let wide = restored(&coded);
+    let exact = exact(&StoredMatrix::from_f32(StoredDtype::F32, rows, columns, &wide), &x);
+    for by in Instructions::all() {
+        // Activations of ±1 have codes of ±127, without an error.
+        let got = product_of_kept(by, &coded, &input(&x), Form::Codes);
+        assert_close(&got, &exact, columns, 1e-6, "codes");
+    }
+}
+
+#[test]
+fn what_is_not_finite_stays_in_its_row() {
+    let (rows, columns) = (3, 200);
+    let mut values = vec![1.0; rows * columns];
+    values[columns + 40] = f32::NAN;
+    for dtype in DTYPES {
+        let matrix = StoredMatrix::from_f32(dtype, rows, columns, &values);
+        let without = compact(&matrix, KeptForm::Stored(dtype));
+        for by in Instructions::all() {
+            let x = input(&vec![1.0; columns]);
+            let out = product_of_kept(by, &without, &x, Form::Wide);
+            assert_eq!([out[0], out[2]], [200.0; 2], "{dtype:?}");
+            assert!(out[1].is_nan(), "{dtype:?}");
+        }
+    }
+    let coded = KeptForm::Codes;
+    let matrix = StoredMatrix::from_f32(StoredDtype::F32, rows, columns, &vec![1.0; rows * columns]);
+    for wrong in [f32::NAN, f32::INFINITY] {
+        let mut x = vec![1.0; columns];
+        x[130] = wrong;
+        for by in Instructions::all() {
+            let out = product_of_kept(by, &compact(&matrix, coded), &input(&x), Form::Codes);
+            assert!(out.iter().all(|y| y.is_nan()), "{wrong}");
+        }
+    }
+}
+
+#[test]
+fn a_negative_zero_and_a_payload_are_kept() {
+    let bits = [0x8000u16, 0x0000, 0x7fc1, 0x0001, 0x3f80];
+    let mut matrix = StoredMatrix::zeros(StoredDtype::Bf16, 1, 5).unwrap();
+    matrix.as_bytes_mut().copy_from_slice(bytemuck::cast_slice(&bits));
+    let without = compact(&matrix, KeptForm::Stored(StoredDtype::Bf16));
+    assert_eq!(without.kept(), 4);
+    let (mut whole, mut half) = (Vec::new(), Vec::new());
+    without.expand(0..1, &mut whole, &mut half);
+    assert_eq!(half[..5], bits);
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|value| value.to_bits()).collect()
+}

@@ -1,0 +1,206 @@
+//! The form of a generating model's matrices in memory: with their zeros, or without them.
+//!
+//! A matrix is held without its zeros only where that takes fewer bytes. The share of kept weights is estimated from some rows of every
+//! matrix, spread over it, so a plan needs no pass over the checkpoint.
+
+use std::collections::BTreeMap;
+
+use anyhow::Result;
+
+use super::config::ModelConfig;
+use super::linears::LinearId;
+use super::reading::stored_dtype;
+use crate::bytes::ByteSize;
+use crate::checkpoint::WeightSource;
+use crate::linalg::{CompactMatrix, KeptForm, Linear, StoredDtype, StoredMatrix};
+
+/// Rows of a matrix that are read for the estimate.
+const SAMPLED_ROWS: usize = 32;
+
+/// The form of matrices in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WeightForm {
+    /// As stored, zeros included
+    Dense,
+    /// Without zeros, a bit per weight; the same results
+    Compact,
+    /// Without zeros, the rest rounded to 8 bits; other results
+    Int8,
+}
+
+impl WeightForm {
+    /// The name on the command line and in records.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Dense => "dense",
+            Self::Compact => "compact",
+            Self::Int8 => "int8",
+        }
+    }
+
+    fn kept_form(self, dtype: StoredDtype) -> Option<KeptForm> {
+        match self {
+            Self::Dense => None,
+            Self::Compact => Some(KeptForm::Stored(dtype)),
+            Self::Int8 => Some(KeptForm::Codes),
+        }
+    }
+}
+
+/// The estimated share of kept weights of every matrix of the decoder.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct KeptShares(Vec<BTreeMap<LinearId, f64>>);
+
+impl KeptShares {
+    /// Reads some rows of every matrix.
+    ///
+    /// # Errors
+    /// Fails when a matrix is missing or cannot be read.
+    pub fn sampled(source: &dyn WeightSource, config: &ModelConfig) -> Result<Self> {
+        let layers = (0..config.num_hidden_layers).map(|layer| {
+            let of_linear = |id: LinearId| Ok((id, kept_share(source, config, layer, id)?));
+            config.linears().map(of_linear).collect::<Result<_>>()
+        });
+        Ok(Self(layers.collect::<Result<_>>()?))
+    }
+
+    /// The share of zeros in all matrices.
+    pub fn zeros(&self, config: &ModelConfig) -> f64 {
+        let (mut kept, mut all) = (0.0, 0.0);
+        for (id, share) in self.0.iter().flatten() {
+            let (rows, columns) = id.shape(config);
+            kept += share * (rows * columns) as f64;
+            all += (rows * columns) as f64;
+        }
+        1.0 - kept / f64::max(all, 1.0)
+    }
+}
+
+/// The form of every matrix of a model in memory.
+#[derive(Debug, Clone, PartialEq)]
+pub struct WeightForms {
+    form: WeightForm,
+    shares: KeptShares,
+}
+
+impl WeightForms {
+    /// All matrices as stored.
+    pub fn dense() -> Self {
+        Self { form: WeightForm::Dense, shares: KeptShares::default() }
+    }
+
+    /// Matrices in this form where it takes fewer bytes.
+    pub fn new(form: WeightForm, shares: KeptShares) -> Self {
+        Self { form, shares }
+    }
+
+    /// The form that was asked for.
+    pub fn form(&self) -> WeightForm {
+        self.form
+    }
+
+    /// The form of a matrix without its zeros; `None` for a matrix that is held as stored.
+    pub fn of(
+        &self,
+        config: &ModelConfig,
+        layer: usize,
+        id: LinearId,
+        dtype: StoredDtype,
+    ) -> Option<KeptForm> {
+        let form = self.form.kept_form(dtype)?;
+        let (compact, dense) = self.bytes(config, layer, id, dtype)?;
+        (compact < dense).then_some(form)
+    }
+
+    /// The mean memory of the matrices of a layer.
+    pub fn layer_bytes(&self, config: &ModelConfig, dtype: StoredDtype) -> ByteSize {
+        let layers = 0..config.num_hidden_layers;
+        let bytes = layers.flat_map(|layer| config.linears().map(move |id| (layer, id)));
+        let total: u64 = bytes
+            .map(|(layer, id)| {
+                let (rows, columns) = id.shape(config);
+                let dense = ByteSize::of(rows * columns, dtype.bytes());
+                let both = self.bytes(config, layer, id, dtype);
+                both.map_or(dense, |(compact, dense)| compact.min(dense)).0
+            })
+            .sum();
+        ByteSize(total.div_ceil(config.num_hidden_layers.max(1) as u64))
+    }
+
+    /// The memory of rows that are restored for a product of many tokens, or made compact while a matrix is read.
+    pub fn restored_bytes(&self, config: &ModelConfig, dtype: StoredDtype) -> ByteSize {
+        let element = match self.form {
+            WeightForm::Dense => 0,
+            WeightForm::Compact => dtype.bytes(),
+            // The rows as stored, in f32 and as codes.
+            WeightForm::Int8 => dtype.bytes() + size_of::<f32>() + size_of::<i8>(),
+        };
+        let rows = config.linears().map(|id| {
+            let (rows, columns) = id.shape(config);
+            Linear::rows_at_once(columns, rows) * columns
+        });
+        ByteSize::of(rows.max().unwrap_or(0), element)
+    }
+
+    /// The bytes of a matrix without its zeros, and as stored.
+    fn bytes(
+        &self,
+        config: &ModelConfig,
+        layer: usize,
+        id: LinearId,
+        dtype: StoredDtype,
+    ) -> Option<(ByteSize, ByteSize)> {
+        let form = self.form.kept_form(dtype)?;
+        let share = self.shares.0.get(layer)?.get(&id)?;
+        let (rows, columns) = id.shape(config);
+        let kept = (share * (rows * columns) as f64).ceil() as usize;
+        let compact = CompactMatrix::bytes(rows, columns, kept, form);
+        Some((compact, ByteSize::of(rows * columns, dtype.bytes())))
+    }
+}
+
+/// The share of weights of some rows whose bits are not all 0.
+fn kept_share(
+    source: &dyn WeightSource,
+    config: &ModelConfig,
+    layer: usize,
+    id: LinearId,
+) -> Result<f64> {
+    let (rows, columns) = id.shape(config);
+    let entry = source.require(&id.tensor_name(layer), &[rows, columns])?;
+    let dtype = stored_dtype(entry)?;
+    let row_bytes = columns * dtype.bytes();
+    let sampled = SAMPLED_ROWS.min(rows);
+    let mut matrix = StoredMatrix::zeros(dtype, sampled, columns)?;
+    for (number, row) in matrix.as_bytes_mut().chunks_mut(row_bytes.max(1)).enumerate() {
+        let at = number * rows / sampled;
+        source.read(entry, (at * row_bytes) as u64, row)?;
+    }
+    let zeros = matrix.count_zeros();
+    Ok(1.0 - zeros as f64 / matrix.elements().max(1) as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_matrix_without_many_zeros_stays_as_stored() {
+        let config = ModelConfig::from_json(&json!({"model_type": "llama", "hidden_size": 64,
+            "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 10}))
+        .unwrap();
+        let layer = |share: f64| config.linears().map(|id| (id, share)).collect();
+        let shares = KeptShares(vec![layer(0.5), layer(0.97)]);
+        let forms = |form| WeightForms::new(form, shares.clone());
+        let id = LinearId::UP;
+        let dtype = StoredDtype::Bf16;
+        let compact = forms(WeightForm::Compact);
+        assert_eq!(compact.of(&config, 0, id, dtype), Some(KeptForm::Stored(dtype)));
+        assert_eq!(compact.of(&config, 1, id, dtype), None);
+        assert_eq!(forms(WeightForm::Int8).of(&config, 1, id, dtype), Some(KeptForm::Codes));
+        assert_eq!(WeightForms::dense().of(&config, 0, id, dtype), None);
+        assert!((shares.zeros(&config) - 0.265).abs() < 1e-9);
+    }
+}
