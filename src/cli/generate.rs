@@ -103,6 +103,13 @@ struct SamplingArgs {
     /// Write on where the model would end
     #[arg(long)]
     ignore_eos: bool,
+
+    /// Compare the speed of decoding with the memory's; implies --ignore-eos
+    ///
+    /// Prints the bytes of weights that a token reads, the rate of a loop that only reads them with the same threads, and the tokens per
+    /// second at that rate. All layers must be in memory.
+    #[arg(long)]
+    bench: bool,
 }
 
 /// Runs the command: the text goes to standard output as it comes, or a JSON object at the end.
@@ -129,7 +136,8 @@ impl GenerateArgs {
             system: self.prompt.system.clone(),
             sampling: self.sampling.choice,
             max_tokens: self.sampling.max_tokens as usize,
-            ignore_eos: self.sampling.ignore_eos,
+            ignore_eos: self.sampling.ignore_eos || self.sampling.bench,
+            bench: self.sampling.bench,
             weights: self.weights,
         })
     }

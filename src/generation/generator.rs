@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 
 use crate::bytes::ByteSize;
 use crate::checkpoint::WeightSource;
-use crate::linalg::{CodedActivations, Products, StoredDtype};
+use crate::linalg::{CodedActivations, Products, StoredDtype, Weight};
 use crate::model::{
     Dtypes, Embedding, Head, KvCache, LayerContext, ModelConfig, WeightForms, footprint,
 };
@@ -128,6 +128,14 @@ impl Generator {
     /// The layers in memory.
     pub fn residency(&self) -> Residency {
         self.layers.residency()
+    }
+
+    /// The weights in memory that every token reads: all matrices of the layers in memory, and the head.
+    pub fn weights(&self) -> impl Iterator<Item = &Weight> {
+        let layers = self.layers.resident();
+        let matrices =
+            layers.flat_map(|layer| layer.linear_ids().map(|id| layer.linear(id).weight()));
+        matrices.chain(std::iter::once(self.head.weight()))
     }
 
     /// An empty sequence with room for `capacity` tokens.

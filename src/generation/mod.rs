@@ -6,18 +6,21 @@
 //!
 //! | file | content |
 //! | --- | --- |
+//! | `bench` | the speed of decoding, compared with the memory's |
 //! | `generate` | the generation loop: read the prompt, pick a token, read it, pick the next |
 //! | `generator` | a model that reads tokens and computes the logits of the next token |
 //! | `sampler` | the choice of the next token: the most likely token, or a token drawn by its probability |
 //! | `sentence` | a greedy sentence, as `prune demo` shows it for each model |
 //! | `stop` | the tokens that end a text |
 
+pub mod bench;
 pub mod generate;
 pub mod generator;
 pub mod sampler;
 pub mod sentence;
 pub mod stop;
 
+pub use bench::decoding_speed;
 pub use generate::{FinishReason, Generated, GenerationRequest, generate};
 pub use generator::{Arithmetic, Generator, PROMPT_BLOCK, Sequence};
 pub use sampler::{Sampler, Sampling};

@@ -12,15 +12,15 @@ use crate::checkpoint::WeightSource;
 use crate::data::{ChatTemplate, TextStream, Tokenizer};
 use crate::failure::Failure;
 use crate::generation::{
-    Arithmetic, Generated, GenerationRequest, Generator, Sampler, Sampling, generate as write, stop_ids,
-    stop_warning,
+    Arithmetic, Generated, GenerationRequest, Generator, Sampler, Sampling, decoding_speed,
+    generate as write, stop_ids, stop_warning,
 };
 use crate::linalg::Products;
-use crate::model::WeightForms;
+use crate::model::{WeightForms, footprint};
 use crate::placement::{DeviceMap, Residency, USABLE, inventory};
 use crate::report::three_digits;
 use crate::run::plan::exceeded;
-use crate::run::{Events, GenerationReport, Phase};
+use crate::run::{DecodingSpeed, Events, GenerationReport, Phase};
 use crate::runtime::memory;
 use crate::settings::{
     ComputeDtype, DeviceChoice, DeviceMapChoice, DeviceSettings, GenerateSettings, ModelSettings,
@@ -106,6 +106,7 @@ struct Writer {
     residency: Residency,
     forms: WeightForms,
     arithmetic: Arithmetic,
+    bench: bool,
 }
 
 impl Writer {
@@ -154,6 +155,15 @@ impl Writer {
         let room = (sizes, budget.unwrap_or(ByteSize(u64::MAX)));
         let SettledWeights { forms, residency } =
             weight_choice::settle(&model, settings.weights.weights, arithmetic, room, events)?;
+        if settings.bench && residency.streamed() > 0 {
+            return Err(Failure::new(format!(
+                "--bench: {} of {} layers do not fit into memory and are read from disk for every token",
+                residency.streamed(),
+                residency.layers()
+            ))
+            .hint("allow more memory with --max-memory, or leave --bench out")
+            .into());
+        }
         Ok(Self {
             model,
             tokenizer,
@@ -165,6 +175,7 @@ impl Writer {
             residency,
             forms,
             arithmetic,
+            bench: settings.bench,
         })
     }
 
@@ -216,7 +227,10 @@ impl Writer {
         if let Some(warning) = peak.and_then(|peak| exceeded("memory", peak, planned)) {
             recorder.warn(warning);
         }
+        let rate = written.rate().filter(|_| self.bench);
+        let decoding = rate.map(|rate| self.decoding(&generator, rate, recorder));
         Ok(GenerationReport {
+            decoding,
             prune_version: env!("CARGO_PKG_VERSION").to_string(),
             model: self.name(),
             prompt_tokens_per_second: written.prompt_rate(self.prompt_ids.len()),
@@ -256,6 +270,35 @@ impl Writer {
                 self.residency.resident()
             ));
         }
+    }
+
+    /// Compares the speed with the memory's, and tells it.
+    fn decoding(
+        &self,
+        generator: &Generator,
+        tokens_per_second: f64,
+        events: &dyn Events,
+    ) -> DecodingSpeed {
+        let (config, dtypes) = (&self.model.config, self.model.dtypes());
+        let matrices = WeightForms::dense().layer_bytes(config, dtypes.layers);
+        let dense = ByteSize(matrices.0 * config.num_hidden_layers as u64)
+            + footprint::head_weight(config, dtypes.head);
+        let speed = decoding_speed(generator, tokens_per_second, dense);
+        let gb = |bytes: f64| three_digits(bytes / 1e9);
+        events.note(format!(
+            "decoding     {} tokens/s: {} per token at {} GB/s, {:.0} % of the {} GB/s of a loop that only reads",
+            three_digits(tokens_per_second),
+            speed.bytes_per_token,
+            gb(speed.bytes_per_second),
+            100.0 * speed.share,
+            gb(speed.read_loop_bytes_per_second)
+        ));
+        events.note(format!(
+            "limit        {} tokens/s at the rate of that loop; {} tokens/s with all zeros stored",
+            three_digits(speed.limit_tokens_per_second),
+            three_digits(speed.dense_limit_tokens_per_second)
+        ));
+        speed
     }
 
     fn statistics(&self, written: &Generated, peak: Option<ByteSize>) -> String {

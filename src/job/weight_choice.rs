@@ -12,8 +12,8 @@ use anyhow::Result;
 use super::opened::OpenedModel;
 use crate::bytes::ByteSize;
 use crate::generation::{Arithmetic, Generator};
-use crate::linalg::linear::SingleToken;
 use crate::linalg::ProductContext;
+use crate::linalg::linear::SingleToken;
 use crate::model::{DecoderLayer, KeptShares, WeightForm, WeightForms};
 use crate::placement::{Residency, Sizes};
 use crate::run::Events;
@@ -85,10 +85,8 @@ pub(super) fn settle(
 /// Times the products of a token with the matrices of the first layer, without and with their zeros.
 fn times_as_fast(model: &OpenedModel, forms: &WeightForms, arithmetic: Arithmetic) -> Result<f64> {
     let (source, config) = (&*model.source, &model.config);
-    let layers = [
-        DecoderLayer::load(source, config, 0)?,
-        DecoderLayer::load_in(source, config, 0, forms)?,
-    ];
+    let layers =
+        [DecoderLayer::load(source, config, 0)?, DecoderLayer::load_in(source, config, 0, forms)?];
     let mut context = ProductContext::new();
     context.products = arithmetic.products;
     let mut best = [f64::INFINITY; 2];

@@ -16,9 +16,9 @@ use anyhow::Result;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use super::one_token::{CODES, GROUP, TASK_BYTES, largest, spread};
 use super::buffer_pool::grow;
 use super::linear::rows_at_once;
+use super::one_token::{CODES, GROUP, TASK_BYTES, largest, spread};
 use super::product::Values;
 use super::stored::{StoredDtype, StoredMatrix};
 use crate::bytes::ByteSize;
@@ -129,16 +129,21 @@ impl CompactMatrix {
         for first in (0..rows).step_by(at_once) {
             let range = first..rows.min(first + at_once);
             let dense = part_of(range.clone())?;
-            assert_eq!((dense.rows(), dense.columns()), (range.len(), columns), "rows of the matrix");
+            assert_eq!(
+                (dense.rows(), dense.columns()),
+                (range.len(), columns),
+                "rows of the matrix"
+            );
             parts.push(CompactPart::of(&dense, form)?);
         }
         Ok(Self::of_parts(rows, columns, form, parts))
     }
 
     fn of_parts(rows: usize, columns: usize, form: KeptForm, parts: Vec<CompactPart>) -> Self {
-        let tasks = parts.iter().enumerate().flat_map(|(number, part)| {
-            part.tasks().into_iter().map(move |rows| (number, rows))
-        });
+        let tasks = parts
+            .iter()
+            .enumerate()
+            .flat_map(|(number, part)| part.tasks().into_iter().map(move |rows| (number, rows)));
         Self { rows, columns, form, tasks: tasks.collect(), parts: parts.into() }
     }
 
@@ -150,6 +155,26 @@ impl CompactMatrix {
     /// Input features.
     pub fn columns(&self) -> usize {
         self.columns
+    }
+
+    /// The memory of the matrix, without the unused values behind each part.
+    pub fn bytes_held(&self) -> ByteSize {
+        Self::bytes(self.rows, self.columns, self.kept(), self.form)
+    }
+
+    /// The masks, and the kept values with their scales, as stored in memory.
+    pub(super) fn arrays(&self) -> impl Iterator<Item = &[u8]> {
+        self.parts.iter().flat_map(|part| {
+            let (values, scales): (&[u8], &[u8]) = match &part.values {
+                KeptValues::F32(values) => (bytemuck::cast_slice(values), &[]),
+                KeptValues::F16(values) => (bytemuck::cast_slice(values), &[]),
+                KeptValues::Bf16(values) => (bytemuck::cast_slice(values), &[]),
+                KeptValues::Codes(codes) => {
+                    (bytemuck::cast_slice(&codes.values), bytemuck::cast_slice(&codes.scales))
+                }
+            };
+            [bytemuck::cast_slice(&part.masks), values, scales]
+        })
     }
 
     /// The form of the kept values.
@@ -280,7 +305,8 @@ impl CompactPart {
                 let (masks, starts) = masks_of(&wide, columns, |value| value.to_bits() << 1 != 0);
                 let blocks = columns.div_ceil(SCALE_BLOCK);
                 let mut codes = vec![0i8; wide.len()];
-                let rows = codes.par_chunks_mut(columns.max(1)).zip(wide.par_chunks(columns.max(1)));
+                let rows =
+                    codes.par_chunks_mut(columns.max(1)).zip(wide.par_chunks(columns.max(1)));
                 rows.zip(scales.par_chunks(blocks.max(1))).for_each(|((codes, wide), scales)| {
                     encode(wide, scales, codes);
                 });
@@ -298,7 +324,8 @@ impl CompactPart {
             KeptValues::F16(_) | KeptValues::Bf16(_) => 2,
             KeptValues::Codes(_) => 1,
         };
-        let bytes_to = |row: usize| row * self.words * size_of::<u64>() + self.start(row) * value_bytes;
+        let bytes_to =
+            |row: usize| row * self.words * size_of::<u64>() + self.start(row) * value_bytes;
         let mut tasks = Vec::new();
         let mut first = 0;
         for end in 1..=self.rows {

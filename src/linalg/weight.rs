@@ -18,6 +18,7 @@ use super::one_token::{self, Form, Input};
 use super::product::{Kernel, Packed, Values};
 use super::profile::Watch;
 use super::stored::{StoredDtype, StoredMatrix};
+use crate::bytes::ByteSize;
 
 /// A source of a stored matrix's rows.
 pub trait RowSource: Send + Sync {
@@ -140,6 +141,10 @@ impl ProductContext {
         self.products.kernel(dtype)
     }
 }
+
+/// Bytes of a task that only reads, and words that it reads at once.
+const READ_BYTES: usize = 1 << 17;
+const READ_WORDS: usize = 32;
 
 /// Elements per task that sets zeros.
 const CHUNK: usize = 1 << 14;
@@ -265,6 +270,37 @@ impl Weight {
             Self::Held(matrix) => matrix.dtype(),
             Self::Compact(matrix) => matrix.dtype(),
             Self::AtRest(matrix) => matrix.dtype,
+        }
+    }
+
+    /// The memory that a product of one token reads; none of a matrix at rest.
+    pub fn bytes_held(&self) -> ByteSize {
+        match self {
+            Self::Held(matrix) => ByteSize::of(matrix.elements(), matrix.dtype().bytes()),
+            Self::Compact(matrix) => matrix.bytes_held(),
+            Self::AtRest(_) => ByteSize::ZERO,
+        }
+    }
+
+    /// Reads all bytes of a matrix in memory on all threads, without arithmetic: a limit of the speed of products of one token.
+    /// Returns the bits of all words together, so that no read is left out.
+    pub fn read_through(&self) -> u64 {
+        let of_bytes = |bytes: &[u8]| {
+            let chunks = bytes.par_chunks(READ_BYTES).map(|chunk| {
+                let mut bits = [0u64; READ_WORDS];
+                for words in chunk.as_chunks::<{ 8 * READ_WORDS }>().0 {
+                    for (bits, word) in bits.iter_mut().zip(words.as_chunks::<8>().0) {
+                        *bits |= u64::from_ne_bytes(*word);
+                    }
+                }
+                bits.iter().fold(0, |all, bits| all | bits)
+            });
+            chunks.reduce(|| 0, |a, b| a | b)
+        };
+        match self {
+            Self::Held(matrix) => of_bytes(matrix.as_bytes()),
+            Self::Compact(matrix) => matrix.arrays().map(of_bytes).fold(0, |a, b| a | b),
+            Self::AtRest(_) => 0,
         }
     }
 

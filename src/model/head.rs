@@ -175,6 +175,11 @@ impl Head {
         self.logit_cap
     }
 
+    /// The weight of the head.
+    pub fn weight(&self) -> &Weight {
+        self.lm_head.weight()
+    }
+
     /// The head's linear.
     pub(super) fn lm_head(&self) -> &Linear {
         &self.lm_head

@@ -4,6 +4,23 @@ use serde::{Deserialize, Serialize};
 
 use crate::bytes::ByteSize;
 
+/// Decoding compared with a loop that only reads the weights, in the same process with the same threads.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct DecodingSpeed {
+    /// The weights that a token reads: the matrices of all layers and the head. Keys and values come in addition.
+    pub bytes_per_token: ByteSize,
+    /// Bytes of weights that decoding read in a second.
+    pub bytes_per_second: f64,
+    /// Bytes that the loop read in a second.
+    pub read_loop_bytes_per_second: f64,
+    /// Decoding's share of it.
+    pub share: f64,
+    /// Tokens per second at the loop's rate.
+    pub limit_tokens_per_second: f64,
+    /// The same with all matrices as stored.
+    pub dense_limit_tokens_per_second: f64,
+}
+
 /// A prompt and its continuation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct GenerationReport {
@@ -47,6 +64,8 @@ pub struct GenerationReport {
     pub peak_anonymous: Option<ByteSize>,
     /// Worker threads.
     pub threads: usize,
+    /// Decoding compared with the speed of memory, with `--bench`.
+    pub decoding: Option<DecodingSpeed>,
     /// All warnings.
     pub warnings: Vec<String>,
     /// The text of the model of `--compare`.

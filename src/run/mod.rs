@@ -53,7 +53,7 @@ pub mod width_drop;
 pub use allocation::AllocationReport;
 pub use events::{Event, Events, Silent, Stopped, Unfinished};
 pub use fallback::FallbackReport;
-pub use generation::GenerationReport;
+pub use generation::{DecodingSpeed, GenerationReport};
 pub use inspection::Inspection;
 pub use layer_drop::LayerDropReport;
 pub use manifest::{Manifest, TextProtocol};

@@ -91,6 +91,11 @@ impl LayerStore {
         self.residency
     }
 
+    /// The layers in memory.
+    pub fn resident(&self) -> impl Iterator<Item = &DecoderLayer> {
+        self.resident.iter().flatten()
+    }
+
     /// Calls `body` with the layer `index`.
     ///
     /// # Errors

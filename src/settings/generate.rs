@@ -30,6 +30,8 @@ pub struct GenerateSettings {
     pub ignore_eos: bool,
     /// The form of the weights in memory.
     pub weights: WeightSettings,
+    /// `--bench`: the speed is compared with the memory's.
+    pub bench: bool,
 }
 
 /// The form of a generating model's matrices in memory.

@@ -1,6 +1,7 @@
 //! `prune generate`: its tokens equal candle's, with and without a cache, from memory and from disk.
 
 mod command;
+mod weights;
 
 use std::fs;
 use std::path::Path;
@@ -172,14 +173,13 @@ fn some_layers_in_memory_and_some_from_disk_write_the_same() -> Result<()> {
         let residency = Residency::settle(&sizes, budget)?;
         assert_eq!(residency.resident(), [0, 0, 1, 2, 5][slots as usize - 1]);
         let checkpoint = Arc::new(Checkpoint::open(folder.path())?);
-        let mut generator =
-            Generator::load(
-                checkpoint,
-                Arc::new(config.clone()),
-                residency,
-                WeightForms::dense(),
-                &Silent,
-            )?;
+        let mut generator = Generator::load(
+            checkpoint,
+            Arc::new(config.clone()),
+            residency,
+            WeightForms::dense(),
+            &Silent,
+        )?;
         let found = written(&mut generator, &prompt(10, 320), 20, &Sampling::GREEDY)?;
         assert_eq!(found.ids, expected.ids, "{slots} places for layers");
     }

@@ -140,22 +140,16 @@ widen!(
     |weights: *const f16| _mm256_cvtph_ps(_mm_loadu_si128(weights.cast())),
     |values: *const f16, byte| _mm256_cvtph_ps(spread_halves(values.cast(), byte))
 );
-widen!(
-    f32,
-    |weights: *const f32| _mm256_loadu_ps(weights),
-    |values: *const f32, byte: usize| {
-        let places = _mm256_cvtepi8_epi32(_mm_loadl_epi64(PLACES[byte].as_ptr().cast()));
-        let values = _mm256_permutevar8x32_ps(_mm256_loadu_ps(values), places);
-        // A place of a column that is not kept is negative.
-        let not_kept = _mm256_castsi256_ps(_mm256_srai_epi32::<31>(places));
-        _mm256_andnot_ps(not_kept, values)
-    }
-);
+widen!(f32, |weights: *const f32| _mm256_loadu_ps(weights), |values: *const f32, byte: usize| {
+    let places = _mm256_cvtepi8_epi32(_mm_loadl_epi64(PLACES[byte].as_ptr().cast()));
+    let values = _mm256_permutevar8x32_ps(_mm256_loadu_ps(values), places);
+    // A place of a column that is not kept is negative.
+    let not_kept = _mm256_castsi256_ps(_mm256_srai_epi32::<31>(places));
+    _mm256_andnot_ps(not_kept, values)
+});
 widen!(
     i8,
-    |codes: *const i8| {
-        _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(codes.cast())))
-    },
+    |codes: *const i8| { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(codes.cast()))) },
     |codes: *const i8, byte: usize| {
         let places = _mm_loadl_epi64(PLACES[byte].as_ptr().cast());
         let codes = _mm_shuffle_epi8(_mm_loadl_epi64(codes.cast()), places);
@@ -214,7 +208,7 @@ impl Vectors for Avx2 {
                 let second = _mm_shuffle_epi8(_mm_loadl_epi64(codes.cast()), place(high));
                 codes = codes.add(high.count_ones() as usize);
                 let weights = _mm256_cvtepi8_epi16(_mm_unpacklo_epi64(first, second));
-                let x = _mm_loadu_si128(factors.x.as_ptr().add(16 * part).cast());
+                let x = _mm_loadu_si128(factors.x.codes.as_ptr().add(16 * part).cast());
                 sum = _mm256_add_epi32(sum, _mm256_madd_epi16(weights, _mm256_cvtepi8_epi16(x)));
             }
             let scale = _mm256_set1_ps(factors.scale);

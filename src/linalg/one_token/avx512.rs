@@ -14,9 +14,7 @@ use super::vectors::{CODES, CodeFactors, GROUP, Step, Vectors};
 
 /// Proof that the CPU has AVX-512 with its byte, double-word and length extensions.
 #[derive(Clone, Copy)]
-pub(super) struct Avx512 {
-    narrow: Avx2,
-}
+pub(super) struct Avx512(());
 
 /// Proof that the CPU has VBMI2, VNNI and bf16 products, too.
 #[derive(Clone, Copy)]
@@ -29,7 +27,7 @@ impl Avx512 {
             && std::is_x86_feature_detected!("avx512bw")
             && std::is_x86_feature_detected!("avx512dq")
             && std::is_x86_feature_detected!("avx512vl");
-        Avx2::detect().filter(|_| has).map(|narrow| Self { narrow })
+        Avx2::detect().filter(|_| has).map(|_| Self(()))
     }
 }
 
@@ -158,11 +156,23 @@ impl Vectors for Avx512 {
         kept: [u64; 2],
         factors: CodeFactors<'_>,
     ) -> Self::Sums {
-        // SAFETY: `self` exists, so the CPU has the instructions. The conversions have none: they name parts of a register.
+        let mut codes = factors.codes.as_ptr();
+        // SAFETY: 16 columns of 128 at a time; before part p at most 16·p codes are used, so 16 more are within 128. `self` exists, so
+        // the CPU has the instructions.
         unsafe {
-            let none = self.narrow.zero();
-            let [sum, ..] = self.narrow.plus_codes(none, kept, factors);
-            sums[0] = _mm512_add_ps(sums[0], _mm512_zextps256_ps512(sum));
+            let mut parts = [_mm512_setzero_si512(); 2];
+            for part in 0..CODES / 16 {
+                let kept = (kept[part / 4] >> (16 * (part % 4))) as u16;
+                let weights = _mm512_cvtepi8_epi32(_mm_loadu_si128(codes.cast()));
+                let weights = _mm512_maskz_expand_epi32(kept, weights);
+                codes = codes.add(kept.count_ones() as usize);
+                let x = _mm512_loadu_si512(factors.x.words.as_ptr().add(16 * part).cast());
+                // The upper word of a weight, its sign, meets a 0.
+                let products = _mm512_madd_epi16(weights, x);
+                parts[part % 2] = _mm512_add_epi32(parts[part % 2], products);
+            }
+            let sum = _mm512_cvtepi32_ps(_mm512_add_epi32(parts[0], parts[1]));
+            sums[0] = _mm512_fmadd_ps(sum, _mm512_set1_ps(factors.scale), sums[0]);
         }
         sums
     }
@@ -204,7 +214,7 @@ impl Vectors for Avx512Pairs {
             for (half, kept) in kept.into_iter().enumerate() {
                 let weights = _mm512_maskz_expand_epi8(kept, _mm512_loadu_si512(codes.cast()));
                 codes = codes.add(kept.count_ones() as usize);
-                let x = _mm512_loadu_si512(factors.x.as_ptr().add(GROUP * half).cast());
+                let x = _mm512_loadu_si512(factors.x.codes.as_ptr().add(GROUP * half).cast());
                 with_shift = _mm512_dpbusd_epi32(with_shift, _mm512_xor_si512(x, shift), weights);
                 of_shift = _mm512_dpbusd_epi32(of_shift, shift, weights);
             }
@@ -217,12 +227,7 @@ impl Vectors for Avx512Pairs {
 
 impl Step<bf16, bf16> for Avx512Pairs {
     #[inline(always)]
-    fn dense(
-        self,
-        mut sums: Self::Sums,
-        weights: &[bf16; GROUP],
-        x: &[bf16; GROUP],
-    ) -> Self::Sums {
+    fn dense(self, mut sums: Self::Sums, weights: &[bf16; GROUP], x: &[bf16; GROUP]) -> Self::Sums {
         for half in 0..2 {
             // SAFETY: a half of 64 elements; `self` exists, so the CPU has the instructions; both registers are 64 bytes.
             unsafe {

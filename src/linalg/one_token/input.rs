@@ -2,7 +2,7 @@
 
 use half::bf16;
 
-use super::vectors::{CODES, GROUP};
+use super::vectors::{CODES, CodedInput, GROUP};
 
 /// The form of the input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,14 +18,14 @@ pub(in super::super) enum Form {
 /// The elements of a group, on cache lines of their own.
 #[derive(Debug, Clone, Copy)]
 #[repr(align(64))]
-pub(super) struct Group<X, const N: usize = GROUP>(pub [X; N]);
+pub(super) struct Group<X>(pub [X; GROUP]);
 
 /// An input in one or more forms. The memory is kept for the next input.
 #[derive(Debug, Default)]
 pub(in super::super) struct Input {
     wide: Vec<Group<f32>>,
     pairs: Vec<Group<bf16>>,
-    codes: Vec<(Group<i8, CODES>, f32)>,
+    codes: Vec<(CodedInput, f32)>,
 }
 
 impl Input {
@@ -53,13 +53,13 @@ impl Input {
         &self.pairs
     }
 
-    pub(super) fn codes(&self) -> impl Iterator<Item = (&Group<i8, CODES>, f32)> {
+    pub(super) fn codes(&self) -> impl Iterator<Item = (&CodedInput, f32)> {
         self.codes.iter().map(|(codes, scale)| (codes, *scale))
     }
 }
 
-fn group<X: Copy + Default, const N: usize>(x: &[f32], of: impl Fn(f32) -> X) -> Group<X, N> {
-    let mut group = Group([X::default(); N]);
+fn group<X: Copy + Default>(x: &[f32], of: impl Fn(f32) -> X) -> Group<X> {
+    let mut group = Group([X::default(); GROUP]);
     group.0.iter_mut().zip(x).for_each(|(out, x)| *out = of(*x));
     group
 }
@@ -73,12 +73,17 @@ pub(in super::super) fn largest(x: &[f32]) -> f32 {
 }
 
 /// The codes of a block and their scale. Of a block with an infinite number or NaN, the scale is NaN, and so is the product.
-fn coded(x: &[f32]) -> (Group<i8, CODES>, f32) {
+fn coded(x: &[f32]) -> (CodedInput, f32) {
     let largest = largest(x);
+    let mut coded = CodedInput { codes: [0; CODES], words: [[0; 2]; CODES] };
     if !largest.is_finite() {
-        return (group(x, |_| 0), f32::NAN);
+        return (coded, f32::NAN);
     }
     // A largest number near the end of the range of f32 would have an infinite inverse.
     let inverse = if largest < f32::MIN_POSITIVE * 128.0 { 0.0 } else { 127.0 / largest };
-    (group(x, |x| (x * inverse).round_ties_even() as i8), largest / 127.0)
+    for ((code, word), x) in coded.codes.iter_mut().zip(&mut coded.words).zip(x) {
+        *code = (x * inverse).round_ties_even() as i8;
+        *word = [(*code).into(), 0];
+    }
+    (coded, largest / 127.0)
 }

@@ -2,7 +2,10 @@
 
 #![cfg_attr(
     target_arch = "x86_64",
-    expect(unsafe_code, reason = "calls of functions that are compiled for instructions the CPU has, and prefetches")
+    expect(
+        unsafe_code,
+        reason = "calls of functions that are compiled for instructions the CPU has, and prefetches"
+    )
 )]
 
 use half::{bf16, f16};
@@ -229,7 +232,9 @@ fn kept<V: Step<E, X>, E, X>(
         for (kept, x) in part.mask(row).iter().zip(x) {
             let window = window::<E, GROUP>(values, at);
             ask_for(kept, MASKS_AHEAD);
-            (0..size_of_val(window)).step_by(2 * LINE).for_each(|line| ask_for(window, AHEAD + line));
+            (0..size_of_val(window))
+                .step_by(2 * LINE)
+                .for_each(|line| ask_for(window, AHEAD + line));
             sums = v.kept(sums, window, *kept, &x.0);
             at += kept.count_ones() as usize;
         }
@@ -283,7 +288,7 @@ fn codes_by_codes<V: Vectors>(
             ask_for(window, AHEAD);
             let kept = [kept[0], kept.get(1).copied().unwrap_or(0)];
             let scale = wide_scale(*scale) * x_scale;
-            sums = v.plus_codes(sums, kept, CodeFactors { codes: window, x: &x.0, scale });
+            sums = v.plus_codes(sums, kept, CodeFactors { codes: window, x, scale });
             at += (kept[0].count_ones() + kept[1].count_ones()) as usize;
         }
         *y = v.total(sums);

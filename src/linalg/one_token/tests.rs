@@ -181,10 +181,8 @@ fn codes_of_codes_equal_the_sum_of_their_integers() {
     // The largest codes of either sign, and the largest activations.
     values[..4].copy_from_slice(&[0.5, -0.5, 0.5, -0.5]);
     let x: Vec<f32> = (0..columns).map(|at| if at % 3 == 0 { -1.0 } else { 1.0 }).collect();
-    let coded = compact(
-        &StoredMatrix::from_f32(StoredDtype::F32, rows, columns, &values),
-        KeptForm::Codes,
-    );
+    let coded =
+        compact(&StoredMatrix::from_f32(StoredDtype::F32, rows, columns, &values), KeptForm::Codes);
     let wide = restored(&coded);
     let exact = exact(&StoredMatrix::from_f32(StoredDtype::F32, rows, columns, &wide), &x);
     for by in Instructions::all() {
@@ -210,7 +208,8 @@ fn what_is_not_finite_stays_in_its_row() {
         }
     }
     let coded = KeptForm::Codes;
-    let matrix = StoredMatrix::from_f32(StoredDtype::F32, rows, columns, &vec![1.0; rows * columns]);
+    let matrix =
+        StoredMatrix::from_f32(StoredDtype::F32, rows, columns, &vec![1.0; rows * columns]);
     for wrong in [f32::NAN, f32::INFINITY] {
         let mut x = vec![1.0; columns];
         x[130] = wrong;

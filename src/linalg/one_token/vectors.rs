@@ -31,13 +31,22 @@ pub(super) trait Vectors: Copy {
     fn plus_codes(self, sums: Self::Sums, kept: [u64; 2], factors: CodeFactors<'_>) -> Self::Sums;
 }
 
+/// Activations of a block as 8-bit codes from -127 to 127.
+#[derive(Debug, Clone, Copy)]
+#[repr(align(64))]
+pub(in super::super) struct CodedInput {
+    pub codes: [i8; CODES],
+    /// The codes as 16-bit numbers, a 0 behind each.
+    pub words: [[i16; 2]; CODES],
+}
+
 /// The factors of a product of 8-bit codes.
 #[derive(Clone, Copy)]
 pub(super) struct CodeFactors<'a> {
     /// Kept weights of the group and of the groups behind it.
     pub codes: &'a [i8; CODES],
-    /// Activations, from -127 to 127.
-    pub x: &'a [i8; CODES],
+    /// Activations.
+    pub x: &'a CodedInput,
     /// The scale of the weights times the scale of the activations.
     pub scale: f32,
 }
@@ -145,7 +154,7 @@ impl Vectors for Portable {
         factors: CodeFactors<'_>,
     ) -> Self::Sums {
         let (mut at, mut sum) = (0, 0);
-        for (kept, x) in kept.into_iter().zip(factors.x.as_chunks::<GROUP>().0) {
+        for (kept, x) in kept.into_iter().zip(factors.x.codes.as_chunks::<GROUP>().0) {
             let mut codes = [0; GROUP];
             if let Some(values) = factors.codes[at..].first_chunk() {
                 spread(values, kept, &mut codes);
@@ -188,12 +197,7 @@ impl<E: Stored> Step<E, f32> for Portable {
 /// Two products at a time, as the instruction of [`super::avx512`] adds them.
 impl Step<bf16, bf16> for Portable {
     #[inline(always)]
-    fn dense(
-        self,
-        mut sums: Self::Sums,
-        weights: &[bf16; GROUP],
-        x: &[bf16; GROUP],
-    ) -> Self::Sums {
+    fn dense(self, mut sums: Self::Sums, weights: &[bf16; GROUP], x: &[bf16; GROUP]) -> Self::Sums {
         let pairs = weights.as_chunks::<2>().0.iter().zip(x.as_chunks::<2>().0);
         for (sum, (weights, x)) in sums.as_flattened_mut().iter_mut().zip(pairs) {
             *sum = multiply_add(weights[1].wide(), x[1].wide(), *sum);
