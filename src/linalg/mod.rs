@@ -7,6 +7,7 @@
 //! | --- | --- |
 //! | `assignment` | the linear sum assignment problem |
 //! | `attention` | causal attention in blocks of queries and keys, without a `[heads, seq, seq]` tensor |
+//! | `bitmask` | rows of a matrix as a bit mask and the kept elements, on stored bytes |
 //! | `buffer_pool` | a pool of buffers for the tasks of a parallel loop |
 //! | `columns` | sums over the tokens of an activation, column by column, in f64 |
 //! | `convert` | conversion between stored bytes and f32, for rows that are read and written in pieces |
@@ -40,6 +41,7 @@
 
 pub mod assignment;
 pub mod attention;
+pub mod bitmask;
 pub mod buffer_pool;
 pub mod columns;
 pub mod convert;

@@ -99,7 +99,7 @@ fn quantised(
     let dtype = dtype.context("a model has matrices")?.dtype;
     json[config::KEY] = config::quantization_config(format, dtype, None);
     let published =
-        Published { written: vec![(CONFIG_FILE, serde_json::to_vec(&json)?)], copied: Vec::new() };
+        Published { written: vec![(CONFIG_FILE, serde_json::to_vec(&json)?)], ..Published::default() };
     writer.finish(published, &[], events)?;
     let quantised = QuantizedSource::open(Arc::new(Checkpoint::open(folder)?))?;
     Ok(Arc::new(quantised))
