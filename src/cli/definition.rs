@@ -8,7 +8,8 @@ use super::make_checkpoint;
 #[cfg(feature = "selftest")]
 use super::selftest;
 use super::{
-    demo, eval, generate, inspect, merge, pack, plan, prune, quantize, recover, report, shell, sweep,
+    demo, eval, generate, inspect, merge, pack, plan, prune, quantize, recover, report, shell,
+    sweep,
 };
 use crate::job::machine;
 

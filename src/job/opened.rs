@@ -203,7 +203,10 @@ impl OpenedModel {
                 "`{}` is packed, and its weights cannot be pruned",
                 self.folder.display()
             ))
-            .detail(format!("{} of its matrices are a mask and kept values", packed.matrices().len()))
+            .detail(format!(
+                "{} of its matrices are a mask and kept values",
+                packed.matrices().len()
+            ))
             .hint(format!(
                 "restore the dense checkpoint, and prune that: prune unpack {} --save OUT",
                 self.folder.display()

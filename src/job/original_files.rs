@@ -78,8 +78,7 @@ impl OriginalFiles {
     fn add_text(&mut self, path: &Path, name: String) -> Result<()> {
         let most = if name == INDEX_FILE { LARGEST } else { LARGEST_SETTINGS };
         let bytes = read_whole(path, most).map_err(|error| input::cannot_read(path, &error))?;
-        let file =
-            OriginalFile { bytes: bytes.len() as u64, sha256: hex(&Sha256::digest(&bytes)) };
+        let file = OriginalFile { bytes: bytes.len() as u64, sha256: hex(&Sha256::digest(&bytes)) };
         match String::from_utf8(bytes) {
             Ok(text) => {
                 self.texts.insert(name.clone(), text);

@@ -175,9 +175,8 @@ impl PackJob {
         let matrices: BTreeSet<String> = model.linear_names().collect();
         let entries = || matrices.iter().filter_map(|name| checkpoint.entry(name));
         let rows = entries().filter_map(|entry| entry.shape.first().copied()).max();
-        let row_bytes = entries().map(|entry| {
-            entry.bytes as usize / entry.shape.first().copied().unwrap_or(1).max(1)
-        });
+        let row_bytes = entries()
+            .map(|entry| entry.bytes as usize / entry.shape.first().copied().unwrap_or(1).max(1));
         let (rows, row_bytes) = (rows.unwrap_or(0), row_bytes.max().unwrap_or(0));
         let bytes = checkpoint.total_bytes().0;
         let headers = checkpoint.shards().iter().map(|shard| shard.header.len() as u64);
@@ -199,17 +198,7 @@ impl PackJob {
         ];
         let PackFolder { folder, deciding, unfinished } =
             PackFolder::open(output, &source, deciding, events)?;
-        Ok(Self {
-            source,
-            json,
-            checkpoint,
-            matrices,
-            folder,
-            deciding,
-            unfinished,
-            piece,
-            plan,
-        })
+        Ok(Self { source, json, checkpoint, matrices, folder, deciding, unfinished, piece, plan })
     }
 
     /// The refusal where no matrix gets smaller.
@@ -293,8 +282,7 @@ impl PackJob {
             texts: others.texts,
             matrices: matrices.collect(),
         };
-        let written =
-            vec![(CONFIG_FILE, json_file(&json)?), (PACKED_FILE, json_file(&record)?)];
+        let written = vec![(CONFIG_FILE, json_file(&json)?), (PACKED_FILE, json_file(&record)?)];
         Ok(Published { written, copied: others.copied, has_own_sums: false })
     }
 }

@@ -10,10 +10,10 @@ use serde_json::Value;
 
 use super::folder::RunFolder;
 use super::folder::state_file::StateFile;
+use super::located::{self, OpenedWeights};
 use super::published::SourceCards;
 use super::recorder::Recorder;
 use super::tensor_files::TensorFiles;
-use super::located::{self, OpenedWeights};
 use super::{machine, same_run};
 use crate::bytes::{ByteSize, json_file};
 use crate::checkpoint::{

@@ -49,8 +49,7 @@ pub fn unpack(settings: &PackOutputSettings, events: &dyn Events) -> Result<Unpa
         "unpacking",
         &settings.arguments,
     ))));
-    let begun =
-        || RunState::begin(&settings.arguments, started, &job.output.deciding);
+    let begun = || RunState::begin(&settings.arguments, started, &job.output.deciding);
     let state = job.output.unfinished.clone().unwrap_or_else(begun);
     let mut finished = state.tensors.clone();
     let folder = job.folder().model_folder()?;
@@ -85,9 +84,8 @@ pub fn unpack(settings: &PackOutputSettings, events: &dyn Events) -> Result<Unpa
         is_wrong.set(checked.is_err());
         checked
     };
-    let written = clock.measure(Phase::SaveAndVerify, || {
-        writer.finish_if(&check, published, &[], &recorder)
-    });
+    let written =
+        clock.measure(Phase::SaveAndVerify, || writer.finish_if(&check, published, &[], &recorder));
     if is_wrong.get() {
         // The next process restores all matrices again, perhaps from a good folder.
         state.tensors_written(Default::default())?;
@@ -235,7 +233,8 @@ impl UnpackJob {
 fn check_others(record: &PackedRecord, source: &std::path::Path) -> Result<()> {
     let known = [SUMS_FILE, INDEX_FILE, CONFIG_FILE];
     let differs = |name: &str, original: &OriginalFile, found: &OriginalFile| {
-        let numbers = |file: &OriginalFile| format!("{} bytes, SHA-256 {}", file.bytes, file.sha256);
+        let numbers =
+            |file: &OriginalFile| format!("{} bytes, SHA-256 {}", file.bytes, file.sha256);
         let why = format!("{} were packed, {} are there", numbers(original), numbers(found));
         not_original(&format!("`{name}`"), why)
     };

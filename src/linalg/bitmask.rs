@@ -36,7 +36,8 @@ pub fn padding_is_clear(mask: &[u8], columns: usize) -> bool {
 /// Returns whether each four columns have exactly two kept ones. `columns` is a multiple of 4.
 pub fn has_two_of_four(mask: &[u8], columns: usize) -> bool {
     let groups = columns / 4;
-    let group = |at: usize| mask.get(at / 2).is_some_and(|byte| nibble(*byte, at).count_ones() == 2);
+    let group =
+        |at: usize| mask.get(at / 2).is_some_and(|byte| nibble(*byte, at).count_ones() == 2);
     (0..groups).all(group)
 }
 
@@ -76,10 +77,7 @@ impl KeptCounts {
     /// The counts of two parts together.
     #[must_use]
     pub fn and(self, more: Self) -> Self {
-        Self {
-            kept: self.kept + more.kept,
-            most_of_four: self.most_of_four.max(more.most_of_four),
-        }
+        Self { kept: self.kept + more.kept, most_of_four: self.most_of_four.max(more.most_of_four) }
     }
 }
 

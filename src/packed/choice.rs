@@ -6,7 +6,8 @@
 use std::collections::BTreeMap;
 
 use super::int8;
-use super::matrix::{MatrixSize, PackForm, PackedValues, bytes_of};
+use super::matrix::{MatrixSize, OWN_METHOD, PackForm, PackedValues, bytes_of};
+use crate::bytes::ByteSize;
 use crate::checkpoint::{Checkpoint, PlannedTensor, WeightSource};
 use crate::run::packing::{DenseMatrix, PackedTotals, ScannedMatrix};
 
@@ -95,8 +96,8 @@ impl PackChoice {
             matrices: candidates.len(),
             weights,
             zeros: weights - sum(&|of| of.kept),
-            matrix_bytes_before: crate::bytes::ByteSize(sum(&|of| of.dense_bytes)),
-            matrix_bytes_after: crate::bytes::ByteSize(sum(&|of| of.bytes(form, values))),
+            matrix_bytes_before: ByteSize(sum(&|of| of.dense_bytes)),
+            matrix_bytes_after: ByteSize(sum(&|of| of.bytes(form, values))),
         };
         let packed = candidates.into_iter().map(|of| (of.name, of.kept)).collect();
         Self { form, values, packed, dense, totals, kept }
@@ -106,7 +107,7 @@ impl PackChoice {
     pub fn format(&self) -> &'static str {
         match self.values {
             PackedValues::Exact => self.form.name(),
-            PackedValues::Int8 => super::config::OWN_METHOD,
+            PackedValues::Int8 => OWN_METHOD,
         }
     }
 

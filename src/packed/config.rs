@@ -3,13 +3,10 @@
 use serde_json::{Value, json};
 
 use super::choice::PackChoice;
-use super::matrix::{PackForm, PackedValues};
+use super::matrix::{OWN_METHOD, PackForm, PackedValues};
 
 /// The key in `config.json`.
 pub const KEY: &str = "quantization_config";
-
-/// The method of checkpoints that only this program reads: rounded values are no layout of compressed-tensors.
-pub const OWN_METHOD: &str = "prune-bitmask";
 
 /// The method of checkpoints in the layout of compressed-tensors.
 const METHOD: &str = "compressed-tensors";

@@ -76,9 +76,9 @@ pub fn decode(codes: &[u8], scales: &[u8], mask: &[u8], row: &mut [f32]) {
 /// The index of the first scale that is no scale: negative, infinite or NaN.
 pub fn first_wrong_scale(scales: &[u8]) -> Option<usize> {
     let scales = scales.as_chunks::<2>().0.iter();
-    scales.map(|&scale| f16::from_le_bytes(scale)).position(|scale| {
-        !scale.is_finite() || scale.is_sign_negative()
-    })
+    scales
+        .map(|&scale| f16::from_le_bytes(scale))
+        .position(|scale| !scale.is_finite() || scale.is_sign_negative())
 }
 
 #[cfg(test)]
@@ -134,7 +134,8 @@ mod tests {
 
     #[test]
     fn scales_that_are_none_are_found() {
-        let bytes = |scales: [f32; 3]| scales.map(|scale| f16::from_f32(scale).to_le_bytes()).concat();
+        let bytes =
+            |scales: [f32; 3]| scales.map(|scale| f16::from_f32(scale).to_le_bytes()).concat();
         assert_eq!(first_wrong_scale(&bytes([0.0, 1.0, 2.0])), None);
         for wrong in [-1.0, f32::INFINITY, f32::NAN] {
             assert_eq!(first_wrong_scale(&bytes([0.0, 1.0, wrong])), Some(2));

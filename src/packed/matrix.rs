@@ -19,6 +19,9 @@ use crate::failure::Failure;
 use crate::linalg::StoredDtype;
 use crate::linalg::bitmask::mask_bytes;
 
+/// The method of checkpoints that only this program reads: rounded values are no layout of compressed-tensors.
+pub(super) const OWN_METHOD: &str = "prune-bitmask";
+
 /// The end of the name of a matrix.
 pub(super) const WEIGHT: &str = ".weight";
 /// The ends of the names of its parts.
@@ -215,8 +218,7 @@ impl PackedMatrix {
         let name = format!("{module}{WEIGHT}");
         let part = |end: &str| {
             let part = format!("{module}{end}");
-            let missing =
-                || broken(&name, format!("`{part}` is missing in `{}`", base.place()));
+            let missing = || broken(&name, format!("`{part}` is missing in `{}`", base.place()));
             base.entry(&part).cloned().ok_or_else(missing)
         };
         let (compressed, bitmask) = (part(COMPRESSED)?, part(BITMASK)?);
@@ -293,10 +295,8 @@ fn check_part(name: &str, part: &TensorEntry, dtype: Dtype, shape: &[usize]) -> 
     if part.dtype == dtype && part.shape == shape {
         return Ok(());
     }
-    let why = format!(
-        "`{}` is {} {:?}, {dtype} {shape:?} expected",
-        part.name, part.dtype, part.shape
-    );
+    let why =
+        format!("`{}` is {} {:?}, {dtype} {shape:?} expected", part.name, part.dtype, part.shape);
     Err(broken(name, why).into())
 }
 
@@ -316,9 +316,15 @@ fn read_shape(base: &Checkpoint, name: &str, shape: &TensorEntry) -> Result<[usi
     Ok([rows, columns])
 }
 
+/// The dtype of a matrix by its name in `packed.json`.
+pub(super) fn dtype_named(name: &str) -> Option<StoredDtype> {
+    let dtypes = [StoredDtype::F32, StoredDtype::F16, StoredDtype::Bf16];
+    dtypes.into_iter().find(|dtype| dtype.in_file().to_string() == name)
+}
+
 /// The failure of a matrix that is not stored as its format says.
 pub(super) fn broken(name: &str, why: String) -> Failure {
-    Failure::new(format!("the packed matrix `{name}` is broken"))
-        .detail(why)
-        .hint("download the checkpoint again, or pack the dense one again: prune pack DENSE --save OUT")
+    Failure::new(format!("the packed matrix `{name}` is broken")).detail(why).hint(
+        "download the checkpoint again, or pack the dense one again: prune pack DENSE --save OUT",
+    )
 }

@@ -14,7 +14,8 @@ use super::matrix::{
 use super::scan::PackJournal;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{
-    Checkpoint, Layout, MergedWriter, PlannedTensor, TensorEntry, TensorStream, WeightSource,
+    CHUNK_BYTES, Checkpoint, Layout, MergedWriter, PlannedTensor, TensorEntry, TensorStream,
+    WeightSource,
 };
 use crate::failure::Failure;
 use crate::linalg::bitmask::{fill_two_of_four, gather, kept, mark, mask_bytes};
@@ -71,7 +72,9 @@ pub fn pass_bytes(rows: usize, row_bytes: usize, piece: usize, threads: usize) -
     let piece = piece.max(row_bytes);
     // Two pieces while files are counted; then one piece as stored and two packed, with their masks and scales.
     let pieces = 4 * piece + piece / 2;
-    ByteSize((pieces + 16 * rows + threads * PARTS_PER_THREAD * 4 * row_bytes) as u64)
+    let rows = 16 * rows + threads * PARTS_PER_THREAD * 4 * row_bytes;
+    // Tensors that stay as they are pass in pieces of a copy.
+    ByteSize((pieces + rows).max(CHUNK_BYTES) as u64)
 }
 
 impl<'a> PackPass<'a> {
@@ -114,7 +117,9 @@ impl<'a> PackPass<'a> {
                         journal.tensors_written(writer.sync()?)?;
                     }
                 }
-                None if !writer.is_recorded(&entry.name) => writer.copy(self.source, &entry.name)?,
+                None if !writer.is_recorded(&entry.name) => {
+                    writer.copy(self.source, &entry.name)?
+                }
                 None => {}
             }
             meter.add(entry.bytes);
@@ -168,8 +173,12 @@ impl<'a> PackPass<'a> {
         let of_part = rows.div_ceil(parts).max(1) * row_bytes;
         let pack = |stored: &[u8]| {
             let rows = stored.chunks_exact(row_bytes);
-            let mut part =
-                PackedPart { mask: vec![0; rows.len() * of_mask], ..PackedPart::default() };
+            // Enough for all weights, so that the buffer never grows; what is not written takes no memory.
+            let mut part = PackedPart {
+                values: Vec::with_capacity(stored.len() + each),
+                mask: vec![0; rows.len() * of_mask],
+                ..PackedPart::default()
+            };
             let mut wide = Vec::new();
             for (row, mask) in rows.zip(part.mask.chunks_mut(of_mask)) {
                 mark(each, row, mask);

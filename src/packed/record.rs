@@ -8,10 +8,8 @@ use std::path::Path;
 
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
-use super::matrix::{PackForm, PackedValues};
-use super::source::dtype_named;
+use super::matrix::{PackForm, PackedValues, dtype_named};
 use crate::bytes::{ByteSize, unhex};
 use crate::checkpoint::{Checkpoint, INDEX_FILE, Layout, TensorEntry, is_plain_name};
 use crate::failure::Failure;
@@ -176,18 +174,6 @@ impl PackedRecord {
         Layout::restored(base, files.collect(), self.texts.contains_key(INDEX_FILE))
     }
 
-    /// The original `config.json`, parsed.
-    ///
-    /// # Errors
-    /// Fails where the record has none, or no JSON.
-    pub fn config(&self) -> Result<Value> {
-        let text = self.texts.get(crate::checkpoint::CONFIG_FILE);
-        let config = text.and_then(|text| serde_json::from_str(text).ok());
-        Ok(config.ok_or_else(|| {
-            Failure::new(format!("`{PACKED_FILE}` has no original config.json")).hint(AGAIN)
-        })?)
-    }
-
     /// Sorts the tensors of a packed checkpoint in the order of the original files, and checks that they are the original tensors.
     ///
     /// # Errors
@@ -223,7 +209,9 @@ impl PackedRecord {
             return Err(differs(format!("tensor `{name}` is missing")).into());
         }
         entries.sort_by_key(|entry| {
-            layout.entry(&entry.name).map(|original| (original.shard, original.offset, original.bytes))
+            layout
+                .entry(&entry.name)
+                .map(|original| (original.shard, original.offset, original.bytes))
         });
         Ok(())
     }

@@ -84,10 +84,8 @@ impl RestorePass<'_> {
         let (mut current, mut next) = (Vec::new(), Vec::new());
         read(0, &mut current)?;
         for start in (0..entry.bytes).step_by(piece) {
-            let (written, more) = rayon::join(
-                || stream.write(&current),
-                || read(start + piece as u64, &mut next),
-            );
+            let (written, more) =
+                rayon::join(|| stream.write(&current), || read(start + piece as u64, &mut next));
             written?;
             more?;
             std::mem::swap(&mut current, &mut next);

@@ -172,18 +172,21 @@ impl PackScan<'_> {
         let mut wide = vec![0.0; bytes.len() / dtype.bytes()];
         widen(dtype, bytes, &mut wide);
         if let Some(at) = first_not_finite(&wide) {
-            return Err(Failure::new(format!("tensor `{}` cannot be rounded to codes", entry.name))
-                .detail(format!(
-                    "element {} is {}; it is in `{}`",
-                    first + at,
-                    wide[at],
-                    self.source.file_of(entry)
-                ))
-                .hint(format!(
-                    "keep the bits of the weights: leave --values {} out",
-                    PackedValues::Int8.name()
-                ))
-                .into());
+            return Err(Failure::new(format!(
+                "tensor `{}` cannot be rounded to codes",
+                entry.name
+            ))
+            .detail(format!(
+                "element {} is {}; it is in `{}`",
+                first + at,
+                wide[at],
+                self.source.file_of(entry)
+            ))
+            .hint(format!(
+                "keep the bits of the weights: leave --values {} out",
+                PackedValues::Int8.name()
+            ))
+            .into());
         }
         Ok(wide.iter().fold(0.0f32, |largest, weight| largest.max(weight.abs())))
     }

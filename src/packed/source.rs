@@ -11,17 +11,15 @@ use std::sync::Arc;
 
 use anyhow::Result;
 
-use super::config::OWN_METHOD;
 use super::matrix::{
-    BITMASK, COMPRESSED, Expectation, PackForm, PackedMatrix, PackedValues, ROW_OFFSETS, SCALE,
-    SHAPE, WEIGHT, broken,
+    BITMASK, COMPRESSED, Expectation, OWN_METHOD, PackForm, PackedMatrix, PackedValues,
+    ROW_OFFSETS, SCALE, SHAPE, WEIGHT, broken,
 };
 use super::record::PackedRecord;
 use super::rows::CompactRows;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Checkpoint, TensorEntry, WeightSource};
 use crate::failure::Failure;
-use crate::linalg::StoredDtype;
 
 /// Bytes of dense rows that a read restores at a time.
 const BATCH_BYTES: usize = 1 << 20;
@@ -167,9 +165,8 @@ fn with_dense(
     for entry in base.tensors() {
         let ends = [COMPRESSED, BITMASK, ROW_OFFSETS, SHAPE, SCALE].into_iter();
         let mut parts = ends.filter_map(|end| Some((end, entry.name.strip_suffix(end)?)));
-        let matrix = parts.find_map(|(end, module)| {
-            Some((end, presented.get(&format!("{module}{WEIGHT}"))?))
-        });
+        let matrix = parts
+            .find_map(|(end, module)| Some((end, presented.get(&format!("{module}{WEIGHT}"))?)));
         match matrix {
             Some((BITMASK, dense)) => entries.push(dense.clone()),
             Some(_) => {}
@@ -240,10 +237,4 @@ impl WeightSource for PackedSource {
     fn file_of(&self, entry: &TensorEntry) -> String {
         self.base.file_of(entry)
     }
-}
-
-/// The dtype of a matrix by its name in `packed.json`.
-pub(super) fn dtype_named(name: &str) -> Option<StoredDtype> {
-    let dtypes = [StoredDtype::F32, StoredDtype::F16, StoredDtype::Bf16];
-    dtypes.into_iter().find(|dtype| dtype.in_file().to_string() == name)
 }
