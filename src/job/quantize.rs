@@ -149,7 +149,7 @@ impl QuantizeJob {
         let model = ModelConfig::of_json(&source, &json)?;
         let checkpoint = OpenedWeights::open(&source, events)?.checkpoint;
         for layer in 0..model.num_hidden_layers {
-            DecoderLayer::check(&checkpoint, &model, layer)?;
+            DecoderLayer::check(&*checkpoint, &model, layer)?;
         }
         check_sidecars(&source)?;
         let threads = machine::start_workers(settings.threads)?;

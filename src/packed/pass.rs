@@ -62,6 +62,8 @@ struct PartStreams<'w> {
     scales: Option<TensorStream<'w>>,
     /// The index of each row's first value, then their number.
     offsets: Vec<u64>,
+    /// Stored values of the whole matrix, as they were counted.
+    expected: u64,
 }
 
 /// Memory of a pass beyond the program: pieces as stored and packed, the offsets of a matrix, and a row per thread.
@@ -142,6 +144,7 @@ impl<'a> PackPass<'a> {
             mask: begin(BITMASK)?,
             scales: if has_scales { begin(SCALE)? } else { None },
             offsets: vec![0],
+            expected: self.stored(size, &entry.name),
         };
         let row_bytes = size.columns * size.dtype.bytes();
         let rows = (self.piece / row_bytes.max(1)).max(1);
@@ -155,13 +158,21 @@ impl<'a> PackPass<'a> {
         let mut current = pack(0)?;
         for first in (rows..size.rows + rows).step_by(rows) {
             let (written, next) = rayon::join(
-                || streams.write(&current),
+                || streams.write(&current, &|| changed(self.source, entry)),
                 || if first < size.rows { pack(first) } else { Ok(Vec::new()) },
             );
             written?;
             current = next?;
         }
         self.finish(writer, entry, streams)
+    }
+
+    /// Stored values of a matrix, as its counts say. 2:4 stores half of the elements.
+    fn stored(&self, size: MatrixSize, name: &str) -> u64 {
+        match self.choice.form {
+            PackForm::TwoOfFour => (size.rows * (size.columns / 2)) as u64,
+            PackForm::Bitmask => self.choice.packed.get(name).copied().unwrap_or(0),
+        }
     }
 
     /// Packs rows on all threads.
@@ -207,10 +218,9 @@ impl<'a> PackPass<'a> {
         entry: &TensorEntry,
         streams: PartStreams<'_>,
     ) -> Result<()> {
-        let PartStreams { values, mask, scales, mut offsets } = streams;
+        let PartStreams { values, mask, scales, mut offsets, expected } = streams;
         let total = offsets.pop().unwrap_or(0);
-        let planned = writer.layout().entry(&format!("{}{COMPRESSED}", module_of(&entry.name)));
-        if planned.is_none_or(|planned| planned.elements() as u64 != total) {
+        if total != expected {
             return Err(changed(self.source, entry).into());
         }
         let of_two = |value: usize| (value as i64).to_le_bytes();
@@ -233,7 +243,11 @@ impl<'a> PackPass<'a> {
 }
 
 impl PartStreams<'_> {
-    fn write(&mut self, parts: &[PackedPart]) -> Result<()> {
+    fn write(
+        &mut self,
+        parts: &[PackedPart],
+        changed: &(dyn Fn() -> Failure + Sync),
+    ) -> Result<()> {
         for part in parts {
             let before = self.offsets.last().copied().unwrap_or(0);
             let mut end = before;
@@ -241,6 +255,9 @@ impl PartStreams<'_> {
                 end += count as u64;
                 end
             }));
+            if end > self.expected {
+                return Err(changed().into());
+            }
             for (stream, bytes) in [
                 (&mut self.values, &part.values),
                 (&mut self.mask, &part.mask),

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::matrix::{PackForm, PackedValues, dtype_named};
 use crate::bytes::{ByteSize, unhex};
-use crate::checkpoint::{Checkpoint, INDEX_FILE, Layout, TensorEntry, is_plain_name};
+use crate::checkpoint::{Checkpoint, INDEX_FILE, Layout, TensorEntry, WeightSource, is_plain_name};
 use crate::failure::Failure;
 use crate::input::{self, Expected};
 use crate::linalg::StoredDtype;

@@ -17,6 +17,7 @@ pub struct PackSettings {
     #[arg(long, value_name = "VALUES", default_value = "exact", hide_default_value = true)]
     pub values: PackedValues,
 
+    /// The settings that `prune unpack` has, too.
     #[command(flatten)]
     pub output: PackOutputSettings,
 }
