@@ -87,15 +87,15 @@ impl KeptCounts {
 /// * `element_bytes`: 1, 2 or 4
 pub fn count(element_bytes: usize, bytes: &[u8]) -> KeptCounts {
     match element_bytes {
-        4 => Arch::new().dispatch(Count::<4>(bytes)),
-        2 => Arch::new().dispatch(Count::<2>(bytes)),
-        _ => Arch::new().dispatch(Count::<1>(bytes)),
+        4 => Arch::new().dispatch(CountKept::<4>(bytes)),
+        2 => Arch::new().dispatch(CountKept::<2>(bytes)),
+        _ => Arch::new().dispatch(CountKept::<1>(bytes)),
     }
 }
 
-struct Count<'a, const N: usize>(&'a [u8]);
+struct CountKept<'a, const N: usize>(&'a [u8]);
 
-impl<const N: usize> WithSimd for Count<'_, N> {
+impl<const N: usize> WithSimd for CountKept<'_, N> {
     type Output = KeptCounts;
 
     #[inline(always)]
@@ -117,15 +117,15 @@ impl<const N: usize> WithSimd for Count<'_, N> {
 /// * `mask`: [`mask_bytes`] bytes, replaced
 pub fn mark(element_bytes: usize, row: &[u8], mask: &mut [u8]) {
     match element_bytes {
-        4 => Arch::new().dispatch(Mark::<4>(row, mask)),
-        2 => Arch::new().dispatch(Mark::<2>(row, mask)),
-        _ => Arch::new().dispatch(Mark::<1>(row, mask)),
+        4 => Arch::new().dispatch(MarkKept::<4>(row, mask)),
+        2 => Arch::new().dispatch(MarkKept::<2>(row, mask)),
+        _ => Arch::new().dispatch(MarkKept::<1>(row, mask)),
     }
 }
 
-struct Mark<'a, const N: usize>(&'a [u8], &'a mut [u8]);
+struct MarkKept<'a, const N: usize>(&'a [u8], &'a mut [u8]);
 
-impl<const N: usize> WithSimd for Mark<'_, N> {
+impl<const N: usize> WithSimd for MarkKept<'_, N> {
     type Output = ();
 
     #[inline(always)]
@@ -151,15 +151,47 @@ pub fn gather(element_bytes: usize, row: &[u8], mask: &[u8], values: &mut Vec<u8
     }
 }
 
+/// For each byte of a mask: its kept columns in order, then zeros.
+const KEPT: [[u8; EIGHT]; 256] = kept_columns();
+
+const fn kept_columns() -> [[u8; EIGHT]; 256] {
+    let mut columns = [[0; EIGHT]; 256];
+    let mut bits = 0;
+    while bits < 256 {
+        let (mut column, mut at) = (0, 0);
+        while column < EIGHT {
+            if bits >> column & 1 == 1 {
+                columns[bits][at] = column as u8;
+                at += 1;
+            }
+            column += 1;
+        }
+        bits += 1;
+    }
+    columns
+}
+
 fn gather_of<const N: usize>(row: &[u8], mask: &[u8], values: &mut Vec<u8>) {
     let mut at = values.len();
-    // Every element is written, and the next one overwrites it unless it is kept: no branch depends on the mask.
-    values.resize(at + row.len() + N, 0);
+    // Eight elements are written for each byte of the mask, and the next byte's overwrite those that are not kept: no branch depends on
+    // the mask.
+    values.resize(at + row.len() + EIGHT * N, 0);
+    let mut last = [[0; N]; EIGHT];
     for (eight, &bits) in row.chunks(EIGHT * N).zip(mask) {
-        for (column, element) in eight.as_chunks::<N>().0.iter().enumerate() {
-            values[at..at + N].copy_from_slice(element);
-            at += N * usize::from(bits >> column & 1);
+        let elements = eight.as_chunks::<N>().0;
+        let elements = match elements.first_chunk::<EIGHT>() {
+            Some(elements) => elements,
+            None => {
+                last[..elements.len()].copy_from_slice(elements);
+                &last
+            }
+        };
+        let columns = &KEPT[usize::from(bits)];
+        let out = &mut values[at..at + EIGHT * N];
+        for (element, &column) in out.as_chunks_mut::<N>().0.iter_mut().zip(columns) {
+            *element = elements[usize::from(column) % EIGHT];
         }
+        at += N * bits.count_ones() as usize;
     }
     values.truncate(at);
 }
@@ -178,28 +210,43 @@ pub fn scatter(element_bytes: usize, values: &[u8], mask: &[u8], row: &mut [u8])
     }
 }
 
+/// For each byte of a mask and each of its columns: the number of kept columns before, or [`EIGHT`] for a column that is not kept.
+const PLACES: [[u8; EIGHT]; 256] = places();
+
+const fn places() -> [[u8; EIGHT]; 256] {
+    let mut places = [[EIGHT as u8; EIGHT]; 256];
+    let mut bits = 0;
+    while bits < 256 {
+        let (mut column, mut before) = (0, 0);
+        while column < EIGHT {
+            if bits >> column & 1 == 1 {
+                places[bits][column] = before;
+                before += 1;
+            }
+            column += 1;
+        }
+        bits += 1;
+    }
+    places
+}
+
 fn scatter_of<const N: usize>(values: &[u8], mask: &[u8], row: &mut [u8]) {
     let mut values = values.as_chunks::<N>().0;
+    // The next values, then zeros: a table says for each column which of them it gets. So no branch depends on the mask.
+    let mut next = [[0; N]; 2 * EIGHT];
     for (eight, &bits) in row.chunks_mut(EIGHT * N).zip(mask) {
-        let padded;
-        let next = match values.first_chunk::<EIGHT>() {
-            Some(next) => next,
+        match values.first_chunk::<EIGHT>() {
+            Some(first) => next[..EIGHT].copy_from_slice(first),
             None => {
-                let mut some = [[0; N]; EIGHT];
-                some[..values.len()].copy_from_slice(values);
-                padded = some;
-                &padded
+                next = [[0; N]; 2 * EIGHT];
+                next[..values.len()].copy_from_slice(values);
             }
-        };
-        let mut at = 0;
-        for (column, element) in eight.as_chunks_mut::<N>().0.iter_mut().enumerate() {
-            let is_kept = bits >> column & 1;
-            // At most 7 before the last column.
-            let value = next[at % EIGHT];
-            *element = if is_kept == 1 { value } else { [0; N] };
-            at += usize::from(is_kept);
         }
-        values = values.get(at..).unwrap_or(&[]);
+        let places = &PLACES[usize::from(bits)];
+        for (element, &place) in eight.as_chunks_mut::<N>().0.iter_mut().zip(places) {
+            *element = next[usize::from(place) % (2 * EIGHT)];
+        }
+        values = values.get(bits.count_ones() as usize..).unwrap_or(&[]);
     }
 }
 

@@ -32,7 +32,7 @@ pub struct PackChoice {
 }
 
 /// A matrix that may be packed.
-struct Candidate {
+struct PackCandidate {
     name: String,
     size: MatrixSize,
     kept: u64,
@@ -40,7 +40,7 @@ struct Candidate {
     dense_bytes: u64,
 }
 
-impl Candidate {
+impl PackCandidate {
     fn bytes(&self, form: PackForm, values: PackedValues) -> u64 {
         bytes_of(&self.size.parts(&self.name, form, values, self.kept))
     }
@@ -68,7 +68,7 @@ impl PackChoice {
             else {
                 continue;
             };
-            let candidate = Candidate {
+            let candidate = PackCandidate {
                 name: name.clone(),
                 size,
                 kept: counts.kept,
@@ -90,8 +90,8 @@ impl PackChoice {
             dense.push(DenseMatrix { tensor: name.clone(), why });
         }
         let form = form_of(&candidates, values);
-        let sum = |of: &dyn Fn(&Candidate) -> u64| candidates.iter().map(of).sum::<u64>();
-        let weights = sum(&Candidate::weights);
+        let sum = |of: &dyn Fn(&PackCandidate) -> u64| candidates.iter().map(of).sum::<u64>();
+        let weights = sum(&PackCandidate::weights);
         let totals = PackedTotals {
             matrices: candidates.len(),
             weights,
@@ -126,13 +126,13 @@ impl PackChoice {
 }
 
 /// The form of a folder with these packed matrices. Codes of 8 bits have a mask of any columns.
-fn form_of(candidates: &[Candidate], values: PackedValues) -> PackForm {
+fn form_of(candidates: &[PackCandidate], values: PackedValues) -> PackForm {
     let is_two_of_four = values == PackedValues::Exact
         && !candidates.is_empty()
         && candidates.iter().all(|of| of.is_two_of_four);
     let bytes = |form| candidates.iter().map(|of| of.bytes(form, values)).sum::<u64>() as f64;
     let most = (1.0 + WORTH) * bytes(PackForm::Bitmask);
-    let fits = |of: &Candidate| of.bytes(PackForm::TwoOfFour, values) < of.dense_bytes;
+    let fits = |of: &PackCandidate| of.bytes(PackForm::TwoOfFour, values) < of.dense_bytes;
     match is_two_of_four && bytes(PackForm::TwoOfFour) <= most && candidates.iter().all(fits) {
         true => PackForm::TwoOfFour,
         false => PackForm::Bitmask,

@@ -186,7 +186,7 @@ impl<'a> PackPass<'a> {
             let rows = stored.chunks_exact(row_bytes);
             // Enough for all weights, so that the buffer never grows; what is not written takes no memory.
             let mut part = PackedPart {
-                values: Vec::with_capacity(stored.len() + each),
+                values: Vec::with_capacity(stored.len() + 8 * each),
                 mask: vec![0; rows.len() * of_mask],
                 ..PackedPart::default()
             };
@@ -276,5 +276,5 @@ impl PartStreams<'_> {
 fn changed(source: &Checkpoint, entry: &TensorEntry) -> Failure {
     Failure::new(format!("tensor `{}` changed while it was packed", entry.name))
         .detail(format!("it is in `{}`", source.file_of(entry)))
-        .hint("repeat the command with --force when nothing else writes to that folder")
+        .hint("repeat the command with another --save folder, when nothing else writes to that folder")
 }

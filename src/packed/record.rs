@@ -114,10 +114,10 @@ impl PackedRecord {
     pub fn parse(bytes: &[u8]) -> Result<Self, String> {
         // Read first: another version has other keys.
         #[derive(Deserialize)]
-        struct Version {
+        struct RecordVersion {
             format: u32,
         }
-        let Version { format } =
+        let RecordVersion { format } =
             serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
         if format != FORMAT {
             return Err(format!("its format is {format}, this program reads {FORMAT}"));
