@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 use sha2::{Digest, Sha256};
 
-use crate::bytes::{ByteSize, LARGEST_SETTINGS, hex, read_whole};
+use crate::bytes::{ByteSize, LARGEST_SETTINGS, hex};
 use crate::checkpoint::{
     CONFIG_FILE, Checkpoint, INDEX_FILE, PACKED_FILE, PARTIAL_SUFFIX, SUMS_FILE, sidecars_in,
 };
@@ -77,7 +77,8 @@ impl OriginalFiles {
 
     fn add_text(&mut self, path: &Path, name: String) -> Result<()> {
         let most = if name == INDEX_FILE { LARGEST } else { LARGEST_SETTINGS };
-        let bytes = read_whole(path, most).map_err(|error| input::cannot_read(path, &error))?;
+        let bytes = input::read(path, most, Expected::Copied)
+            .map_err(|error| input::cannot_read(path, &error))?;
         let file = OriginalFile { bytes: bytes.len() as u64, sha256: hex(&Sha256::digest(&bytes)) };
         match String::from_utf8(bytes) {
             Ok(text) => {

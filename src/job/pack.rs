@@ -15,7 +15,7 @@ use super::tensor_files::TensorFiles;
 use super::{located, machine, same_run};
 use crate::bytes::{ByteSize, json_file};
 use crate::checkpoint::{
-    CONFIG_FILE, Checkpoint, PACKED_FILE, Published, WeightSource, check_sidecars,
+    CONFIG_FILE, Checkpoint, PACKED_FILE, Published, WeightSource, check_sidecars, is_of_text_model,
 };
 use crate::failure::Failure;
 use crate::model::{DecoderLayer, ModelConfig};
@@ -256,7 +256,15 @@ impl PackJob {
             name.strip_suffix(".weight").unwrap_or(&name).to_string()
         };
         let dense = choice.dense.iter().map(|matrix| matrix.tensor.as_str());
-        let ignored: Vec<String> = dense.chain(["lm_head.weight"]).map(module).collect();
+        // Parts for other media have linears, too.
+        let beside = checkpoint.tensors().filter(|entry| {
+            !is_of_text_model(&entry.name)
+                && entry.shape.len() == 2
+                && entry.name.ends_with(".weight")
+        });
+        let beside = beside.map(|entry| entry.name.as_str());
+        let ignored: Vec<String> =
+            dense.chain(["lm_head.weight"]).chain(beside).map(module).collect();
         let mut json = self.json.clone();
         json[config::KEY] = config::quantization_config(choice, choice.sparsity(), &ignored);
         let mut files = others.files;
