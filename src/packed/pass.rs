@@ -113,16 +113,14 @@ impl<'a> PackPass<'a> {
         for entry in self.source.tensors() {
             events.check()?;
             match self.choice.parts(self.source, &entry.name) {
-                Some(parts) => {
-                    if !parts.iter().all(|part| writer.is_recorded(&part.name)) {
-                        self.matrix(writer, entry)?;
-                        journal.tensors_written(writer.sync()?)?;
-                    }
+                Some(parts) if !parts.iter().all(|part| writer.is_recorded(&part.name)) => {
+                    self.matrix(writer, entry)?;
+                    journal.tensors_written(writer.sync()?)?;
                 }
                 None if !writer.is_recorded(&entry.name) => {
                     writer.copy(self.source, &entry.name)?
                 }
-                None => {}
+                Some(_) | None => {}
             }
             meter.add(entry.bytes);
         }
