@@ -19,8 +19,10 @@ pub fn is_packed(config: &Value) -> bool {
     let Some(quantization) = config.get(KEY) else {
         return false;
     };
+    if quantization.get("format").and_then(Value::as_str) == Some(OWN_METHOD) {
+        return true;
+    }
     match quantization.get("quant_method").and_then(Value::as_str) {
-        Some(OWN_METHOD) => true,
         Some(METHOD) => {
             let format = quantization.get("sparsity_config").and_then(|of| of.get("format"));
             let forms = [PackForm::Bitmask, PackForm::TwoOfFour].map(PackForm::name);
@@ -57,8 +59,9 @@ pub fn quantization_config(choice: &PackChoice, sparsity: f64, ignored: &[String
             },
             "transform_config": {}
         }),
+        // No `quant_method`: of an unknown method transformers 4.57 warns, and loads random weights. Without any method it refuses the folder.
         PackedValues::Int8 => json!({
-            "quant_method": OWN_METHOD,
+            "format": OWN_METHOD,
             "values": choice.values.name(),
             "is_lossy": true,
             "global_sparsity": sparsity,

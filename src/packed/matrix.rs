@@ -19,7 +19,7 @@ use crate::failure::Failure;
 use crate::linalg::StoredDtype;
 use crate::linalg::bitmask::mask_bytes;
 
-/// The method of checkpoints that only this program reads: rounded values are no layout of compressed-tensors.
+/// The format of checkpoints that only this program reads: rounded values are no layout of compressed-tensors.
 pub(super) const OWN_METHOD: &str = "prune-bitmask";
 
 /// The end of the name of a matrix.
