@@ -17,6 +17,7 @@ pub mod job;
 pub mod linalg;
 pub mod merging;
 pub mod model;
+pub mod packed;
 pub mod pipeline;
 pub mod placement;
 pub mod pruning;

@@ -136,7 +136,7 @@ fn weights_beside(folder: &Path, named: &BTreeSet<&String>) -> Vec<String> {
 }
 
 /// Returns whether a name is a single ordinary path component on every platform.
-fn is_plain_name(name: &str) -> bool {
+pub fn is_plain_name(name: &str) -> bool {
     let mut components = Path::new(name).components();
     let single =
         matches!((components.next(), components.next()), (Some(Component::Normal(_)), None));

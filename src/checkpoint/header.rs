@@ -265,7 +265,7 @@ fn sorted(tensors: &[(String, TensorInfo)]) -> Vec<(String, TensorInfo)> {
     sorted
 }
 
-fn framed(json: &[u8]) -> Vec<u8> {
+pub(super) fn framed(json: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(LENGTH_BYTES as usize + json.len());
     bytes.extend_from_slice(&(json.len() as u64).to_le_bytes());
     bytes.extend_from_slice(json);

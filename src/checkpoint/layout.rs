@@ -12,10 +12,12 @@ use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use serde_json::json;
 
-use super::header::{MAX_HEADER_BYTES, METADATA_KEY, TensorEntry, data_len, encode_header};
+use super::header::{
+    Header, MAX_HEADER_BYTES, METADATA_KEY, TensorEntry, data_len, encode_header, framed,
+};
 use super::names::{INDEX_FILE, SINGLE_FILE};
 use super::naming::Naming;
-use super::source::Checkpoint;
+use super::source::{Checkpoint, entries_of};
 use crate::bytes::{ByteSize, json_file};
 use crate::failure::Failure;
 
@@ -119,6 +121,34 @@ impl Layout {
         shard_bytes: u64,
     ) -> anyhow::Result<Self> {
         Self::named(tensors, shard_bytes, source.naming())
+    }
+
+    /// The layout of files whose headers are known: names, JSON headers as stored, and lengths. Names of tensors are translated as those
+    /// of `source`.
+    ///
+    /// # Errors
+    /// Fails for a header that is not valid or does not agree with the length of its file, and when a name appears twice.
+    pub fn restored(
+        source: &Checkpoint,
+        files: Vec<(String, Vec<u8>, u64)>,
+        has_index: bool,
+    ) -> anyhow::Result<Self> {
+        let naming = source.naming();
+        let (mut planned, mut entries) = (Vec::with_capacity(files.len()), Vec::new());
+        for (shard, (file_name, json, file_bytes)) in files.into_iter().enumerate() {
+            if json.len() as u64 > MAX_HEADER_BYTES {
+                return Err(Failure::new(format!("the header of `{file_name}` is too long")).into());
+            }
+            let header = framed(&json);
+            let parsed = Header::of(json, file_bytes, &source.folder().join(&file_name))?;
+            let mut found = entries_of(&parsed, shard);
+            found.iter_mut().for_each(|entry| entry.name = naming.used(&entry.name));
+            entries.extend(found);
+            planned.push(PlannedFile { file_name, header, file_bytes });
+        }
+        let layout = Self { has_index, naming, ..Self::from(planned, entries) };
+        layout.check_names()?;
+        Ok(layout)
     }
 
     fn named(

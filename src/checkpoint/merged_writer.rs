@@ -177,6 +177,20 @@ impl MergedWriter {
     /// check, no file was renamed.
     pub fn finish(
         self,
+        published: Published,
+        expected: &[ExpectedMatrix],
+        events: &dyn Events,
+    ) -> anyhow::Result<Verification> {
+        self.finish_if(&|_| Ok(()), published, expected, events)
+    }
+
+    /// [`MergedWriter::finish`] with a further check of the files that were read back, before any of them gets its name.
+    ///
+    /// # Errors
+    /// Fails as [`MergedWriter::finish`], and with the error of `check`.
+    pub fn finish_if(
+        self,
+        check: &dyn Fn(&Verification) -> anyhow::Result<()>,
         mut published: Published,
         expected: &[ExpectedMatrix],
         events: &dyn Events,
@@ -190,6 +204,7 @@ impl MergedWriter {
             })
             .collect();
         let verification = self.files.verify(&records, None, expected, events)?;
+        check(&verification)?;
         if let Some(index) = self.layout().index_json()
             && !published.has(INDEX_FILE)
         {

@@ -53,7 +53,7 @@ fn sha256(bytes: &[u8]) -> String {
 }
 
 fn with_config() -> Published {
-    Published { written: vec![("config.json", b"{}".to_vec())], copied: Vec::new() }
+    Published { written: vec![("config.json", b"{}".to_vec())], ..Published::default() }
 }
 
 fn holds_all_tensors(target: &Path) -> anyhow::Result<()> {
@@ -103,6 +103,7 @@ fn threads_write_tensors_in_pieces_and_the_output_loads() -> anyhow::Result<()> 
             (other.path().join("some.json"), "config.json".into()),
             (other.path().join("tokens.of.b"), "tokenizer.json".into()),
         ],
+        ..Published::default()
     };
     let zeros = ExpectedMatrix { name: "b.weight".into(), zeros: Some(0), group: None };
     let verification = writer.finish(published, &[zeros], &Silent)?;

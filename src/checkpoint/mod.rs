@@ -66,6 +66,7 @@ mod reopen_tests;
 mod writer_tests;
 
 pub use atomic::{cannot_write, sync_folder, write_atomic, write_atomic_with};
+pub use folder::is_plain_name;
 pub use header::{TensorEntry, encode_header, in_a_row};
 pub use headers_only::HeadersOnly;
 pub use layout::{Layout, PlannedFile, PlannedTensor};
@@ -75,7 +76,8 @@ pub(crate) use names::CHUNK_BYTES;
 #[cfg(feature = "synthetic")]
 pub(crate) use names::partial_of;
 pub use names::{
-    CONFIG_FILE, INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE, PARTIAL_SUFFIX, SINGLE_FILE,
+    CONFIG_FILE, INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE, PACKED_FILE, PARTIAL_SUFFIX,
+    SINGLE_FILE,
 };
 pub use naming::{is_of_text_model, name_of_text_model};
 pub use not_a_model::not_a_model;

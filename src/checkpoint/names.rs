@@ -14,6 +14,9 @@ pub const CONFIG_FILE: &str = "config.json";
 /// The record of a merge: its inputs, settings and versions.
 pub const MERGING_FILE: &str = "merging.json";
 
+/// The record of a packed checkpoint: what its layout cannot say of the original files.
+pub const PACKED_FILE: &str = "packed.json";
+
 /// The recipe of a merge, with every default filled in.
 pub const MERGE_CONFIG_FILE: &str = "merge_config.yml";
 

@@ -26,6 +26,8 @@ pub struct Published {
     pub written: Vec<(&'static str, Vec<u8>)>,
     /// Files of any folder that are copied byte for byte: their paths, and their names here.
     pub copied: Vec<(PathBuf, String)>,
+    /// True without a new list of hashes: the files are those of another folder, which has its own list or none.
+    pub has_own_sums: bool,
 }
 
 impl Published {
@@ -44,7 +46,7 @@ impl Published {
 }
 
 /// Writes and copies the files beside the weights and renames the partial files, `config.json` last. [`SUMS_FILE`] lists the hash of
-/// every file. Fails when a partial file has disappeared, and when a file cannot be read, written or renamed.
+/// every file, unless the files have their own list. Fails when a partial file has disappeared, and when a file cannot be read, written or renamed.
 pub(super) fn publish(
     layout: &Layout,
     target: &Path,
@@ -76,8 +78,10 @@ pub(super) fn publish(
         let path = target.join(&planned.file_name);
         disk::rename(&partial, &path).map_err(|error| cannot_write(&path, &error))?;
     }
-    let sums: String = sums.iter().map(|(name, sum)| format!("{sum}  {name}\n")).collect();
-    write_atomic(&target.join(SUMS_FILE), sums.as_bytes())?;
+    if !published.has_own_sums {
+        let sums: String = sums.iter().map(|(name, sum)| format!("{sum}  {name}\n")).collect();
+        write_atomic(&target.join(SUMS_FILE), sums.as_bytes())?;
+    }
     put_late(target, published)
 }
 
@@ -133,7 +137,7 @@ fn put_early(
 }
 
 fn put_late(target: &Path, published: &Published) -> anyhow::Result<()> {
-    let Published { written, copied } = published;
+    let Published { written, copied, .. } = published;
     for late in LATE {
         if let Some((name, bytes)) = written.iter().find(|(name, _)| *name == late) {
             write_atomic(&target.join(name), bytes)?;

@@ -10,7 +10,7 @@ use sha2::{Digest, Sha256};
 
 use super::atomic::cannot_write;
 use super::folder::broken_link;
-use super::names::{CONFIG_FILE, INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE};
+use super::names::{CONFIG_FILE, INDEX_FILE, MERGE_CONFIG_FILE, MERGING_FILE, PACKED_FILE};
 use crate::bytes::hex;
 use crate::disk;
 use crate::failure::Failure;
@@ -138,7 +138,8 @@ pub fn check_sidecars(folder: &Path) -> anyhow::Result<()> {
 pub fn is_model_file(name: &str) -> bool {
     let finished = name.strip_suffix(super::PARTIAL_SUFFIX).unwrap_or(name);
     finished.ends_with(".safetensors")
-        || [SUMS_FILE, PRUNING_FILE, MERGING_FILE, MERGE_CONFIG_FILE].contains(&finished)
+        || [SUMS_FILE, PRUNING_FILE, MERGING_FILE, MERGE_CONFIG_FILE, PACKED_FILE]
+            .contains(&finished)
         || is_card(finished)
         || NAMES.contains(&finished)
         || PREFIXES.iter().any(|prefix| finished.starts_with(prefix))

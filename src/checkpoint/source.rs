@@ -1,7 +1,9 @@
 //! [`Checkpoint`]: an opened folder. Headers are read once. Any thread reads weights on demand, by positioned reads into its own
 //! buffer.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
+use std::fmt;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -117,6 +119,18 @@ pub struct Checkpoint {
     is_view: bool,
     /// The names in the files.
     naming: Naming,
+    /// The reader of tensors that the files store in another form.
+    restorer: Option<Restorer>,
+}
+
+/// A reader of tensors that files store in another form.
+#[derive(Clone)]
+struct Restorer(Arc<dyn WeightSource>);
+
+impl fmt::Debug for Restorer {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "Restorer({})", self.0.place())
+    }
 }
 
 impl Checkpoint {
@@ -175,6 +189,7 @@ impl Checkpoint {
             entries,
             is_view: false,
             naming,
+            restorer: None,
         })
     }
 
@@ -193,6 +208,33 @@ impl Checkpoint {
             by_name,
             is_view: false,
             naming: Naming::PLAIN,
+            restorer: None,
+        })
+    }
+
+    /// The tensors `entries` of this checkpoint in place of its tensors, all of them read by `restorer`, which knows an entry by its file
+    /// and its position. The output of this view has files of its own, [`super::Layout::of`].
+    ///
+    /// # Errors
+    /// Fails when two tensors have the same name.
+    pub fn presenting(
+        &self,
+        entries: Vec<TensorEntry>,
+        restorer: Arc<dyn WeightSource>,
+    ) -> anyhow::Result<Self> {
+        let by_name: HashMap<String, usize> =
+            entries.iter().map(|entry| entry.name.clone()).zip(0..).collect();
+        if by_name.len() != entries.len() {
+            anyhow::bail!("two tensors of `{}` have the same name", self.place());
+        }
+        Ok(Self {
+            folder: self.folder.clone(),
+            shards: Arc::clone(&self.shards),
+            entries,
+            by_name,
+            is_view: true,
+            naming: self.naming,
+            restorer: Some(Restorer(restorer)),
         })
     }
 
@@ -220,6 +262,7 @@ impl Checkpoint {
             by_name,
             is_view: true,
             naming: self.naming,
+            restorer: self.restorer.clone(),
         })
     }
 
@@ -227,8 +270,12 @@ impl Checkpoint {
     /// files of both checkpoints. Its output has files of its own, [`super::Layout::of`].
     ///
     /// # Errors
-    /// Fails for a tensor that this checkpoint does not have, and when the system has no more open files.
+    /// Fails for a tensor that this checkpoint does not have, when the system has no more open files, and where either stores tensors in
+    /// another form.
     pub fn with_tensors_of(&self, other: &Self) -> anyhow::Result<Self> {
+        if self.restorer.is_some() || other.restorer.is_some() {
+            anyhow::bail!("`{}` stores its tensors in another form", self.place());
+        }
         let shards = self.shards.iter().chain(other.shards.iter());
         let shards: anyhow::Result<Vec<Shard>> = shards.map(Shard::try_clone).collect();
         let mut entries = self.entries.clone();
@@ -245,7 +292,18 @@ impl Checkpoint {
             by_name: self.by_name.clone(),
             is_view: true,
             naming: self.naming,
+            restorer: None,
         })
+    }
+
+    /// The name in the files, from the name the program uses.
+    pub fn stored_name<'n>(&self, used: &'n str) -> Cow<'n, str> {
+        self.naming.stored(used)
+    }
+
+    /// The name the program uses, from the name in the files.
+    pub fn used_name(&self, stored: &str) -> String {
+        self.naming.used(stored)
     }
 
     /// The names in the files.
@@ -330,6 +388,9 @@ impl WeightSource for Checkpoint {
     }
 
     fn read(&self, entry: &TensorEntry, start: u64, buffer: &mut [u8]) -> anyhow::Result<()> {
+        if let Some(Restorer(restorer)) = &self.restorer {
+            return restorer.read(entry, start, buffer);
+        }
         let cannot = |why: String| {
             Failure::new(format!(
                 "cannot read tensor `{}` from `{}`",

@@ -8,7 +8,8 @@ use super::make_checkpoint;
 #[cfg(feature = "selftest")]
 use super::selftest;
 use super::{
-    demo, eval, generate, inspect, merge, plan, prune, quantize, recover, report, shell, sweep,
+    demo, eval, generate, inspect, merge, pack, plan, prune, quantize, recover, report, shell,
+    sweep,
 };
 use crate::job::machine;
 
@@ -77,6 +78,9 @@ pub(super) enum Command {
     /// Merge models, tensor by tensor, by a recipe or flags
     #[command(after_help = merge::EXAMPLES)]
     Merge(Box<merge::MergeArgs>),
+    /// Store a pruned checkpoint as bit masks and the kept weights
+    #[command(after_help = pack::EXAMPLES)]
+    Pack(pack::PackArgs),
     /// Show what a run would take: memory per phase and device, and time
     #[command(after_help = plan::EXAMPLES)]
     Plan(plan::PlanArgs),
@@ -91,6 +95,9 @@ pub(super) enum Command {
     /// Run a grid of methods, ratios and seeds, and tabulate it
     #[command(after_help = sweep::EXAMPLES)]
     Sweep(Box<sweep::SweepArgs>),
+    /// Restore the checkpoint that was packed, byte for byte
+    #[command(after_help = pack::UNPACK_EXAMPLES)]
+    Unpack(pack::UnpackArgs),
     /// Print a completion script for a shell
     #[command(after_help = shell::COMPLETIONS_EXAMPLES)]
     Completions(shell::CompletionsArgs),
@@ -116,6 +123,8 @@ impl Cli {
             Some(Command::Generate(args)) => args.messages,
             Some(Command::Inspect(args)) => args.messages,
             Some(Command::Merge(args)) => args.messages,
+            Some(Command::Pack(args)) => args.messages,
+            Some(Command::Unpack(args)) => args.messages,
             Some(Command::Plan(args)) => args.messages,
             Some(Command::Quantize(args)) => args.messages,
             Some(Command::Recover(args)) => args.messages,

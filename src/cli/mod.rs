@@ -17,6 +17,7 @@
 //! | `merge` | `prune merge`: flags and table |
 //! | `mistake` | advice under a command line that is refused |
 //! | `model` | the model of a command: `--model`, or a word of the command line |
+//! | `pack` | `prune pack` and `prune unpack`: flags and results |
 //! | `outcome` | exit codes of commands that did their work |
 //! | `plain_text` | text without control characters, as a terminal may show it |
 //! | `plan` | `prune plan`: flags, plan and table |
@@ -46,6 +47,7 @@ pub mod merge;
 mod mistake;
 pub mod model;
 pub mod outcome;
+pub mod pack;
 mod plain_text;
 pub mod plan;
 mod progress;
@@ -162,6 +164,8 @@ fn dispatch(cli: Cli, arguments: Vec<String>, console: &Console) -> anyhow::Resu
         Some(Command::Demo(args)) => demo::command(args, console),
         Some(Command::Generate(args)) => generate::command(args, console),
         Some(Command::Inspect(args)) => inspect::command(args, console),
+        Some(Command::Pack(args)) => pack::pack(args, arguments, console),
+        Some(Command::Unpack(args)) => pack::unpack(args, arguments, console),
         Some(Command::Plan(args)) => plan::command(args, console),
         Some(Command::Quantize(args)) => quantize::command(args, arguments, console),
         Some(Command::Report(args)) => report::command(args, console),

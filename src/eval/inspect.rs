@@ -125,6 +125,7 @@ pub fn inspect(
         other: other.into_iter().filter(|kind| kind.tensors > 0).collect(),
         problems,
         against: against.map(|against| against.finish(model)),
+        packed: None,
         pruning: None,
     })
 }

@@ -1,21 +1,20 @@
 //! `prune inspect`: the sparsity of a checkpoint, and its comparison with the dense model.
 
 use std::path::Path;
-use std::sync::Arc;
 
 use anyhow::Result;
 
+use super::located::{self, OpenedWeights};
 use super::model_report::parameters;
-use super::{located, published};
+use super::published;
 use crate::bytes::{LARGEST_RECORD, read_whole};
-use crate::checkpoint::{Checkpoint, MERGING_FILE};
+use crate::checkpoint::MERGING_FILE;
 use crate::eval::{self, Inspected};
 use crate::failure::Failure;
 use crate::input::{self, Expected};
 use crate::model::{KeptLayers, ModelConfig};
 use crate::pruning::{self, PruningMethod};
-use crate::quantized::QuantizedSource;
-use crate::run::inspection::InspectedLayer;
+use crate::run::inspection::{InspectedLayer, PackedStorage};
 use crate::run::manifest::PruningReport;
 use crate::run::merging::MergeReport;
 use crate::run::pruning_record::PRUNING_FILE;
@@ -23,28 +22,24 @@ use crate::run::{Events, Inspection, Manifest, PruningRecord};
 
 /// Measures the sparsity of the checkpoint in `folder`, and compares it with the dense model `against`.
 pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Result<Inspection> {
-    let model = open(folder)?;
-    let (config, is_quantized) = load_config(folder)?;
-    if let (true, Some(dense)) = (is_quantized, against) {
+    let OpenedWeights { checkpoint: model, quantized, packed } = open(folder, events)?;
+    let config = config_of(folder)?;
+    if let (Some(_), Some(dense)) = (&quantized, against) {
         return Err(Failure::new(format!("`{}` is quantised to 4 bits", folder.display()))
             .detail(format!("--against `{}` compares weights bit for bit", dense.display()))
             .hint("leave --against out, or compare the checkpoint that was quantised")
             .into());
     }
-    let model = Arc::new(model);
-    let quantized = match is_quantized {
-        true => Some(QuantizedSource::open(Arc::clone(&model))?),
-        false => None,
-    };
     let inspected = match &quantized {
         Some(quantized) => Inspected {
             checkpoint: &model,
-            source: quantized,
+            source: &**quantized,
             tensors: quantized.tensors().collect(),
         },
         None => Inspected::whole(&model),
     };
-    let dense = against.map(open).transpose()?;
+    let dense = against.map(|against| Ok::<_, anyhow::Error>(open(against, events)?.checkpoint));
+    let dense = dense.transpose()?;
     let found = published::read_record(folder);
     let record = found.as_ref().and_then(|found| found.as_ref().ok());
     let kept = dense.as_ref().zip(record);
@@ -54,7 +49,7 @@ pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Re
         _ => None,
     };
     let mut inspection =
-        eval::inspect(&inspected, &config, part.as_ref().or(dense.as_ref()), events)?;
+        eval::inspect(&inspected, &config, part.as_ref().or(dense.as_deref()), events)?;
     if let Some((comparison, dense)) = inspection.against.as_mut().zip(dense.as_ref()) {
         comparison.dense_parameters = parameters(dense);
         comparison.dense_bytes = dense.total_bytes();
@@ -72,6 +67,16 @@ pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Re
         comparison.permuted = pruning.as_ref().is_some_and(|of| of.permutes_channels);
         comparison.changed_by = pruning.filter(changes).map(|pruning| pruning.method);
         comparison.merged_by = merge(folder, events);
+    }
+    if let Some(packed) = packed {
+        let stored = packed.base().total_bytes();
+        let matrices = packed.matrices();
+        inspection.packed = Some(PackedStorage {
+            format: packed.format().to_string(),
+            values: packed.values().name().to_string(),
+            matrices: matrices.len(),
+            dense_bytes: std::mem::replace(&mut inspection.bytes, stored),
+        });
     }
     inspection.pruning = found.and_then(|found| pruning_record(found, &inspection, events));
     Ok(inspection)
@@ -166,14 +171,14 @@ fn merge(model: &Path, events: &dyn Events) -> Option<String> {
 }
 
 /// Opens a checkpoint; a run folder is answered with its model's folder.
-fn open(folder: &Path) -> Result<Checkpoint> {
+fn open(folder: &Path, events: &dyn Events) -> Result<OpenedWeights> {
     match located::run_folder(folder) {
         Some(failure) => Err(failure.into()),
-        None => Checkpoint::open(folder),
+        None => OpenedWeights::open(folder, events),
     }
 }
 
-fn load_config(folder: &Path) -> Result<(ModelConfig, bool)> {
+fn config_of(folder: &Path) -> Result<ModelConfig> {
     if !folder.join("config.json").is_file() {
         return Err(Failure::new(format!("there is no config.json in `{}`", folder.display()))
             .hint("copy it from the checkpoint these weights belong to")

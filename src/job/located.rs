@@ -3,8 +3,10 @@
 //! A local folder always comes first; `owner/name` is asked of the hub only where no such folder exists.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::Result;
+use serde_json::Value;
 
 use super::folder::MODEL;
 use crate::checkpoint::{
@@ -16,7 +18,8 @@ use crate::hub::{Hub, HubRepo, HubSettings, ModelFiles};
 use crate::linalg::StoredDtype;
 use crate::model::config::disagreements;
 use crate::model::{DecoderLayer, Dtypes, Embedding, Head, ModelConfig, stored_dtypes};
-use crate::quantized;
+use crate::packed::{self, PackedSource, PackedValues};
+use crate::quantized::{self, QuantizedSource};
 use crate::run::Events;
 use crate::settings::ModelSettings;
 
@@ -136,10 +139,12 @@ pub(super) fn headers(
             source = Some(HeadersOnly::new(repo.id(), shards)?);
         }
     }
-    let config = ModelConfig::load(&folder)?;
-    let source: Box<dyn WeightSource> = match source {
-        Some(source) => Box::new(source),
-        None => Box::new(Checkpoint::open(&folder)?),
+    let (config, source): (_, Arc<dyn WeightSource>) = match source {
+        Some(source) => (ModelConfig::load(&folder)?, Arc::new(source)),
+        None => {
+            let config = ModelConfig::of_json(&folder, &dense_json(&folder)?)?;
+            (config, OpenedWeights::open(&folder, events)?.checkpoint)
+        }
     };
     for layer in 0..config.num_hidden_layers {
         DecoderLayer::check(&*source, &config, layer)?;
@@ -168,17 +173,82 @@ pub(super) fn warn_of_config(
     Ok(())
 }
 
-/// The shape of the model in a folder, and whether it is a 4-bit checkpoint that [`crate::quantized`] reads.
+/// The shape of the model in a folder. A 4-bit checkpoint that [`crate::quantized`] reads and a packed checkpoint count as dense.
 ///
 /// # Errors
 /// Fails as [`ModelConfig::load`], so also for a quantisation that [`crate::quantized`] does not read.
-pub(super) fn config(folder: &Path) -> Result<(ModelConfig, bool)> {
-    let mut json = ModelConfig::read_json(folder)?;
-    let is_quantized = quantized::config::is_four_bit(&json);
-    if let (true, Some(keys)) = (is_quantized, json.as_object_mut()) {
+pub(super) fn config(folder: &Path) -> Result<ModelConfig> {
+    let mut json = dense_json(folder)?;
+    if quantized::config::is_four_bit(&json)
+        && let Some(keys) = json.as_object_mut()
+    {
         keys.remove(quantized::config::KEY);
     }
-    Ok((ModelConfig::of_json(folder, &json)?, is_quantized))
+    ModelConfig::of_json(folder, &json)
+}
+
+/// The `config.json` of a folder, as the dense model of a packed checkpoint has it.
+///
+/// # Errors
+/// Fails as [`ModelConfig::read_json`].
+pub(super) fn dense_json(folder: &Path) -> Result<Value> {
+    let mut json = ModelConfig::read_json(folder)?;
+    if packed::config::is_packed(&json)
+        && let Some(keys) = json.as_object_mut()
+    {
+        keys.remove(packed::config::KEY);
+    }
+    Ok(json)
+}
+
+/// The weights of a folder, opened in the form in which they are stored.
+pub(super) struct OpenedWeights {
+    /// The files; those of a packed checkpoint as if its matrices were dense.
+    pub(super) checkpoint: Arc<Checkpoint>,
+    /// The view of a 4-bit checkpoint.
+    pub(super) quantized: Option<Arc<QuantizedSource>>,
+    /// The packed checkpoint.
+    pub(super) packed: Option<Arc<PackedSource>>,
+}
+
+impl OpenedWeights {
+    /// Opens the weights of a folder.
+    ///
+    /// # Errors
+    /// Fails for a folder that is no checkpoint, and for a matrix whose parts do not agree.
+    pub(super) fn open(folder: &Path, events: &dyn Events) -> Result<Self> {
+        let files = Arc::new(Checkpoint::open(folder)?);
+        // Weights alone may be compared; a model without its configuration is refused elsewhere.
+        let json = match folder.join(CONFIG_FILE).is_file() {
+            true => ModelConfig::read_json(folder)?,
+            false => Value::Null,
+        };
+        let opened = Self { checkpoint: Arc::clone(&files), quantized: None, packed: None };
+        if quantized::config::is_four_bit(&json) {
+            let quantized = Some(Arc::new(QuantizedSource::open(files)?));
+            return Ok(Self { quantized, ..opened });
+        }
+        if !packed::config::is_packed(&json) {
+            return Ok(opened);
+        }
+        let packed = Arc::new(PackedSource::open(files)?);
+        if packed.values() == PackedValues::Int8 {
+            events.note(format!(
+                "the weights of `{}` are rounded to 8 bits: results are those of the rounded model",
+                folder.display()
+            ));
+        }
+        let checkpoint = Arc::new(packed.checkpoint()?);
+        Ok(Self { checkpoint, packed: Some(packed), ..opened })
+    }
+
+    /// The weights as a sweep reads them: dense.
+    pub(super) fn source(&self) -> Arc<dyn WeightSource> {
+        match &self.quantized {
+            Some(quantized) => quantized.clone(),
+            None => self.checkpoint.clone(),
+        }
+    }
 }
 
 /// The repository of a model on the hub; `None` for a local folder.

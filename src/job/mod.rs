@@ -8,7 +8,7 @@
 //! | `grid` | `prune sweep`: a run for every cell of a grid, and the table |
 //! | `recover` | `prune recover`: the training, and the sweep that writes what was trained |
 //! | `merge` | `prune merge`: settle → outputs → pass → finish → record |
-//! | `generate`, `inspect`, `plan`, `demo`, `quantize` | the other commands |
+//! | `generate`, `inspect`, `plan`, `demo`, `quantize`, `pack`, `unpack` | the other commands |
 //! | `settle` | everything that can be wrong is checked, and nothing is written |
 //! | `settled_run`, `pass` | what a settled run has; a pass that only measures |
 //! | `inputs` | results of other runs, and the sweep that a run shares with them |
@@ -16,7 +16,8 @@
 //! | `texts` | texts found, then turned into token ids |
 //! | `planned`, `machine` | threads, GPUs and memory; the three stages of planning |
 //! | `outputs`, `same_run` | files created, or reopened from an unfinished run; the comparison of two runs |
-//! | `tensor_files` | files whose tensors are finished in any order, of a merge and of a quantisation |
+//! | `tensor_files` | files whose tensors are finished in any order, of a merge, a quantisation and a packing |
+//! | `pack_plan`, `original_files` | the pieces of a packing that fit into the memory; the files that it keeps beside the weights |
 //! | `disk_room` | the check that disks have room for the files of a run |
 //! | `folder` | the run folder: refusals, lock, state of an unfinished run, memory log |
 //! | `streams` | samples and windows, and the sweep they pass |
@@ -48,7 +49,10 @@ pub mod machine;
 mod merge;
 mod model_report;
 mod opened;
+mod original_files;
 mod outputs;
+mod pack;
+mod pack_plan;
 mod pass;
 pub mod plan;
 pub mod plan_recover;
@@ -69,12 +73,15 @@ mod settled_run;
 mod streams;
 mod tensor_files;
 mod texts;
+mod unpack;
 mod weight_choice;
 mod width_drop;
 
 pub use generate::generate;
 pub use inspect::inspect;
 pub use merge::{merge, peft_methods};
+pub use pack::pack;
 pub use plan::plan;
 pub use quantize::quantize;
 pub use run::{eval, prune, recover, recover_given};
+pub use unpack::unpack;

@@ -1,11 +1,14 @@
 //! Facts of a model and of its arithmetic, for records and comparisons of runs.
 
+use std::sync::Arc;
+
 use anyhow::Result;
 
 use super::opened::OpenedModel;
 use crate::checkpoint::Checkpoint;
 use crate::linalg::product::Kernel;
 use crate::linalg::{Products, kernel};
+use crate::packed::{PackedSource, PackedValues};
 use crate::run::Plan;
 use crate::run::manifest::{Arithmetic, ModelReport};
 use crate::settings::DeviceSettings;
@@ -25,13 +28,25 @@ impl OpenedModel {
             commit: hub.map(|model| model.commit.clone()),
             identity: checkpoint.identity(),
             config: serde_json::to_value(&**config)?,
-            quantization: self.quantized.as_ref().map(|_| "nf4".to_string()),
+            quantization: self.quantization(),
             parameters: match &self.quantized {
                 Some(quantized) => quantized.tensors().map(|entry| entry.elements() as u64).sum(),
                 None => parameters(checkpoint),
             },
             bytes: checkpoint.total_bytes(),
         })
+    }
+}
+
+impl OpenedModel {
+    /// The format that rounded the weights; `None` for weights as they were trained.
+    fn quantization(&self) -> Option<String> {
+        let is_rounded = |packed: &Arc<PackedSource>| packed.values() == PackedValues::Int8;
+        match (&self.quantized, &self.packed) {
+            (Some(_), _) => Some("nf4".to_string()),
+            (None, Some(packed)) if is_rounded(packed) => Some("int8".to_string()),
+            (None, _) => None,
+        }
     }
 }
 

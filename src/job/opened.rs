@@ -6,14 +6,15 @@ use std::sync::Arc;
 use anyhow::Result;
 use serde_json::{Map, Value};
 
-use super::located::{self, HubModel};
+use super::located::{self, HubModel, OpenedWeights};
 use super::machine;
-use crate::bytes::ByteSize;
-use crate::checkpoint::{Checkpoint, WeightSource};
+use crate::bytes::{ByteSize, json_file};
+use crate::checkpoint::{CONFIG_FILE, Checkpoint, WeightSource};
 use crate::data::Tokenizer;
 use crate::failure::Failure;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::{DecoderLayer, Dtypes, Embedding, Head, ModelConfig};
+use crate::packed::PackedSource;
 use crate::pipeline::{Flow, RunShape};
 use crate::quantized::QuantizedSource;
 use crate::run::manifest::PerplexityReport;
@@ -31,10 +32,12 @@ pub(super) struct ScoringPass {
 pub(super) struct OpenedModel {
     /// The files of the weights.
     pub(super) checkpoint: Arc<Checkpoint>,
-    /// The weights that a sweep reads: the checkpoint, alone or with an adapter, or a 4-bit checkpoint as if it were dense.
+    /// The weights that a sweep reads: the checkpoint, alone or with an adapter, or a 4-bit or packed checkpoint as if it were dense.
     pub(super) source: Arc<dyn WeightSource>,
     /// The view of a 4-bit checkpoint; `None` for a checkpoint that is not quantised.
     pub(super) quantized: Option<Arc<QuantizedSource>>,
+    /// The parts of a packed checkpoint; `None` for a checkpoint that is not packed.
+    pub(super) packed: Option<Arc<PackedSource>>,
     /// The shape.
     pub(super) config: Arc<ModelConfig>,
     /// The model that this model is a part of; `None` for a checkpoint as it is.
@@ -131,16 +134,10 @@ impl OpenedModel {
         clock.mark(Moment::Start, events);
         let started_unix_seconds = machine::unix_seconds();
         let (folder, hub_model) = located::model(model, events)?;
-        let (config, is_quantized) = located::config(&folder)?;
-        let config = Arc::new(config);
-        let checkpoint = Arc::new(Checkpoint::open(&folder)?);
-        let mut source: Arc<dyn WeightSource> = checkpoint.clone();
-        let mut quantized = None;
-        if is_quantized {
-            let opened = Arc::new(QuantizedSource::open(checkpoint.clone())?);
-            source = opened.clone();
-            quantized = Some(opened);
-        }
+        let config = Arc::new(located::config(&folder)?);
+        let weights = OpenedWeights::open(&folder, events)?;
+        let source = weights.source();
+        let OpenedWeights { checkpoint, quantized, packed } = weights;
         for layer in 0..config.num_hidden_layers {
             DecoderLayer::check(&*source, &config, layer)?;
         }
@@ -152,6 +149,7 @@ impl OpenedModel {
         Ok(Self {
             source,
             quantized,
+            packed,
             checkpoint,
             config,
             part_of: None,
@@ -191,6 +189,41 @@ impl OpenedModel {
                 "prune the unquantised checkpoint, then quantise the result: prune quantize --to nf4-double OUT/model --save OUT-4bit",
             )
             .into()),
+        }
+    }
+
+    /// Refuses a packed checkpoint where its weights are to be changed.
+    ///
+    /// # Errors
+    /// Fails for a checkpoint that is packed.
+    pub(super) fn refuse_packed(&self) -> Result<()> {
+        match &self.packed {
+            None => Ok(()),
+            Some(packed) => Err(Failure::new(format!(
+                "`{}` is packed, and its weights cannot be pruned",
+                self.folder.display()
+            ))
+            .detail(format!(
+                "{} of its matrices are a mask and kept values",
+                packed.matrices().len()
+            ))
+            .hint(format!(
+                "restore the dense checkpoint, and prune that: prune unpack {} --save OUT",
+                self.folder.display()
+            ))
+            .into()),
+        }
+    }
+
+    /// The `config.json` that a model made from a packed checkpoint gets; `None` where the folder's own serves.
+    pub(super) fn own_config(&self) -> Result<Option<Vec<u8>>> {
+        let Some(packed) = self.packed.as_ref() else {
+            return Ok(None);
+        };
+        let text = packed.record().and_then(|record| record.texts.get(CONFIG_FILE));
+        match text {
+            Some(text) => Ok(Some(text.clone().into_bytes())),
+            None => Ok(Some(json_file(&located::dense_json(&self.folder)?)?)),
         }
     }
 

@@ -73,12 +73,15 @@ impl SettledRun {
         card: impl FnOnce(CardSource) -> Result<Card>,
     ) -> Result<Published> {
         let declined = self.settings.output.no_model_card;
+        if let Some(config) = self.model.own_config()? {
+            written.push((CONFIG_FILE, config));
+        }
         let cards = SourceCards::of(&self.model.folder, declined);
         if !declined {
             let source = cards.source(self.settings.calibration.iter().map(|of| &of.dataset));
             written.push((CARD_FILE, card(source)?.text().into_bytes()));
         }
-        Ok(Published { written, copied: cards.copied })
+        Ok(Published { written, copied: cards.copied, has_own_sums: false })
     }
 
     fn pruning_record(

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use anyhow::Result;
 use safetensors::Dtype;
@@ -9,10 +10,11 @@ use serde_json::Value;
 
 use super::folder::RunFolder;
 use super::folder::state_file::StateFile;
+use super::located::{self, OpenedWeights};
 use super::published::SourceCards;
 use super::recorder::Recorder;
 use super::tensor_files::TensorFiles;
-use super::{located, machine, same_run};
+use super::{machine, same_run};
 use crate::bytes::{ByteSize, json_file};
 use crate::checkpoint::{
     CARD_FILE, CHUNK_BYTES, CONFIG_FILE, Checkpoint, INDEX_FILE, Published, WeightSource,
@@ -120,7 +122,7 @@ struct QuantizeJob {
     id: Option<String>,
     /// The source's `config.json`.
     json: Value,
-    checkpoint: Checkpoint,
+    checkpoint: Arc<Checkpoint>,
     /// The tensor names of the decoder linears.
     matrices: BTreeSet<String>,
     folder: RunFolder,
@@ -134,7 +136,7 @@ struct QuantizeJob {
 impl QuantizeJob {
     fn settle(settings: &QuantizeSettings, events: &dyn Events) -> Result<Self> {
         let (source, hub_model) = located::model(&ModelSettings::of(&settings.model), events)?;
-        let json = ModelConfig::read_json(&source)?;
+        let json = located::dense_json(&source)?;
         if json.get(config::KEY).is_some_and(|value| !value.is_null()) {
             return Err(Failure::new(format!(
                 "`{}` is quantised already",
@@ -145,9 +147,9 @@ impl QuantizeJob {
             .into());
         }
         let model = ModelConfig::of_json(&source, &json)?;
-        let checkpoint = Checkpoint::open(&source)?;
+        let checkpoint = OpenedWeights::open(&source, events)?.checkpoint;
         for layer in 0..model.num_hidden_layers {
-            DecoderLayer::check(&checkpoint, &model, layer)?;
+            DecoderLayer::check(&*checkpoint, &model, layer)?;
         }
         check_sidecars(&source)?;
         let threads = machine::start_workers(settings.threads)?;
@@ -283,5 +285,6 @@ fn published(
     Ok(Published {
         written: vec![(CONFIG_FILE, json_file(&json)?), (CARD_FILE, card.text().into_bytes())],
         copied: sidecars.chain(cards.copied).collect(),
+        has_own_sums: false,
     })
 }

@@ -54,6 +54,9 @@ fn settle_opened(
     if prunes || settings.layer_drop.is_some() {
         model.refuse_quantized()?;
     }
+    if prunes || settings.layer_drop.is_some() || settings.width_drop.is_some() {
+        model.refuse_packed()?;
+    }
     let mut folder = run_folder(&settings, &model, recovery.as_ref())?;
     let fewest_layers = layer_drop::fewest_layers(&settings, &model.config)?;
     if let Some(drop) = &settings.width_drop {

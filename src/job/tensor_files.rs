@@ -1,4 +1,4 @@
-//! The files of an output whose tensors are finished in any order: of a merge, and of a quantisation.
+//! The files of an output whose tensors are finished in any order: of a merge, a quantisation, a packing, and an unpacking.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -7,6 +7,7 @@
 //! | --- | --- |
 //! | `assignment` | the linear sum assignment problem |
 //! | `attention` | causal attention in blocks of queries and keys, without a `[heads, seq, seq]` tensor |
+//! | `bitmask` | rows of a matrix as a bit mask and the kept elements, on stored bytes |
 //! | `buffer_pool` | a pool of buffers for the tasks of a parallel loop |
 //! | `columns` | sums over the tokens of an activation, column by column, in f64 |
 //! | `compact` | a weight matrix without its zeros: a bit per weight, and the kept values |
@@ -41,6 +42,7 @@
 
 pub mod assignment;
 pub mod attention;
+pub mod bitmask;
 pub mod buffer_pool;
 pub mod columns;
 pub mod compact;

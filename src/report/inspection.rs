@@ -4,7 +4,9 @@
 use super::format::{finite, millions, short_name, with_seed};
 use crate::bytes::ByteSize;
 use crate::failure::printable;
-use crate::run::inspection::{DenseComparison, InspectedLayer, Inspection, PatternCount, Zeros};
+use crate::run::inspection::{
+    DenseComparison, InspectedLayer, Inspection, PackedStorage, PatternCount, Zeros,
+};
 use crate::run::{PruningRecord, TextProtocol};
 
 /// Names in a list before it is cut short.
@@ -106,6 +108,8 @@ fn summary(inspection: &Inspection) -> String {
         ("model", inspection.model.clone()),
         ("shape", format!("{layers} layers of {size}, {parameters} parameters")),
         ("stored as", format!("{}, {files} in {count}", dtypes.join(", "))),
+        // Empty for a checkpoint that is not packed, and then left out.
+        ("packed", inspection.packed.as_ref().map_or(String::new(), packed)),
         ("sparsity", format!("{ratio:.6} ({zeros} of {weights} weights of the decoder linears)")),
         ("pattern", patterns(&inspection.patterns)),
         ("not finite", non_finite),
@@ -116,7 +120,15 @@ fn summary(inspection: &Inspection) -> String {
         rows.push((name, zeros));
     }
     rows.extend(inspection.pruning.iter().flat_map(pruning_rows));
+    rows.retain(|(name, value)| *name != "packed" || !value.is_empty());
     rows.into_iter().map(|(name, value)| format!("{name:<12}{value}\n")).collect()
+}
+
+/// The storage of packed matrices.
+fn packed(storage: &PackedStorage) -> String {
+    let PackedStorage { format, values, matrices, dense_bytes } = storage;
+    let lossy = if values == "int8" { ", lossy" } else { "" };
+    format!("{matrices} matrices, {format}, {values} values{lossy}; {dense_bytes} dense")
 }
 
 /// The facts of `pruning.json`.

@@ -6,6 +6,7 @@
 //! | `profile` | the table of `--profile` |
 //! | `inspection` | the table of `prune inspect` |
 //! | `quantization` | the result of `prune quantize` |
+//! | `packing` | the results of `prune pack` and `prune unpack` |
 //! | `card`, `front_matter` | the model card beside the weights, and the facts it takes over from the source's card |
 //! | `cards` | the cards of pruned, merged, recovered and quantised models |
 //! | `page` | the page of `prune report` for its runs |
@@ -32,6 +33,7 @@ pub mod log;
 pub(crate) mod made_up;
 pub mod memory_log;
 mod merges;
+pub mod packing;
 pub mod page;
 pub mod plan;
 pub mod plots;

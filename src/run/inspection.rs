@@ -41,9 +41,25 @@ pub struct Inspection {
     pub problems: Vec<Problem>,
     /// The comparison with the dense checkpoint; absent without a dense checkpoint.
     pub against: Option<DenseComparison>,
+    /// The storage of a packed checkpoint; absent for all others.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub packed: Option<PackedStorage>,
     /// `pruning.json` of the folder; absent where there is none, or none of this model.
     #[serde(default)]
     pub pruning: Option<PruningRecord>,
+}
+
+/// Matrices that are stored as a mask and the kept values.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PackedStorage {
+    /// The layout: `sparse-bitmask`, `sparse-24-bitmask` or `prune-bitmask`.
+    pub format: String,
+    /// The kept values: `exact`, or `int8` for rounded values.
+    pub values: String,
+    /// Packed matrices.
+    pub matrices: usize,
+    /// Bytes of all tensors of the dense model.
+    pub dense_bytes: ByteSize,
 }
 
 /// The tensors of a dtype.

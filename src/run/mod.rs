@@ -17,6 +17,7 @@
 //! | `memory_settings` | settings that trade memory for time |
 //! | `merging` | records of a merge: what was counted in each tensor |
 //! | `meter` | progress of copies, downloads and scans: bytes go in, events with whole MiB come out |
+//! | `packing` | the results of `prune pack` and `prune unpack`, as plain records: the objects of `--json` |
 //! | `phase` | the phases of a run: the clock measures them, the plan predicts their memory, the profile adds up their times |
 //! | `plan` | the predicted memory and time of a run |
 //! | `profile` | the profile of a run on the CPU: time per part of the work, and speed relative to the CPU's peak |
@@ -40,6 +41,7 @@ pub mod measured;
 pub mod memory_settings;
 pub mod merging;
 mod meter;
+pub mod packing;
 pub mod phase;
 pub mod plan;
 pub mod profile;
@@ -59,6 +61,7 @@ pub use layer_drop::LayerDropReport;
 pub use manifest::{Manifest, TextProtocol};
 pub use memory_settings::{MemorySettings, WeightsHeld};
 pub use meter::Meter;
+pub use packing::{PackingReport, UnpackingReport};
 pub use phase::{Moment, Phase};
 pub use plan::{HiddenStatesStorage, Plan};
 pub use pruning_record::PruningRecord;

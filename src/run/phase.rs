@@ -52,6 +52,10 @@ pub enum Phase {
     Merge,
     /// Matrices become codes of 4 bits.
     Quantize,
+    /// Zeros of matrices are counted, and weights become a mask and the kept values.
+    Pack,
+    /// Packed matrices become dense.
+    Unpack,
     /// A model writes text.
     Generate,
 }

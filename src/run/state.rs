@@ -11,6 +11,7 @@ use super::allocation::AllocationReport;
 use super::layer_drop::LayerDropReport;
 use super::manifest::{LayerReport, MemorySample, Perplexities, PhaseReport, SessionReport};
 use super::merging::{MergedTensor, ModelPerplexity};
+use super::packing::ScannedFile;
 use super::quantization::QuantizedMatrix;
 use super::recovery::Divergence;
 use super::width_drop::WidthDropReport;
@@ -57,6 +58,9 @@ pub struct RunState {
     /// Matrices of a quantisation whose scales are known, by tensor name.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub quantized: BTreeMap<String, QuantizedMatrix>,
+    /// Weight files of a packing that are counted and hashed, by name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub scanned: BTreeMap<String, ScannedFile>,
     /// The perplexities of the models of a merge.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub perplexities_of_models: Vec<ModelPerplexity>,

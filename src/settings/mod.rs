@@ -8,7 +8,7 @@
 //! | `run` | the settings of `prune`, `prune eval` and `prune recover`, made of groups |
 //! | `model`, `sparsity`, `calibration`, `evaluation`, `device`, `output` | groups that commands share |
 //! | `layer_drop`, `width_drop`, `recovery` | groups of smaller models and of trainings |
-//! | `merge`, `quantize`, `generate`, `grid`, `plan` | settings of the other commands |
+//! | `merge`, `quantize`, `pack`, `generate`, `grid`, `plan` | settings of the other commands |
 //! | `defaults`, `values` | shared defaults; parsers of flag values |
 //! | `deciding` | the mark of settings that do not decide the result |
 
@@ -23,6 +23,7 @@ mod layer_drop;
 mod merge;
 mod model;
 mod output;
+mod pack;
 mod plan;
 mod quantize;
 mod recovery;
@@ -41,6 +42,7 @@ pub use layer_drop::{DropCount, LayerDropSettings};
 pub use merge::{MergeEval, MergeSettings, PIECE_ELEMENTS, SaliencySource};
 pub use model::{ComputeDtype, ModelSettings};
 pub use output::OutputSettings;
+pub use pack::{PackOutputSettings, PackSettings};
 pub use plan::{PlanSettings, PlanSubject};
 pub use quantize::QuantizeSettings;
 pub use recovery::{ALL_LINEAR, DISTILL_WEIGHT, RecoverySettings, RecoveryWay, TEXT, TrainedKind};

@@ -5,7 +5,7 @@
 
 mod checkpoints;
 mod mutations;
-mod mutators;
+pub(crate) mod mutators;
 #[cfg(unix)]
 mod names;
 mod texts;

@@ -28,6 +28,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("model", &["checkpoint", "linalg", "run"]),
     ("pruning", &["linalg"]),
     ("quantized", &["checkpoint", "linalg", "run"]),
+    ("packed", &["checkpoint", "linalg", "run"]),
     ("adapter", &["checkpoint", "linalg", "run"]),
     ("runtime", &["model", "checkpoint", "placement", "run", "linalg"]),
     (
@@ -71,6 +72,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "merging",
             "generation",
             "quantized",
+            "packed",
             "recovery",
             // Types of flags.
             "adapter",
@@ -94,6 +96,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "merging",
             "adapter",
             "quantized",
+            "packed",
             "recovery",
             "demo",
             "report",

@@ -32,6 +32,7 @@ mod methods;
 mod on_device;
 mod oracle;
 mod origin;
+mod pack;
 mod permute;
 mod plan;
 mod publishing;

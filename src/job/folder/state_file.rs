@@ -15,11 +15,13 @@ use crate::disk;
 use crate::failure::Failure;
 use crate::job::recorder::Recorder;
 use crate::merging::pass::MergeJournal;
+use crate::packed::PackJournal;
 use crate::pipeline::LayerJournal;
 use crate::pipeline::expected::{bias_of, pruned, tensor_of};
 use crate::quantized::QuantizeJournal;
 use crate::run::manifest::{LayerReport, Manifest, Perplexities, SessionReport};
 use crate::run::merging::MergedTensor;
+use crate::run::packing::ScannedFile;
 use crate::run::quantization::QuantizedMatrix;
 use crate::run::state::{FILE, SCHEMA, TRAINING_FILE, merge_phases};
 use crate::run::{Events, RunState};
@@ -210,6 +212,16 @@ impl QuantizeJournal for StateFile<'_> {
                 run.tensors = digests;
             }
         })
+    }
+}
+
+impl PackJournal for StateFile<'_> {
+    fn files_scanned(&mut self, files: &BTreeMap<String, ScannedFile>) -> Result<()> {
+        self.change(|run| run.scanned.clone_from(files))
+    }
+
+    fn tensors_written(&mut self, digests: BTreeMap<String, String>) -> Result<()> {
+        self.change(|run| run.tensors = digests)
     }
 }
 

@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::adapter::{AdaptedSource, Adapter, TensorChange};
 use crate::checkpoint::{CONFIG_FILE, Checkpoint, TensorEntry, WeightSource, is_of_text_model};
 use crate::failure::Failure;
-use crate::job::located::{self, HubModel};
+use crate::job::located::{self, HubModel, OpenedWeights};
 use crate::job::opened::OpenedModel;
 use crate::linalg::StoredDtype;
 use crate::merging::pass::{AdaptedRows, MappedRows, MergeSources, SourceRows, StoredRows};
@@ -272,8 +272,8 @@ fn open_model(
         ..ModelSettings::of(Path::new(&spec.model))
     };
     let (folder, hub_model) = located::model(&settings, events)?;
-    let config = ModelConfig::read_json(&folder)?;
-    let checkpoint = Arc::new(Checkpoint::open(&folder)?);
+    let config = located::dense_json(&folder)?;
+    let checkpoint = OpenedWeights::open(&folder, events)?.checkpoint;
     let mut model = InputModelFiles {
         spec,
         folder,

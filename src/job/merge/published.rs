@@ -114,6 +114,6 @@ impl MergeJob {
             });
             copied.extend(sidecars.map(|name| (folder.join(&name), name)));
         }
-        Ok(Published { written, copied })
+        Ok(Published { written, copied, has_own_sums: false })
     }
 }

@@ -98,8 +98,10 @@ fn quantised(
     let dtype = matrices.first().and_then(|name| checkpoint.entry(name));
     let dtype = dtype.context("a model has matrices")?.dtype;
     json[config::KEY] = config::quantization_config(format, dtype, None);
-    let published =
-        Published { written: vec![(CONFIG_FILE, serde_json::to_vec(&json)?)], copied: Vec::new() };
+    let published = Published {
+        written: vec![(CONFIG_FILE, serde_json::to_vec(&json)?)],
+        ..Published::default()
+    };
     writer.finish(published, &[], events)?;
     let quantised = QuantizedSource::open(Arc::new(Checkpoint::open(folder)?))?;
     Ok(Arc::new(quantised))

@@ -5,13 +5,12 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
-use super::super::located;
+use super::super::located::{self, OpenedWeights};
 use super::super::opened::OpenedModel;
-use crate::checkpoint::{Checkpoint, TensorEntry, WeightSource};
+use crate::checkpoint::{TensorEntry, WeightSource};
 use crate::failure::Failure;
 use crate::linalg::convert;
 use crate::model::{DecoderLayer, Embedding, LinearId, ModelConfig, stored_dtype};
-use crate::quantized::QuantizedSource;
 use crate::run::Events;
 use crate::settings::{ModelSettings, Settings};
 
@@ -46,14 +45,11 @@ impl Teacher {
             ..ModelSettings::of(folder)
         };
         let (folder, _) = located::model(&of, events).context("in --teacher")?;
-        let (config, is_quantized) = located::config(&folder).context("in --teacher")?;
+        let config = located::config(&folder).context("in --teacher")?;
         check_shape(&config, &model.config, &folder)?;
-        let checkpoint = Arc::new(Checkpoint::open(&folder).context("in --teacher")?);
-        let fingerprint = checkpoint.fingerprint()?;
-        let source: Arc<dyn WeightSource> = match is_quantized {
-            true => Arc::new(QuantizedSource::open(checkpoint)?),
-            false => checkpoint,
-        };
+        let weights = OpenedWeights::open(&folder, events).context("in --teacher")?;
+        let fingerprint = weights.checkpoint.fingerprint()?;
+        let source = weights.source();
         Embedding::open(&*source, &config).context("in --teacher")?;
         for layer in 0..config.num_hidden_layers {
             DecoderLayer::check(&*source, &config, layer).context("in --teacher")?;

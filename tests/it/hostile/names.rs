@@ -147,6 +147,8 @@ fn a_path_that_is_not_utf8_is_refused_before_any_work() {
         ("merge --save out", ""),
         ("plan", "--model"),
         ("quantize --to nf4 m", "--save"),
+        ("pack m", "--save"),
+        ("unpack m", "--save"),
         ("recover --model m --save out", "--teacher"),
         ("report", ""),
         ("sweep --model m", "--save"),
@@ -200,6 +202,8 @@ fn runs_in_a_folder_that_is_not_utf8_finish_and_continue() {
         "inspect out/model --against m",
         "report out e merged --out page",
         "quantize --to nf4 m --save q",
+        "pack out/model --save p",
+        "unpack p --save u",
         "generate --model m --prompt x --max-tokens 4",
     ] {
         let (code, stderr) = run(line, "");
