@@ -87,7 +87,7 @@ pub use sealed::{check_sealed_json, open_sealed, write_sealed_json, write_sealed
 pub use sidecars::{
     CARD_FILE, SUMS_FILE, card_of_source, cards_in, check_sidecars, is_model_file, sidecars_in,
 };
-pub use source::{Checkpoint, Shard, WeightSource};
+pub use source::{Checkpoint, KeptRows, Shard, WeightSource};
 pub use target::{output_bytes, refuse_source_folder};
 pub use verify_tensor::ExpectedMatrix;
 pub use writer::CheckpointWriter;

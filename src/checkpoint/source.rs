@@ -5,6 +5,7 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fmt;
 use std::fs::File;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -26,6 +27,19 @@ use crate::input::{self, Expected};
 /// Bytes that [`Checkpoint::fingerprint`] hashes at each of three places of a tensor.
 const FINGERPRINT_BYTES: usize = 512;
 
+/// Some rows of a matrix that is stored without its zeros.
+#[derive(Debug, Clone, Copy)]
+pub struct KeptRows<'a> {
+    /// A bit per column, 1 = kept, the lowest bit first. Every row begins on a byte.
+    pub mask: &'a [u8],
+    /// The index of each row's first value, and their number at the end.
+    pub offsets: &'a [usize],
+    /// The bytes of the values, in the dtype of the matrix, or 8-bit codes.
+    pub values: &'a [u8],
+    /// The f16 scales of 8-bit codes; empty for other values.
+    pub scales: &'a [u8],
+}
+
 /// A source of weights: tensors by name, their bytes by range.
 pub trait WeightSource: Send + Sync {
     /// The position of the tensor `name`; `None` if the source does not have it.
@@ -36,6 +50,20 @@ pub trait WeightSource: Send + Sync {
     /// # Errors
     /// Fails when the range leaves the tensor, or the file cannot be read or became shorter.
     fn read(&self, entry: &TensorEntry, start: u64, buffer: &mut [u8]) -> anyhow::Result<()>;
+
+    /// Hands `take` the parts of some rows of a matrix that is stored without its zeros. Returns false where it is stored with them.
+    ///
+    /// # Errors
+    /// Fails when the rows leave the matrix, cannot be read, or are broken.
+    fn kept_rows(
+        &self,
+        entry: &TensorEntry,
+        rows: Range<usize>,
+        take: &mut dyn FnMut(KeptRows<'_>),
+    ) -> anyhow::Result<bool> {
+        let _ = (entry, rows, take);
+        Ok(false)
+    }
 
     /// The name of the source in errors.
     fn place(&self) -> String {
@@ -385,6 +413,18 @@ impl Checkpoint {
 impl WeightSource for Checkpoint {
     fn entry(&self, name: &str) -> Option<&TensorEntry> {
         self.position(name).and_then(|at| self.entries.get(at))
+    }
+
+    fn kept_rows(
+        &self,
+        entry: &TensorEntry,
+        rows: Range<usize>,
+        take: &mut dyn FnMut(KeptRows<'_>),
+    ) -> anyhow::Result<bool> {
+        match &self.restorer {
+            Some(Restorer(restorer)) => restorer.kept_rows(entry, rows, take),
+            None => Ok(false),
+        }
     }
 
     fn read(&self, entry: &TensorEntry, start: u64, buffer: &mut [u8]) -> anyhow::Result<()> {

@@ -16,9 +16,11 @@ use anyhow::Result;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
+use super::bitmask::{gather, kept, mark, mask_bytes, scatter};
 use super::buffer_pool::grow;
+use super::int8;
 use super::linear::rows_at_once;
-use super::one_token::{CODES, GROUP, TASK_BYTES, largest, spread};
+use super::one_token::{CODES, GROUP, TASK_BYTES, largest};
 use super::product::Values;
 use super::stored::{StoredDtype, StoredMatrix};
 use crate::bytes::ByteSize;
@@ -49,7 +51,7 @@ pub struct CompactMatrix {
 
 /// Some rows of a compact matrix.
 #[derive(Debug)]
-pub(super) struct CompactPart {
+pub struct CompactPart {
     rows: usize,
     /// Words of a row's mask.
     words: usize,
@@ -111,40 +113,36 @@ impl CompactPart {
 }
 
 impl CompactMatrix {
-    /// Takes the kept weights of rows that arrive part by part.
+    /// Puts a matrix together from parts.
     ///
     /// # Arguments
-    /// * `rows_of`: the stored rows of a range, from which a part is made
+    /// * `part_of`: the part with a range of rows, in this form
     ///
     /// # Errors
-    /// Fails where `rows_of` does, for 8-bit codes of a weight that is not finite or too large, and without memory.
-    pub fn from_rows(
+    /// Fails where `part_of` does.
+    ///
+    /// # Panics
+    /// Panics when a part has other rows.
+    pub fn of_parts(
         rows: usize,
         columns: usize,
         form: KeptForm,
-        mut part_of: impl FnMut(Range<usize>) -> Result<StoredMatrix>,
+        mut part_of: impl FnMut(Range<usize>) -> Result<CompactPart>,
     ) -> Result<Self> {
         let at_once = rows_at_once(columns);
         let mut parts = Vec::with_capacity(rows.div_ceil(at_once));
         for first in (0..rows).step_by(at_once) {
             let range = first..rows.min(first + at_once);
-            let dense = part_of(range.clone())?;
-            assert_eq!(
-                (dense.rows(), dense.columns()),
-                (range.len(), columns),
-                "rows of the matrix"
-            );
-            parts.push(CompactPart::of(&dense, form)?);
+            let part = part_of(range.clone())?;
+            assert_eq!(part.rows, range.len(), "rows of the matrix");
+            parts.push(part);
         }
-        Ok(Self::of_parts(rows, columns, form, parts))
-    }
-
-    fn of_parts(rows: usize, columns: usize, form: KeptForm, parts: Vec<CompactPart>) -> Self {
         let tasks = parts
             .iter()
             .enumerate()
             .flat_map(|(number, part)| part.tasks().into_iter().map(move |rows| (number, rows)));
-        Self { rows, columns, form, tasks: tasks.collect(), parts: parts.into() }
+        let tasks = tasks.collect();
+        Ok(Self { rows, columns, form, tasks, parts: parts.into() })
     }
 
     /// Output features.
@@ -273,48 +271,117 @@ impl CompactMatrix {
     }
 }
 
+/// Rows that a thread makes compact at a time.
+const ROWS_AT_ONCE: usize = 16;
+
 impl CompactPart {
     /// The kept weights of rows.
-    fn of(dense: &StoredMatrix, form: KeptForm) -> Result<Self> {
-        let columns = dense.columns();
-        let rows = 0..dense.rows();
-        let words = columns.div_ceil(GROUP);
-        let part = |masks: Vec<u64>, starts, values| {
-            Ok(Self { rows: dense.rows(), words, masks, starts, values })
-        };
-        match (form, dense.values_of(rows)) {
-            (KeptForm::Stored(_), Values::F32(values)) => {
-                let (masks, starts) = masks_of(values, columns, |value| value.to_bits() != 0);
-                let kept = gather(values, columns, &masks, &starts)?;
-                part(masks, starts, KeptValues::F32(kept))
-            }
-            (KeptForm::Stored(_), Values::F16(values)) => {
-                let (masks, starts) = masks_of(values, columns, |value| value.to_bits() != 0);
-                let kept = gather(values, columns, &masks, &starts)?;
-                part(masks, starts, KeptValues::F16(kept))
-            }
-            (KeptForm::Stored(_), Values::Bf16(values)) => {
-                let (masks, starts) = masks_of(values, columns, |value| value.to_bits() != 0);
-                let kept = gather(values, columns, &masks, &starts)?;
-                part(masks, starts, KeptValues::Bf16(kept))
-            }
-            (KeptForm::Codes, _) => {
-                let mut wide = vec![0.0; dense.elements()];
-                dense.widen_rows(0, &mut wide);
-                let scales = scales_of(&wide, columns)?;
-                let (masks, starts) = masks_of(&wide, columns, |value| value.to_bits() << 1 != 0);
-                let blocks = columns.div_ceil(SCALE_BLOCK);
-                let mut codes = vec![0i8; wide.len()];
-                let rows =
-                    codes.par_chunks_mut(columns.max(1)).zip(wide.par_chunks(columns.max(1)));
-                rows.zip(scales.par_chunks(blocks.max(1))).for_each(|((codes, wide), scales)| {
-                    encode(wide, scales, codes);
-                });
-                drop(wide);
-                let values = gather(&codes, columns, &masks, &starts)?;
-                part(masks, starts, KeptValues::Codes(Codes { values, scales, blocks }))
-            }
+    ///
+    /// # Errors
+    /// Fails for 8-bit codes of weights that are not finite or whose largest has no f16 scale, and without memory.
+    pub fn of(dense: &StoredMatrix, form: KeptForm) -> Result<Self> {
+        let (rows, columns) = (dense.rows(), dense.columns());
+        let each = dense.dtype().bytes();
+        if form == KeptForm::Codes {
+            check_codes(dense)?;
         }
+        let of_mask = mask_bytes(columns);
+        let slabs = (0..rows).step_by(ROWS_AT_ONCE).collect::<Vec<_>>().into_par_iter();
+        let slabs = slabs.map(|first| {
+            let mut slab = Slab::default();
+            let (mut wide, mut mask) = (vec![0.0; columns], vec![0; of_mask]);
+            for row in first..rows.min(first + ROWS_AT_ONCE) {
+                let bytes = &dense.as_bytes()[row * columns * each..(row + 1) * columns * each];
+                mark(each, bytes, &mut mask);
+                slab.mask.extend_from_slice(&mask);
+                slab.counts.push(kept(&mask));
+                match form {
+                    KeptForm::Stored(_) => gather(each, bytes, &mask, &mut slab.values),
+                    KeptForm::Codes => {
+                        dense.widen_rows(row, &mut wide);
+                        int8::encode(&wide, &mask, &mut slab.scales, &mut slab.values);
+                    }
+                }
+            }
+            slab
+        });
+        let slabs: Vec<Slab> = slabs.collect();
+        let joined = |of: fn(&Slab) -> &[u8]| slabs.iter().map(of).collect::<Vec<_>>();
+        let counts = slabs.iter().flat_map(|slab| &slab.counts);
+        let ends = counts.scan(0, |end, count| {
+            *end += count;
+            Some(*end)
+        });
+        let offsets: Vec<usize> = std::iter::once(0).chain(ends).collect();
+        Self::from_slices(
+            [rows, columns],
+            form,
+            &joined(|slab| &slab.mask),
+            &offsets,
+            [&joined(|slab| &slab.values), &joined(|slab| &slab.scales)],
+        )
+    }
+
+    /// Rows whose parts are known.
+    ///
+    /// # Arguments
+    /// * `shape`: rows and columns
+    /// * `mask`: a bit per column, 1 = kept, the lowest bit first; rows begin on bytes, bits behind the last column are 0
+    /// * `offsets`: the index of each row's first value, and their number at the end; the bits of the masks agree with them
+    /// * `values`: the bytes of the values, and the f16 scales of 8-bit codes
+    ///
+    /// # Errors
+    /// Fails without memory.
+    ///
+    /// # Panics
+    /// Panics when the parts do not have the sizes of the shape.
+    pub fn of_kept(
+        shape: [usize; 2],
+        form: KeptForm,
+        mask: &[u8],
+        offsets: &[usize],
+        [values, scales]: [&[u8]; 2],
+    ) -> Result<Self> {
+        Self::from_slices(shape, form, &[mask], offsets, [&[values], &[scales]])
+    }
+
+    /// [`CompactPart::of_kept`] of parts that are in several slices, each of whole rows.
+    fn from_slices(
+        [rows, columns]: [usize; 2],
+        form: KeptForm,
+        masks: &[&[u8]],
+        offsets: &[usize],
+        [values, scales]: [&[&[u8]]; 2],
+    ) -> Result<Self> {
+        let words = columns.div_ceil(GROUP);
+        assert_eq!(offsets.len(), rows + 1, "an offset for every row");
+        let mut wide_masks = Vec::with_capacity(rows * words);
+        for mask in masks.iter().flat_map(|masks| masks.chunks_exact(mask_bytes(columns).max(1))) {
+            wide_masks.extend(mask.chunks(8).map(|bytes| {
+                let mut word = [0; 8];
+                word[..bytes.len()].copy_from_slice(bytes);
+                u64::from_le_bytes(word)
+            }));
+        }
+        assert_eq!(wide_masks.len(), rows * words, "a mask for every row");
+        let kept = offsets[rows];
+        let starts = offsets.iter().map(|&at| at as u32).collect();
+        let values = match form {
+            KeptForm::Stored(StoredDtype::F32) => KeptValues::F32(joined(values, kept)?),
+            KeptForm::Stored(StoredDtype::F16) => KeptValues::F16(joined(values, kept)?),
+            KeptForm::Stored(StoredDtype::Bf16) => KeptValues::Bf16(joined(values, kept)?),
+            KeptForm::Codes => {
+                let blocks = columns.div_ceil(SCALE_BLOCK);
+                let mut of_scales = joined(scales, rows * blocks)?;
+                of_scales.truncate(rows * blocks);
+                KeptValues::Codes(Codes {
+                    values: joined(values, kept)?,
+                    scales: of_scales,
+                    blocks,
+                })
+            }
+        };
+        Ok(Self { rows, words, masks: wide_masks, starts, values })
     }
 
     /// Ranges of rows with about as many bytes each.
@@ -337,139 +404,69 @@ impl CompactPart {
         tasks
     }
 
-    #[inline(always)]
-    fn expand_row<E: Copy + Default>(&self, row: usize, values: &[E], out: &mut [E]) {
-        let mut at = self.start(row);
-        for (kept, out) in self.mask(row).iter().zip(out.chunks_mut(GROUP)) {
-            let mut group = [E::default(); GROUP];
-            if let Some(values) = values[at..].first_chunk() {
-                spread(values, *kept, &mut group);
-            }
-            out.copy_from_slice(&group[..out.len()]);
-            at += kept.count_ones() as usize;
-        }
+    /// The row's mask in bytes, and its values.
+    fn row_of<'v, E: bytemuck::NoUninit>(&self, row: usize, values: &'v [E]) -> (&[u8], &'v [u8]) {
+        let values = &values[self.start(row)..self.start(row + 1)];
+        (bytemuck::cast_slice(self.mask(row)), bytemuck::cast_slice(values))
+    }
+
+    fn expand_row<E: bytemuck::Pod>(&self, row: usize, values: &[E], out: &mut [E]) {
+        let (mask, values) = self.row_of(row, values);
+        scatter(size_of::<E>(), values, mask, bytemuck::cast_slice_mut(out));
     }
 
     fn expand_codes(&self, row: usize, codes: &Codes, out: &mut [f32]) {
-        let mut narrow = vec![0; out.len()];
-        self.expand_row(row, &codes.values, &mut narrow);
-        let blocks = out.chunks_mut(SCALE_BLOCK).zip(narrow.chunks(SCALE_BLOCK));
-        for ((out, codes), scale) in blocks.zip(codes.scales_of(row)) {
-            let scale = wide_scale(*scale);
-            out.iter_mut().zip(codes).for_each(|(out, code)| *out = scale * f32::from(*code));
-        }
+        let (mask, values) = self.row_of(row, &codes.values);
+        int8::decode(values, bytemuck::cast_slice(codes.scales_of(row)), mask, out);
     }
 }
 
-/// The mask of every row, and where its kept values begin.
-fn masks_of<E: Copy + Sync>(
-    values: &[E],
-    columns: usize,
-    is_kept: impl Fn(E) -> bool + Sync,
-) -> (Vec<u64>, Vec<u32>) {
-    let words = columns.div_ceil(GROUP);
-    let rows = values.len().checked_div(columns).unwrap_or(0);
-    let mut masks = vec![0u64; rows * words];
-    let both = masks.par_chunks_mut(words.max(1)).zip(values.par_chunks(columns.max(1)));
-    let counts = both.map(|(masks, values)| {
-        for (mask, values) in masks.iter_mut().zip(values.chunks(GROUP)) {
-            let bits = values.iter().enumerate();
-            *mask = bits.fold(0, |mask, (bit, value)| mask | u64::from(is_kept(*value)) << bit);
-        }
-        masks.iter().map(|mask| mask.count_ones()).sum::<u32>()
-    });
-    let counts: Vec<u32> = counts.collect();
-    let mut starts = Vec::with_capacity(rows + 1);
-    starts.push(0);
-    starts.extend(counts.iter().scan(0, |end, count| {
-        *end += count;
-        Some(*end)
-    }));
-    (masks, starts)
+/// Some rows in compact form.
+#[derive(Default)]
+struct Slab {
+    mask: Vec<u8>,
+    counts: Vec<usize>,
+    values: Vec<u8>,
+    scales: Vec<u8>,
 }
 
-/// The kept values of all rows, and a window of unused values.
-fn gather<E: Copy + Default + Send + Sync>(
-    values: &[E],
-    columns: usize,
-    masks: &[u64],
-    starts: &[u32],
-) -> Result<Vec<E>> {
-    let kept = starts.last().map_or(0, |end| *end as usize);
-    let mut out = Vec::new();
-    out.try_reserve_exact(kept + CODES).map_err(|_| {
-        let bytes = ByteSize::of(kept + CODES, size_of::<E>());
+/// The elements of several slices, and a window of unused elements.
+///
+/// # Panics
+/// Panics when there are not `count` elements.
+fn joined<E: bytemuck::Pod>(slices: &[&[u8]], count: usize) -> Result<Vec<E>> {
+    let mut out: Vec<E> = Vec::new();
+    out.try_reserve_exact(count + CODES).map_err(|_| {
+        let bytes = ByteSize::of(count + CODES, size_of::<E>());
         Failure::new(format!("cannot allocate {bytes} for the kept values of a weight matrix"))
     })?;
-    out.resize(kept + CODES, E::default());
-    let mut rest = &mut out[..kept];
-    let mut rows = Vec::with_capacity(starts.len());
-    for pair in starts.windows(2) {
-        let (row, behind) = rest.split_at_mut((pair[1] - pair[0]) as usize);
+    out.resize(count + CODES, E::zeroed());
+    let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut out[..count]);
+    assert_eq!(slices.iter().map(|slice| slice.len()).sum::<usize>(), bytes.len(), "all elements");
+    let mut rest = bytes;
+    for slice in slices {
+        let (own, behind) = rest.split_at_mut(slice.len());
+        own.copy_from_slice(slice);
         rest = behind;
-        rows.push(row);
     }
-    let words = columns.div_ceil(GROUP).max(1);
-    let sources = values.par_chunks(columns.max(1)).zip(masks.par_chunks(words));
-    rows.into_par_iter().zip(sources).for_each(|(out, (values, masks))| {
-        let mut next = 0;
-        for (group, &mask) in values.chunks(GROUP).zip(masks) {
-            let mut left = mask;
-            while left != 0 {
-                out[next] = group[left.trailing_zeros() as usize];
-                next += 1;
-                left &= left - 1;
-            }
-        }
-    });
     Ok(out)
 }
 
-/// The scale of every block: max |w| / 127, rounded up to f16, so that no code is beyond 127.
-///
-/// # Errors
-/// Fails for a weight that is not finite, and for weights beyond the range of the scale.
-fn scales_of(wide: &[f32], columns: usize) -> Result<Vec<f16>> {
-    let rows = wide.par_chunks(columns.max(1));
-    let scales = rows.enumerate().map(|(row, wide)| {
-        wide.chunks(SCALE_BLOCK)
-            .enumerate()
-            .map(|(block, wide)| {
-                let largest = largest(wide);
-                let scale = f16_from_above(largest / 127.0);
-                if !scale.is_finite() {
-                    let first = block * SCALE_BLOCK;
-                    return Err(Failure::new("a weight has no 8-bit code")
-                        .detail(format!(
-                            "row {row}, columns {first} to {}: the largest is {largest}, and 8.3e6 has a code",
-                            first + wide.len() - 1
-                        ))
-                        .hint("leave --weights int8 out"));
-                }
-                Ok(scale)
-            })
-            .collect::<Result<Vec<_>, Failure>>()
-    });
-    let scales = scales.collect::<Result<Vec<_>, Failure>>()?;
-    Ok(scales.concat())
-}
-
-/// The lowest f16 that is not below a number; NaN for NaN.
-fn f16_from_above(value: f32) -> f16 {
-    let nearest = f16::from_f32(value);
-    match nearest.to_f32() < value {
-        true => f16::from_bits(nearest.to_bits() + 1),
-        false => nearest,
+/// Refuses weights that have no 8-bit codes.
+fn check_codes(dense: &StoredMatrix) -> Result<()> {
+    let rows = (0..dense.rows()).into_par_iter();
+    let of_row = |row: usize| {
+        let mut wide = vec![0.0; dense.columns()];
+        dense.widen_rows(row, &mut wide);
+        largest(&wide)
+    };
+    let larger = |a: f32, b: f32| if a.is_nan() || a >= b { a } else { b };
+    let largest = rows.map(of_row).reduce(|| 0.0, larger);
+    if !largest.is_finite() || !int8::fits(largest) {
+        return Err(Failure::new("a matrix has no 8-bit codes")
+            .detail(format!("its largest weight is {largest}; from 2^-10 to 2^15 there are scales"))
+            .hint("use --weights compact")
+            .into());
     }
-}
-
-/// The codes of a row.
-fn encode(wide: &[f32], scales: &[f16], codes: &mut [i8]) {
-    let blocks = wide.chunks(SCALE_BLOCK).zip(codes.chunks_mut(SCALE_BLOCK));
-    for ((wide, codes), scale) in blocks.zip(scales) {
-        let scale = wide_scale(*scale);
-        for (code, w) in codes.iter_mut().zip(wide) {
-            *code = if *w == 0.0 { 0 } else { (w / scale).round_ties_even() as i8 };
-        }
-    }
+    Ok(())
 }

@@ -20,6 +20,7 @@
 //! | `factor` | Cholesky factors and inverses of symmetric positive definite matrices, in place, block by block |
 //! | `gradient` | gradients of a linear y = x·Wᵀ + b, from the gradient of a loss with respect to y |
 //! | `gram` | Gram matrices G = XᵀX of rows that arrive in parts, in f32 |
+//! | `int8` | 8-bit codes of kept weights, with a scale for each row and 128 columns |
 //! | `kernel` | CPU features of the products |
 //! | `linear` | a linear layer with its weight in the stored dtype: y = x·Wᵀ + b |
 //! | `low_rank` | a weight with a low-rank change that keeps its zeros, for training |
@@ -57,6 +58,7 @@ pub mod factor;
 pub(crate) mod golden_tests;
 pub mod gradient;
 pub mod gram;
+pub mod int8;
 pub mod kernel;
 pub mod linear;
 pub mod low_rank;
@@ -77,7 +79,7 @@ pub mod update;
 pub mod weight;
 pub mod workspace;
 
-pub use compact::{CompactMatrix, KeptForm};
+pub use compact::{CompactMatrix, CompactPart, KeptForm};
 pub use linear::Linear;
 pub use low_rank::{LowRank, MaskedLowRank, factor_parts_elements};
 pub use stored::{StoredDtype, StoredMatrix};

@@ -4,9 +4,11 @@ use std::sync::Arc;
 
 use anyhow::Result;
 
-use crate::checkpoint::{TensorEntry, WeightSource};
+use crate::checkpoint::{KeptRows, TensorEntry, WeightSource};
 use crate::failure::Failure;
-use crate::linalg::{CompactMatrix, KeptForm, MatrixAtRest, RowSource, StoredDtype, StoredMatrix};
+use crate::linalg::{
+    CompactMatrix, CompactPart, KeptForm, MatrixAtRest, RowSource, StoredDtype, StoredMatrix,
+};
 
 /// The dtype of a stored tensor.
 ///
@@ -44,10 +46,23 @@ pub(super) fn read_compact(
     let entry = source.require(name, &[rows, columns])?;
     let dtype = stored_dtype(entry)?;
     let row_bytes = columns * dtype.bytes();
-    CompactMatrix::from_rows(rows, columns, form, |rows| {
-        let mut part = StoredMatrix::zeros(dtype, rows.len(), columns)?;
-        source.read(entry, (rows.start * row_bytes) as u64, part.as_bytes_mut())?;
-        Ok(part)
+    CompactMatrix::of_parts(rows, columns, form, |rows| {
+        // A packed checkpoint may have the rows in this form.
+        let mut part = None;
+        source.kept_rows(entry, rows.clone(), &mut |stored| {
+            let is_coded = !stored.scales.is_empty();
+            if is_coded == (form == KeptForm::Codes) {
+                let shape = [rows.len(), columns];
+                let KeptRows { mask, offsets, values, scales } = stored;
+                part = Some(CompactPart::of_kept(shape, form, mask, offsets, [values, scales]));
+            }
+        })?;
+        if let Some(part) = part {
+            return part;
+        }
+        let mut dense = StoredMatrix::zeros(dtype, rows.len(), columns)?;
+        source.read(entry, (rows.start * row_bytes) as u64, dense.as_bytes_mut())?;
+        CompactPart::of(&dense, form)
     })
 }
 

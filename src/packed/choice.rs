@@ -5,10 +5,10 @@
 
 use std::collections::BTreeMap;
 
-use super::int8;
 use super::matrix::{MatrixSize, OWN_METHOD, PackForm, PackedValues, bytes_of};
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Checkpoint, PlannedTensor, WeightSource};
+use crate::linalg::int8;
 use crate::run::packing::{DenseMatrix, PackedTotals, ScannedMatrix};
 
 /// The share of the bytes of all packed matrices that the layout of 2:4 may cost. Its rows begin at known places.

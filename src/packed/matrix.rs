@@ -13,11 +13,11 @@ use clap::ValueEnum;
 use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
 
-use super::int8::GROUP;
 use crate::checkpoint::{Checkpoint, PlannedTensor, TensorEntry, WeightSource};
 use crate::failure::Failure;
 use crate::linalg::StoredDtype;
 use crate::linalg::bitmask::mask_bytes;
+use crate::linalg::int8::GROUP;
 
 /// The format of checkpoints that only this program reads: rounded values are no layout of compressed-tensors.
 pub(super) const OWN_METHOD: &str = "prune-bitmask";

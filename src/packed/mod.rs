@@ -10,14 +10,12 @@
 //! | `pass` | the writing of a packed checkpoint, matrix by matrix |
 //! | `restore` | the writing of the original checkpoint |
 //! | `rows` | [`CompactRows`]: the parts of some rows, read and checked |
-//! | `int8` | rounded values: codes of 8 bits with a scale per row and 128 columns |
 //! | `source` | [`PackedSource`], which reads a packed checkpoint as if its matrices were dense |
 //!
 //! The bit mask itself is `linalg::bitmask`. Embedding, head, norms and biases stay as they are.
 
 pub mod choice;
 pub mod config;
-pub mod int8;
 pub mod matrix;
 pub mod pass;
 pub mod record;

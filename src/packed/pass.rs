@@ -7,7 +7,6 @@ use anyhow::{Context, Result};
 use rayon::prelude::*;
 
 use super::choice::PackChoice;
-use super::int8;
 use super::matrix::{
     BITMASK, COMPRESSED, MatrixSize, PackForm, PackedValues, ROW_OFFSETS, SCALE, SHAPE, module_of,
 };
@@ -20,6 +19,7 @@ use crate::checkpoint::{
 use crate::failure::Failure;
 use crate::linalg::bitmask::{fill_two_of_four, gather, kept, mark, mask_bytes};
 use crate::linalg::convert::widen;
+use crate::linalg::int8;
 use crate::run::{Events, Meter};
 
 /// Bytes that are read at once where memory allows.

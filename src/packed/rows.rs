@@ -7,11 +7,11 @@ use std::ops::Range;
 
 use anyhow::Result;
 
-use super::int8;
 use super::matrix::{OFFSET_BYTES, PackedMatrix, broken};
-use crate::checkpoint::{Checkpoint, WeightSource};
+use crate::checkpoint::{Checkpoint, KeptRows, WeightSource};
 use crate::linalg::bitmask::{has_two_of_four, kept, padding_is_clear, scatter};
 use crate::linalg::convert::narrow;
+use crate::linalg::int8;
 
 /// The parts of consecutive rows. Buffers keep their memory for the next rows.
 #[derive(Debug, Default)]
@@ -137,6 +137,16 @@ impl CompactRows {
         self.offsets.clear();
         self.offsets.extend((0..=rows.len()).map(|row| row * each));
         Ok(rows.start * each)
+    }
+
+    /// The rows as they are stored.
+    pub fn kept(&self) -> KeptRows<'_> {
+        KeptRows {
+            mask: &self.mask,
+            offsets: &self.offsets,
+            values: &self.values,
+            scales: &self.scales,
+        }
     }
 
     /// Restores all rows: bytes of the dense matrix in its dtype.

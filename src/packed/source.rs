@@ -7,6 +7,7 @@
 //! parts as they are stored, for code that computes with them.
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 use std::sync::Arc;
 
 use anyhow::Result;
@@ -18,7 +19,7 @@ use super::matrix::{
 use super::record::PackedRecord;
 use super::rows::CompactRows;
 use crate::bytes::ByteSize;
-use crate::checkpoint::{Checkpoint, TensorEntry, WeightSource};
+use crate::checkpoint::{Checkpoint, KeptRows, TensorEntry, WeightSource};
 use crate::failure::Failure;
 
 /// Bytes of dense rows that a read restores at a time.
@@ -228,6 +229,21 @@ impl WeightSource for PackedSource {
             }
         }
         Ok(())
+    }
+
+    fn kept_rows(
+        &self,
+        entry: &TensorEntry,
+        rows: Range<usize>,
+        take: &mut dyn FnMut(KeptRows<'_>),
+    ) -> Result<bool> {
+        let Some(matrix) = self.matrix_of(entry) else {
+            return Ok(false);
+        };
+        let mut compact = CompactRows::default();
+        compact.read(&self.base, matrix, rows)?;
+        take(compact.kept());
+        Ok(true)
     }
 
     fn place(&self) -> String {

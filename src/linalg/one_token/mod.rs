@@ -29,7 +29,7 @@ use super::compact::CompactMatrix;
 use super::stored::{StoredDtype, StoredMatrix};
 pub(super) use input::{Form, Input, largest};
 use rows::{Instructions, Rows, Task};
-pub(super) use vectors::{CODES, GROUP, spread};
+pub(super) use vectors::{CODES, GROUP};
 
 /// Weight bytes per task: some ten microseconds, long compared with the cost of scheduling.
 pub(super) const TASK_BYTES: usize = 1 << 17;

@@ -2,7 +2,7 @@
 
 use half::bf16;
 
-use super::super::compact::{CompactMatrix, KeptForm};
+use super::super::compact::{CompactMatrix, CompactPart, KeptForm};
 use super::super::stored::{StoredDtype, StoredMatrix};
 use super::rows::Instructions;
 use super::{Form, Input, compact_by, dense_by};
@@ -59,11 +59,11 @@ fn input(x: &[f32]) -> Input {
 
 fn compact(matrix: &StoredMatrix, form: KeptForm) -> CompactMatrix {
     let (dtype, columns) = (matrix.dtype(), matrix.columns());
-    CompactMatrix::from_rows(matrix.rows(), columns, form, |rows| {
+    CompactMatrix::of_parts(matrix.rows(), columns, form, |rows| {
         let mut part = StoredMatrix::zeros(dtype, rows.len(), columns)?;
         let row = columns * dtype.bytes();
         part.as_bytes_mut().copy_from_slice(&matrix.as_bytes()[rows.start * row..rows.end * row]);
-        Ok(part)
+        CompactPart::of(&part, form)
     })
     .unwrap()
 }

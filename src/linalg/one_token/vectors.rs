@@ -96,11 +96,7 @@ impl Stored for i8 {
 
 /// Writes the kept values of a group to their columns, and zeros elsewhere. `values` begins with the first kept value.
 #[inline(always)]
-pub(in super::super) fn spread<E: Copy + Default>(
-    values: &[E; GROUP],
-    kept: u64,
-    out: &mut [E; GROUP],
-) {
+fn spread<E: Copy + Default>(values: &[E; GROUP], kept: u64, out: &mut [E; GROUP]) {
     let mut next = 0;
     for (column, out) in out.iter_mut().enumerate() {
         let bit = (kept >> column) as usize & 1;

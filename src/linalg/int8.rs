@@ -1,4 +1,4 @@
-//! Rounded values: a kept weight w becomes the code round(w / s), and is read as code · s, rounded to the dtype of the matrix.
+//! 8-bit codes: a kept weight w becomes the code round(w / s), and is read as code · s, rounded to the dtype of the matrix.
 //!
 //! s is a scale in f16 for each row and each [`GROUP`] columns: the largest |w| / 127, rounded up. So a code is at most 127, and the error
 //! of a weight is at most s / 2. Zeros are not stored and stay 0; a small kept weight may become 0.
