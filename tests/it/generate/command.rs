@@ -210,10 +210,10 @@ fn mistakes_are_told_with_the_way_out() {
         "",
     );
     refuses(
-        "--prompt x --dtype bf16",
+        "--prompt x --dtype f16",
         2,
-        "error: --dtype bf16: prune generate computes in f32",
-        "hint: leave --dtype out",
+        "error: --dtype f16: prune generate computes in f32 or bf16",
+        "hint: leave --dtype out, or use --dtype bf16",
     );
     refuses(
         "--prompt x --temperature -1",

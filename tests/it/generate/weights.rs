@@ -151,6 +151,6 @@ fn the_choice_is_told_and_a_model_without_zeros_stays_as_stored() {
         chosen.contains("times as fast as dense here") || chosen.contains("compact is"),
         "{chosen}"
     );
-    let dense = ran("m", "--weights int8");
+    let dense = ran("m", "--weights compact");
     assert!(dense.contains("weights      dense: 0 % of the weights are 0"), "{dense}");
 }
