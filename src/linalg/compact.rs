@@ -92,7 +92,7 @@ impl Codes {
 #[inline(always)]
 pub(super) fn wide_scale(scale: f16) -> f32 {
     // The exponents of f16 and f32 begin 112 apart. This is exact for subnormal numbers, too.
-    const BETWEEN: f32 = 5.192_296_9e33;
+    const BETWEEN: f32 = 5.192_297e33;
     f32::from_bits(u32::from(scale.to_bits()) << 13) * BETWEEN
 }
 

@@ -228,12 +228,12 @@ impl Vectors for Avx512Pairs {
 impl Step<bf16, bf16> for Avx512Pairs {
     #[inline(always)]
     fn dense(self, mut sums: Self::Sums, weights: &[bf16; GROUP], x: &[bf16; GROUP]) -> Self::Sums {
-        for half in 0..2 {
-            // SAFETY: a half of 64 elements; `self` exists, so the CPU has the instructions; both registers are 64 bytes.
+        for (half, sum) in sums.iter_mut().enumerate().take(2) {
+            // SAFETY: a half of 64 elements; `self` exists, so the CPU has the instructions.
             unsafe {
                 let weights = _mm512_loadu_si512(weights.as_ptr().add(32 * half).cast());
                 let x = _mm512_loadu_si512(x.as_ptr().add(32 * half).cast());
-                sums[half] = _mm512_dpbf16_ps(sums[half], transmute(weights), transmute(x));
+                *sum = _mm512_dpbf16_ps(*sum, pairs(weights), pairs(x));
             }
         }
         in_turn(sums)
@@ -248,19 +248,25 @@ impl Step<bf16, bf16> for Avx512Pairs {
         x: &[bf16; GROUP],
     ) -> Self::Sums {
         let mut values = values.as_ptr();
-        for half in 0..2 {
+        for (half, sum) in sums.iter_mut().enumerate().take(2) {
             let kept = (kept >> (32 * half)) as u32;
-            // SAFETY: the second half begins after at most 32 values; `self` exists, so the CPU has the instructions; both registers
-            // are 64 bytes.
+            // SAFETY: the second half begins after at most 32 values; `self` exists, so the CPU has the instructions.
             unsafe {
                 let weights = _mm512_maskz_expand_epi16(kept, _mm512_loadu_si512(values.cast()));
                 let x = _mm512_loadu_si512(x.as_ptr().add(32 * half).cast());
-                sums[half] = _mm512_dpbf16_ps(sums[half], transmute(weights), transmute(x));
+                *sum = _mm512_dpbf16_ps(*sum, pairs(weights), pairs(x));
                 values = values.add(kept.count_ones() as usize);
             }
         }
         in_turn(sums)
     }
+}
+
+/// The bits of a register as bf16 pairs.
+#[inline(always)]
+fn pairs(bits: __m512i) -> __m512bh {
+    // SAFETY: both are 64 bytes without invalid values.
+    unsafe { transmute::<__m512i, __m512bh>(bits) }
 }
 
 /// The sums with the other two first, so that four sums take turns.
