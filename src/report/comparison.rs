@@ -104,8 +104,7 @@ impl ComparableRuns {
     }
 
     fn add(&mut self, manifest: &Manifest, point: (f64, f64)) {
-        let dense = manifest.perplexity.dense.map(|report| report.perplexity);
-        if let Some(dense) = dense.filter(is_drawable) {
+        if let Some(dense) = manifest.dense_perplexity().filter(is_drawable) {
             let is_same = |other: &f64| (other - dense).abs() <= SAME_DENSE * dense;
             if !self.dense.iter().any(is_same) {
                 self.dense.push(dense);
@@ -269,6 +268,19 @@ mod tests {
         rounded.manifest.perplexity.dense.as_mut().unwrap().perplexity = 10.000_01;
         let runs = [run("a", "wanda", 0.5, 12.0), other, rounded];
         assert_eq!(RunComparison::of(&runs).groups[0].dense, [10.0, 10.2]);
+    }
+
+    #[test]
+    fn the_perplexity_before_a_recovery_is_not_the_dense_models() {
+        let mut recovered = run("r", "wanda", 0.5, 12.0);
+        made_up::recovered(&mut recovered.manifest);
+        recovered.manifest.perplexity.dense.as_mut().unwrap().perplexity = 219.8;
+        let runs = [run("a", "wanda", 0.5, 30.0), recovered.clone()];
+        let group = &RunComparison::of(&runs).groups[0];
+        assert_eq!(group.dense, [10.0]);
+        assert_eq!(group.series[1].label, "recovered by lora");
+        assert_eq!(group.series[1].points, [(0.5, 12.0)]);
+        assert!(RunComparison::of(&[recovered]).groups[0].dense.is_empty());
     }
 
     #[test]

@@ -57,9 +57,8 @@ fn protocol(text: &TextProtocol) -> String {
 /// Runs side by side, a row each. The perplexity comes first: a narrow screen shows the first columns.
 pub(super) fn side_by_side(runs: &[NamedRun]) -> Table {
     Table::of(runs.iter().map(|NamedRun { name, manifest }| {
-        let measured = &manifest.perplexity;
-        let [dense, pruned] =
-            [measured.dense, measured.pruned].map(|of| of.map(|report| report.perplexity));
+        let dense = manifest.dense_perplexity();
+        let pruned = manifest.perplexity.pruned.map(|report| report.perplexity);
         let (pruning, error) = (manifest.pruning.as_ref(), mean_output_error(manifest));
         [
             ("perplexity", or_dash(manifest.perplexity_of_result(), finite)),
@@ -139,6 +138,23 @@ mod tests {
             assert!(text.contains(expected), "no `{expected}` in {text}");
         }
         assert_eq!(text.matches("seed").count(), 1, "evaluation has none");
+    }
+
+    #[test]
+    fn the_table_has_no_dense_perplexity_of_a_recovery() {
+        let mut manifest = made_up::manifest("wanda", 0.5);
+        made_up::evaluated(&mut manifest, 10.0, 15.0);
+        let pruned = NamedRun { name: "pruned".into(), manifest: manifest.clone() };
+        made_up::recovered(&mut manifest);
+        let recovered = NamedRun { name: "recovered".into(), manifest };
+        let table = side_by_side(&[pruned, recovered]);
+        let cells = |column: &str| -> Vec<&str> {
+            let at = table.columns.iter().position(|of| of == column).unwrap();
+            table.rows.iter().map(|row| row[at].as_str()).collect()
+        };
+        assert_eq!(cells("perplexity"), ["15.0000", "15.0000"]);
+        assert_eq!(cells("dense perplexity"), ["10.0000", "–"]);
+        assert_eq!(cells("pruned / dense"), ["1.5000", "–"]);
     }
 
     #[test]
