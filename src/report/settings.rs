@@ -1,19 +1,24 @@
 //! The tables of a report: settings and protocol, runs side by side, every matrix, and memory samples.
 
 use super::comparison::{NamedRun, method_label};
-use super::format::{Table, duration, finite, minute, or_dash, six_digits, with_seed};
+use minijinja::Value;
+
+use super::format::{
+    Table, duration, finite, minute, or_dash, preformatted, six_digits, with_seed,
+};
 use super::{merges, table};
 use crate::run::manifest::MatrixReport;
 use crate::run::{Manifest, TextProtocol};
 
-/// Names and values of a run's settings and protocol: the table at the end of the run, and the facts that it has no room for.
-pub(super) fn settings(manifest: &Manifest) -> Vec<(String, String)> {
-    let mut rows = table::rows(manifest);
-    let mut row = |name: &str, value: String| rows.push((name.to_string(), value));
+/// Names and values of a run's settings and protocol: the table at the end of the run, and the facts that it has no room for. A
+/// value that is markup is marked as safe.
+pub(super) fn settings(manifest: &Manifest) -> Vec<(String, Value)> {
+    let mut rows: Vec<(String, Value)> =
+        table::rows(manifest).into_iter().map(|(name, value)| (name, value.into())).collect();
+    let mut row = |name: &str, value: String| rows.push((name.to_string(), value.into()));
     row("bytes of the model", manifest.model.bytes.to_string());
     if let Some(merge) = &manifest.merge {
         merges::inputs(merge).into_iter().for_each(|(name, value)| row(name, value));
-        row("recipe", merge.recipe.clone());
     }
     if let Some(drop) = &manifest.layer_drop {
         let scores = drop.deciding_scores().iter();
@@ -46,6 +51,10 @@ pub(super) fn settings(manifest: &Manifest) -> Vec<(String, String)> {
     row("started", minute(manifest.started_unix_seconds));
     row("program", format!("prune {}", manifest.prune_version));
     row("command", manifest.arguments.join(" "));
+    if let Some(merge) = &manifest.merge {
+        let recipe = Value::from_safe_string(preformatted(&merge.recipe));
+        rows.push(("recipe".to_string(), recipe));
+    }
     rows
 }
 

@@ -314,5 +314,8 @@ fn runs_without_pruning_have_the_names_of_what_they_did() {
         let page = fs::read_to_string(place.path("page/report.html")).expect("it was written");
         assert!(page.contains(name), "{run}: no `{name}`");
         assert!(!page.contains(">none<"), "{run}");
+        let is_merge = run == "merged";
+        assert_eq!(page.contains("<pre>merge_method: linear\n"), is_merge, "{run}");
+        assert!(!page.contains("\\n"), "{run}");
     }
 }
