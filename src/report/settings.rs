@@ -4,9 +4,10 @@ use super::comparison::{NamedRun, method_label};
 use minijinja::Value;
 
 use super::format::{
-    Table, duration, finite, minute, or_dash, preformatted, six_digits, with_seed,
+    Table, duration, escape, finite, minute, or_dash, preformatted, six_digits, with_seed,
 };
 use super::{merges, table};
+use crate::run::command_line::quoted;
 use crate::run::manifest::MatrixReport;
 use crate::run::{Manifest, TextProtocol};
 
@@ -50,12 +51,28 @@ pub(super) fn settings(manifest: &Manifest) -> Vec<(String, Value)> {
     row("CPU features", if features.is_empty() { "none".into() } else { features.join(" ") });
     row("started", minute(manifest.started_unix_seconds));
     row("program", format!("prune {}", manifest.prune_version));
-    row("command", manifest.arguments.join(" "));
+    rows.push(("command".to_string(), Value::from_safe_string(command_line(&manifest.arguments))));
     if let Some(merge) = &manifest.merge {
         let recipe = Value::from_safe_string(preformatted(&merge.recipe));
         rows.push(("recipe".to_string(), recipe));
     }
     rows
+}
+
+/// A command line as HTML, quoted for a shell. A browser may break a line after the dashes of a flag, so a short argument is an
+/// element that has no line break.
+fn command_line(arguments: &[String]) -> String {
+    /// Characters of an argument that fit the table on a narrow screen.
+    const SHORT: usize = 24;
+    let arguments = arguments.iter().map(|argument| {
+        let quoted = quoted(std::slice::from_ref(argument));
+        let text = escape(&quoted);
+        match quoted.chars().count() {
+            ..=SHORT => format!("<span>{text}</span>"),
+            _ => text,
+        }
+    });
+    arguments.collect::<Vec<_>>().join(" ")
 }
 
 fn protocol(text: &TextProtocol) -> String {
@@ -164,6 +181,20 @@ mod tests {
         assert_eq!(cells("perplexity"), ["15.0000", "15.0000"]);
         assert_eq!(cells("dense perplexity"), ["10.0000", "–"]);
         assert_eq!(cells("pruned / dense"), ["1.5000", "–"]);
+    }
+
+    #[test]
+    fn the_command_is_quoted_for_a_shell_and_short_arguments_are_not_broken() {
+        let long = "out/".repeat(10);
+        let arguments = ["prune", "--include", "*.q_proj", "a b<c>", "it's", &long];
+        assert_eq!(
+            command_line(&arguments.map(str::to_string)),
+            format!(
+                "<span>prune</span> <span>--include</span> <span>&#x27;*.q_proj&#x27;</span> \
+                 <span>&#x27;a b&lt;c&gt;&#x27;</span> <span>&#x27;it&#x27;\\&#x27;&#x27;s&#x27;</span> {}",
+                escape(&long)
+            )
+        );
     }
 
     #[test]
