@@ -255,6 +255,14 @@ mod tests {
     }
 
     #[test]
+    fn names_of_phases_keep_their_indent() {
+        let html = Report::of(&[run("a", "wanda", 0.5)]).unwrap().html;
+        assert!(html.contains("<th scope=\"row\">  calibrate</th>"), "{html}");
+        let rule = html.lines().find(|line| line.starts_with(".facts th {")).unwrap();
+        assert!(rule.contains("white-space: pre-wrap"), "{rule}");
+    }
+
+    #[test]
     fn several_runs_are_compared_and_their_files_have_names_of_their_own() {
         let report =
             Report::of(&[run("x/a b", "wanda", 0.5), run("x-a-b", "magnitude", 0.5)]).unwrap();
