@@ -173,7 +173,10 @@ pub(super) fn method_label(manifest: &Manifest) -> String {
         return label_without_pruning(manifest);
     };
     let layers = manifest.layer_drop.as_ref();
-    let layers = layers.map(|drop| format!("{} layers dropped", drop.dropped.len()));
+    let layers = layers.map(|drop| match drop.dropped.len() {
+        1 => "1 layer dropped".to_string(),
+        several => format!("{several} layers dropped"),
+    });
     let width = manifest.width_drop.as_ref();
     let width = width.map(|drop| format!("{} of the width dropped", drop.asked));
     let dropped: Vec<String> = layers.into_iter().chain(width).collect();
@@ -205,12 +208,14 @@ fn label_without_pruning(manifest: &Manifest) -> String {
     }
     match &manifest.model.quantization {
         Some(format) => format!("4 bits, {format}"),
-        None => "none".to_string(),
+        None => "–".to_string(),
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
     use crate::report::made_up;
 
@@ -322,5 +327,13 @@ mod tests {
         pruning.sparsity_type = "2:4".into();
         pruning.matrices = 3;
         assert_eq!(method_label(&manifest), "wanda 2:4, 3 of 14 matrices");
+        for (dropped, label) in [(vec![1], "1 layer dropped"), (vec![1, 2], "2 layers dropped")] {
+            let drop = json!({"asked": "auto", "rule": "influence", "dropped": dropped, "kept": [0],
+                "block_influence": [], "angular_distance": [], "parameters": [2, 1], "bytes": [2, 1]});
+            manifest.layer_drop = serde_json::from_value(drop).unwrap();
+            assert_eq!(method_label(&manifest), format!("{label}, wanda 2:4, 3 of 14 matrices"));
+        }
+        manifest.pruning = None;
+        assert_eq!(method_label(&manifest), "–", "an evaluation");
     }
 }

@@ -133,7 +133,7 @@ pub(super) fn every_memory_sample(manifest: &Manifest) -> Table {
             ("checkpoint", sample.checkpoint.clone()),
             ("seconds", format!("{:.2}", sample.seconds)),
             ("memory", sample.anonymous.to_string()),
-            ("most since the last", sample.peak_anonymous.to_string()),
+            ("peak since the last sample", sample.peak_anonymous.to_string()),
         ]
     }))
 }
@@ -164,6 +164,22 @@ mod tests {
             assert!(text.contains(expected), "no `{expected}` in {text}");
         }
         assert_eq!(text.matches("seed").count(), 1, "evaluation has none");
+    }
+
+    #[test]
+    fn the_columns_of_texts_are_those_that_the_style_sheet_aligns_left() {
+        let manifest = made_up::manifest("wanda", 0.5);
+        let columns = side_by_side(&[NamedRun { name: "a".into(), manifest }]).columns;
+        let style = include_str!("page.css");
+        let left = style.lines().find(|line| line.contains("nth-child(2)")).unwrap();
+        assert!(left.ends_with("{ text-align: left; }"), "{left}");
+        let is_left = |at: usize| {
+            let is_last = at + 1 == columns.len() && left.contains(":last-child");
+            is_last || left.contains(&format!(":nth-child({})", at + 1))
+        };
+        let texts = columns.iter().enumerate().filter(|(at, _)| is_left(*at));
+        let texts: Vec<&str> = texts.map(|(_, column)| column.as_str()).collect();
+        assert_eq!(texts, ["run", "method", "dtype"]);
     }
 
     #[test]

@@ -11,7 +11,7 @@ const Y_NUMBERS: i32 = 64;
 /// Room for the numbers of the horizontal axis, and for its name.
 const X_TEXTS: i32 = 52;
 /// Legend entries of at most this many characters stand in two columns.
-const SHORT: usize = 24;
+const SHORT: usize = 26;
 /// Characters of a legend's row in one column.
 const LONG: usize = 54;
 
