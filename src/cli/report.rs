@@ -10,18 +10,23 @@ use serde_json::{Value, json};
 use super::args::MessageArgs;
 use super::console::Console;
 use crate::bytes::LARGEST_RECORD;
-use crate::checkpoint::write_atomic;
+use crate::checkpoint::{CONFIG_FILE, write_atomic};
 use crate::failure::Failure;
 use crate::input::{self, Expected};
 use crate::job::folder::MANIFEST;
+use crate::quantized::config::KEY;
 use crate::report::comparison::NamedRun;
 use crate::report::page::Report;
+use crate::run::command_line::quoted;
 use crate::run::grid::GRID_FILE;
 use crate::run::manifest::SCHEMA;
 use crate::run::{Events, Manifest};
 
 /// The page's name in the report's folder.
 const PAGE: &str = "report.html";
+
+/// Run folders that a message names, at most.
+const RUNS_NAMED: usize = 3;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -125,15 +130,26 @@ fn locate(path: &Path) -> Result<(PathBuf, PathBuf)> {
     if manifest.exists() {
         return Ok((path.to_path_buf(), manifest));
     }
-    let failure = if path.join("config.json").is_file() {
+    let below = runs_in(path);
+    let failure = if path.join(CONFIG_FILE).is_file() {
         let failure = refused(format!("`{shown}` is a model, not a run folder"));
-        match folder.join(MANIFEST).is_file() {
-            true => failure.hint(format!("its run is `{}`", folder.display())),
-            false => failure,
+        if folder.join(MANIFEST).is_file() {
+            failure.hint(format!("its run is `{}`", folder.display()))
+        } else if is_quantized(path) {
+            failure
+                .detail("`prune quantize` and `prune pack` write a model and leave no run")
+                .hint(format!("measure it: prune eval {}", typed(&[path.to_path_buf()])))
+        } else {
+            failure
         }
     } else if path.join(GRID_FILE).is_file() {
         refused(format!("`{shown}` is the folder of a sweep, not a run folder"))
             .hint(format!("name its cells, or make its page again: prune sweep --table {shown}"))
+    } else if !below.is_empty() {
+        let more = if below.len() > RUNS_NAMED { " …" } else { "" };
+        let named = typed(&below[..below.len().min(RUNS_NAMED)]);
+        refused(format!("`{shown}` is not a run folder, it holds run folders"))
+            .hint(format!("name them: prune report {named}{more}"))
     } else if is_begun(path) {
         Failure::new(format!("the run in `{shown}` is not finished"))
             .detail(format!("it has no {MANIFEST}, which is written last"))
@@ -142,6 +158,28 @@ fn locate(path: &Path) -> Result<(PathBuf, PathBuf)> {
         refused(format!("`{shown}` is not a run folder: it has no {MANIFEST}"))
     };
     Err(failure.into())
+}
+
+/// The run folders in a folder, in order.
+fn runs_in(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut runs: Vec<PathBuf> =
+        entries.map(|entry| entry.path()).filter(|path| path.join(MANIFEST).is_file()).collect();
+    runs.sort();
+    runs
+}
+
+/// Paths as a shell takes them.
+fn typed(paths: &[PathBuf]) -> String {
+    let paths: Vec<String> = paths.iter().map(|path| path.display().to_string()).collect();
+    quoted(&paths)
+}
+
+/// Returns true for a model whose matrices are packed or have 4 bits.
+fn is_quantized(model: &Path) -> bool {
+    let bytes = input::read(&model.join(CONFIG_FILE), LARGEST_RECORD, Expected::Json);
+    let config = bytes.ok().and_then(|bytes| serde_json::from_slice::<Value>(&bytes).ok());
+    config.is_some_and(|config| config.get(KEY).is_some_and(|value| !value.is_null()))
 }
 
 /// Returns true where an unfinished run has left files.

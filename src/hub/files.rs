@@ -50,7 +50,7 @@ impl Hub {
             Ok(remote) => remote,
             Err(unanswered) => {
                 let commit = cached().filter(|_| unanswered.is_unreachable);
-                let commit = commit.ok_or(unanswered.failure.clone())?;
+                let commit = commit.ok_or_else(|| transfer.not_answered(&unanswered))?;
                 transfer.warn_of_cache(&unanswered.failure, &commit);
                 return Ok(cache.snapshot(&commit));
             }

@@ -69,6 +69,17 @@ impl HubRepo {
         file.map_or(repo.clone(), |file| format!("`{file}` of {repo}"))
     }
 
+    /// Adds to a failure the reason why a model was sought on the hub: a mistyped path of a folder has the form of an id.
+    pub(super) fn taken_for_id(&self, failure: Failure) -> Failure {
+        if !self.is_model {
+            return failure;
+        }
+        failure.detail(format!(
+            "there is no folder `{}`, so it was taken for an id of the hub",
+            self.id
+        ))
+    }
+
     /// The type of the `hf-hub` library, which builds folder names and addresses.
     pub(super) fn repo(&self) -> Repo {
         let kind = if self.is_model { RepoType::Model } else { RepoType::Dataset };

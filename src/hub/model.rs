@@ -187,9 +187,18 @@ impl Transfer<'_> {
             true => self.cached_model().ok(),
             false => None,
         };
-        let snapshot = cached.ok_or(unanswered.failure.clone())?;
+        let snapshot = cached.ok_or_else(|| self.not_answered(&unanswered))?;
         self.warn_of_cache(&unanswered.failure, &snapshot.commit);
         Ok(snapshot)
+    }
+
+    /// The failure of the first request for a repository.
+    pub(super) fn not_answered(&self, unanswered: &Unanswered) -> Failure {
+        let failure = unanswered.failure.clone();
+        match unanswered.is_unreachable {
+            true => self.repo.taken_for_id(failure),
+            false => failure,
+        }
     }
 
     /// Warns that the cache is used because a request was not answered.
@@ -214,12 +223,16 @@ impl Transfer<'_> {
         };
         let offline = self.hub.settings.offline_for(self.repo);
         let offline = offline.unwrap_or("HF_HUB_OFFLINE");
-        Failure::new(format!(
+        let failure = Failure::new(format!(
             "{} (revision `{}`) is not in the cache, and {offline} forbids to download it",
             self.repo.named(file),
             self.repo.revision()
-        ))
-        .detail(format!("the cache is `{}`", self.hub.settings.cache.display()))
+        ));
+        let failure = match self.cache.commit() {
+            None => self.repo.taken_for_id(failure),
+            Some(_) => failure,
+        };
+        failure.detail(format!("the cache is `{}`", self.hub.settings.cache.display()))
         .hint(format!(
             "run once without {offline} where there is a network, name the right cache with --cache-dir, or give {instead}"
         ))

@@ -152,10 +152,7 @@ fn denied(settings: &HubSettings, request: &HttpRequest<'_>, status: u16, code: 
                 Failure::new(format!("there is no {} `{}` on `{origin}`", repo.noun(), repo.id()))
                     .hint("check the spelling; a private one needs HF_TOKEN")
             };
-            return match repo.noun() {
-                "model" => failure.detail("there is no local folder of that name either"),
-                _ => failure,
-            };
+            return repo.taken_for_id(failure);
         }
     };
     Failure::new(message).hint(hint)

@@ -45,9 +45,39 @@ pub struct ComparableRuns {
 pub struct Series {
     /// `wanda`, `magnitude 2:4`, ...
     pub label: String,
-    calibration: String,
+    calibration: CalibrationLabel,
     /// Sparsity (zeros over weights) and perplexity of each run, ascending in sparsity.
     pub points: Vec<(f64, f64)>,
+}
+
+/// The calibration of a run in a few words; empty where there was none.
+#[derive(Debug, Clone, PartialEq)]
+struct CalibrationLabel {
+    /// Text, size and seed.
+    parts: Vec<String>,
+    /// The beginning of the hash of the tokens.
+    hash: String,
+}
+
+impl CalibrationLabel {
+    fn of(manifest: &Manifest) -> Self {
+        let Some(text) = &manifest.calibration else {
+            return Self { parts: Vec::new(), hash: String::new() };
+        };
+        let size = format!("{} × {}", text.windows, text.seqlen);
+        let seed = format!("seed {}", text.seed.unwrap_or_default());
+        let hash = format!("{:.6}", text.tokens_sha256);
+        Self { parts: vec![text.dataset.clone(), size, seed], hash }
+    }
+
+    /// The parts that are not the same in all calibrations, and the hash where the parts do not tell them apart.
+    fn differing(&self, all: &[&Self]) -> Vec<&str> {
+        let parts = self.parts.iter().enumerate();
+        let parts = parts.filter(|(at, part)| all.iter().any(|of| of.parts.get(*at) != Some(part)));
+        let alike = all.iter().filter(|of| of.parts == self.parts).count();
+        let hash = (alike > 1).then_some(self.hash.as_str());
+        parts.map(|(_, part)| part.as_str()).chain(hash).collect()
+    }
 }
 
 impl<'a> RunComparison<'a> {
@@ -104,14 +134,13 @@ impl ComparableRuns {
     }
 
     fn add(&mut self, manifest: &Manifest, point: (f64, f64)) {
-        let dense = manifest.perplexity.dense.map(|report| report.perplexity);
-        if let Some(dense) = dense.filter(is_drawable) {
+        if let Some(dense) = manifest.dense_perplexity().filter(is_drawable) {
             let is_same = |other: &f64| (other - dense).abs() <= SAME_DENSE * dense;
             if !self.dense.iter().any(is_same) {
                 self.dense.push(dense);
             }
         }
-        let (label, calibration) = (method_label(manifest), calibration_label(manifest));
+        let (label, calibration) = (method_label(manifest), CalibrationLabel::of(manifest));
         let mut series = self.series.iter_mut();
         match series.find(|series| series.label == label && series.calibration == calibration) {
             Some(series) => series.points.push(point),
@@ -119,13 +148,14 @@ impl ComparableRuns {
         }
     }
 
-    /// Sorts points, and names the calibration if a method was run with several.
+    /// Sorts points. If a method was run with several calibrations, adds to the labels the parts in which they differ.
     fn finish(&mut self) {
-        let series = self.series.iter();
-        let labels: Vec<String> = series.map(|series| series.label.clone()).collect();
+        let all = self.series.clone();
         for Series { label, calibration, points } in &mut self.series {
-            if labels.iter().filter(|other| *other == label).count() > 1 {
-                *label = format!("{label}, {calibration}");
+            let same = all.iter().filter(|other| other.label == *label);
+            let same: Vec<&CalibrationLabel> = same.map(|other| &other.calibration).collect();
+            for part in calibration.differing(&same) {
+                *label += &format!(", {part}");
             }
             points.sort_by(|one, other| one.0.total_cmp(&other.0));
         }
@@ -143,7 +173,10 @@ pub(super) fn method_label(manifest: &Manifest) -> String {
         return label_without_pruning(manifest);
     };
     let layers = manifest.layer_drop.as_ref();
-    let layers = layers.map(|drop| format!("{} layers dropped", drop.dropped.len()));
+    let layers = layers.map(|drop| match drop.dropped.len() {
+        1 => "1 layer dropped".to_string(),
+        several => format!("{several} layers dropped"),
+    });
     let width = manifest.width_drop.as_ref();
     let width = width.map(|drop| format!("{} of the width dropped", drop.asked));
     let dropped: Vec<String> = layers.into_iter().chain(width).collect();
@@ -175,24 +208,14 @@ fn label_without_pruning(manifest: &Manifest) -> String {
     }
     match &manifest.model.quantization {
         Some(format) => format!("4 bits, {format}"),
-        None => "none".to_string(),
+        None => "–".to_string(),
     }
-}
-
-/// The calibration in a few words; empty where there was none.
-fn calibration_label(manifest: &Manifest) -> String {
-    let Some(text) = &manifest.calibration else {
-        return String::new();
-    };
-    let seed = text.seed.unwrap_or_default();
-    format!(
-        "{} {} × {}, seed {seed}, {:.6}",
-        text.dataset, text.windows, text.seqlen, text.tokens_sha256
-    )
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
     use crate::report::made_up;
 
@@ -257,8 +280,21 @@ mod tests {
         let runs = [run("a", "wanda", 0.5, 12.0), more];
         let comparison = RunComparison::of(&runs);
         let series = &comparison.groups[0].series;
-        assert_eq!(series.len(), 2);
-        assert!(series[1].label.starts_with("wanda, text 128 × 64, seed 0"), "{}", series[1].label);
+        let labels: Vec<&str> = series.iter().map(|one| one.label.as_str()).collect();
+        assert_eq!(labels, ["wanda, 4 × 64", "wanda, 128 × 64"]);
+    }
+
+    #[test]
+    fn calibrations_with_equal_settings_are_told_apart_by_their_tokens() {
+        let mut other_tokens = run("b", "wanda", 0.6, 12.0);
+        other_tokens.manifest.calibration.as_mut().unwrap().tokens_sha256 = "abcdefghi".into();
+        let mut other_seed = other_tokens.clone();
+        other_seed.manifest.calibration.as_mut().unwrap().seed = Some(7);
+        let runs = [run("a", "wanda", 0.5, 12.0), other_tokens, other_seed];
+        let comparison = RunComparison::of(&runs);
+        let series = comparison.groups[0].series.iter();
+        let labels: Vec<&str> = series.map(|one| one.label.as_str()).collect();
+        assert_eq!(labels, ["wanda, seed 0, 123456", "wanda, seed 0, abcdef", "wanda, seed 7"]);
     }
 
     #[test]
@@ -272,11 +308,32 @@ mod tests {
     }
 
     #[test]
+    fn the_perplexity_before_a_recovery_is_not_the_dense_models() {
+        let mut recovered = run("r", "wanda", 0.5, 12.0);
+        made_up::recovered(&mut recovered.manifest);
+        recovered.manifest.perplexity.dense.as_mut().unwrap().perplexity = 219.8;
+        let runs = [run("a", "wanda", 0.5, 30.0), recovered.clone()];
+        let group = &RunComparison::of(&runs).groups[0];
+        assert_eq!(group.dense, [10.0]);
+        assert_eq!(group.series[1].label, "recovered by lora");
+        assert_eq!(group.series[1].points, [(0.5, 12.0)]);
+        assert!(RunComparison::of(&[recovered]).groups[0].dense.is_empty());
+    }
+
+    #[test]
     fn labels_name_every_setting_that_decides_the_removed_weights() {
         let mut manifest = made_up::manifest("wanda", 0.5);
         let pruning = manifest.pruning.as_mut().unwrap();
         pruning.sparsity_type = "2:4".into();
         pruning.matrices = 3;
         assert_eq!(method_label(&manifest), "wanda 2:4, 3 of 14 matrices");
+        for (dropped, label) in [(vec![1], "1 layer dropped"), (vec![1, 2], "2 layers dropped")] {
+            let drop = json!({"asked": "auto", "rule": "influence", "dropped": dropped, "kept": [0],
+                "block_influence": [], "angular_distance": [], "parameters": [2, 1], "bytes": [2, 1]});
+            manifest.layer_drop = serde_json::from_value(drop).unwrap();
+            assert_eq!(method_label(&manifest), format!("{label}, wanda 2:4, 3 of 14 matrices"));
+        }
+        manifest.pruning = None;
+        assert_eq!(method_label(&manifest), "–", "an evaluation");
     }
 }

@@ -61,6 +61,12 @@ pub(super) fn escape(text: &str) -> String {
     HtmlEscape(&printable(text)).to_string()
 }
 
+/// Text of several lines as an element of HTML that keeps the lines.
+pub(super) fn preformatted(text: &str) -> String {
+    let lines: Vec<String> = text.lines().map(escape).collect();
+    format!("<pre>{}</pre>", lines.join("\n"))
+}
+
 /// A linear's short name: `q` of `model.layers.0.self_attn.q_proj`.
 pub(super) fn short_name(name: &str) -> &str {
     let last = name.rsplit('.').next().unwrap_or(name);
@@ -137,6 +143,14 @@ mod tests {
         assert_eq!(
             escape("<b a=\"1\" c='2'>&\u{1}\u{9b}\u{202e}\u{ffff}"),
             "&lt;b a=&quot;1&quot; c=&#x27;2&#x27;&gt;&amp;\\u{1}\\u{9b}\\u{202e}\\u{ffff}"
+        );
+    }
+
+    #[test]
+    fn preformatted_text_keeps_its_lines_and_nothing_else_that_acts_on_a_page() {
+        assert_eq!(
+            preformatted("a:\n  - \"<b>\"\r\n\u{1b}\n"),
+            "<pre>a:\n  - &quot;&lt;b&gt;&quot;\n\\u{1b}</pre>"
         );
     }
 

@@ -165,9 +165,13 @@ fn pruning_rows(record: &PruningRecord) -> Vec<(&'static str, String)> {
 }
 
 fn patterns(counts: &[PatternCount]) -> String {
-    let name = |count: &PatternCount| count.pattern.clone().unwrap_or("no pattern".into());
+    const NO_PATTERN: &str = "no pattern";
+    let name = |count: &PatternCount| count.pattern.clone().unwrap_or(NO_PATTERN.into());
     match counts {
         [] => "no decoder linears".to_string(),
+        [all] if all.pattern.is_none() => {
+            format!("{NO_PATTERN} in any of {} matrices", all.matrices)
+        }
         [all] => format!("{} in all {} matrices", name(all), all.matrices),
         several => {
             let (shown, rest) = several.split_at(NAMES_SHOWN.min(several.len()));
@@ -349,6 +353,15 @@ mod tests {
         let all = Zeros::of(5, 5);
         let line = row("layer 125", &cell("down", percent(all)).repeat(7), all, "31:32");
         assert!(line.trim_end().len() <= 80, "{}", line.len());
+    }
+
+    #[test]
+    fn patterns_of_all_matrices_are_one_phrase() {
+        let of = |pattern: Option<&str>| {
+            patterns(&[PatternCount { pattern: pattern.map(String::from), matrices: 35 }])
+        };
+        assert_eq!(of(Some("2:4")), "2:4 in all 35 matrices");
+        assert_eq!(of(None), "no pattern in any of 35 matrices");
     }
 
     #[test]

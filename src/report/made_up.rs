@@ -65,3 +65,12 @@ pub(super) fn evaluated(manifest: &mut Manifest, dense: f64, pruned: f64) {
         "tokenizer_sha256": "eeee", "windows": 5, "seqlen": 64, "tokens_used": 320, "tokens_sha256": "5555"});
     manifest.evaluation = serde_json::from_value(text).expect("a text");
 }
+
+/// Makes the run a recovery by factors of rank 2.
+pub(super) fn recovered(manifest: &mut Manifest) {
+    let recovery = json!({"how": "lora", "trains": "factors", "rank": 2, "target_modules": ["q_proj"], "parameters": 80,
+        "optim": "adamw", "rate": 0.001, "steps_of": 1, "states": "f32", "text": manifest.calibration.take(),
+        "examples": [4, 2], "new_zeros": 0});
+    manifest.pruning = None;
+    manifest.recovery = serde_json::from_value(recovery).expect("a recovery");
+}

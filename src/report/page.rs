@@ -31,8 +31,7 @@ impl Report {
     /// Draws the report of these runs, whose names must differ.
     pub fn of(runs: &[NamedRun]) -> Result<Self> {
         let title = match runs {
-            [run] if run.manifest.merge.is_some() => format!("Merge report: {}", run.name),
-            [run] => format!("Pruning report: {}", run.name),
+            [run] => format!("{} report: {}", kind(&run.manifest), run.name),
             _ => format!("Report: {} runs", runs.len()),
         };
         let mut pictures = Vec::new();
@@ -58,6 +57,19 @@ impl Report {
         let versions = versions.into_iter().collect::<Vec<_>>().join(", ");
         let html = render(title, versions, context! { comparison, runs => sections })?;
         Ok(Self { html, pictures })
+    }
+}
+
+/// The first word of the page of a single run.
+fn kind(manifest: &Manifest) -> &'static str {
+    if manifest.merge.is_some() {
+        "Merge"
+    } else if manifest.recovery.is_some() {
+        "Recovery"
+    } else if manifest.pruning.is_some() {
+        "Pruning"
+    } else {
+        "Evaluation"
     }
 }
 
@@ -225,6 +237,29 @@ mod tests {
         assert!(!report.html.contains("Comparison"));
         assert!(report.html.contains("No output errors"));
         assert_eq!(report.html.matches("<figure>").count(), 3);
+    }
+
+    #[test]
+    fn the_title_of_a_run_says_what_the_run_did() {
+        let titled = |run: NamedRun, title: &str| {
+            let html = Report::of(&[run]).unwrap().html;
+            assert!(html.contains(&format!("<h1>{title}</h1>")), "no `{title}`");
+        };
+        titled(run("a", "wanda", 0.5), "Pruning report: a");
+        let mut recovered = run("b", "wanda", 0.5);
+        made_up::recovered(&mut recovered.manifest);
+        titled(recovered, "Recovery report: b");
+        let mut evaluation = run("c", "wanda", 0.5);
+        evaluation.manifest.pruning = None;
+        titled(evaluation, "Evaluation report: c");
+    }
+
+    #[test]
+    fn names_of_phases_keep_their_indent() {
+        let html = Report::of(&[run("a", "wanda", 0.5)]).unwrap().html;
+        assert!(html.contains("<th scope=\"row\">  calibrate</th>"), "{html}");
+        let rule = html.lines().find(|line| line.starts_with(".facts th {")).unwrap();
+        assert!(rule.contains("white-space: pre-wrap"), "{rule}");
     }
 
     #[test]

@@ -1,19 +1,25 @@
 //! The tables of a report: settings and protocol, runs side by side, every matrix, and memory samples.
 
 use super::comparison::{NamedRun, method_label};
-use super::format::{Table, duration, finite, minute, or_dash, six_digits, with_seed};
+use minijinja::Value;
+
+use super::format::{
+    Table, duration, escape, finite, minute, or_dash, preformatted, six_digits, with_seed,
+};
 use super::{merges, table};
+use crate::run::command_line::quoted;
 use crate::run::manifest::MatrixReport;
 use crate::run::{Manifest, TextProtocol};
 
-/// Names and values of a run's settings and protocol: the table at the end of the run, and the facts that it has no room for.
-pub(super) fn settings(manifest: &Manifest) -> Vec<(String, String)> {
-    let mut rows = table::rows(manifest);
-    let mut row = |name: &str, value: String| rows.push((name.to_string(), value));
+/// Names and values of a run's settings and protocol: the table at the end of the run, and the facts that it has no room for. A
+/// value that is markup is marked as safe.
+pub(super) fn settings(manifest: &Manifest) -> Vec<(String, Value)> {
+    let mut rows: Vec<(String, Value)> =
+        table::rows(manifest).into_iter().map(|(name, value)| (name, value.into())).collect();
+    let mut row = |name: &str, value: String| rows.push((name.to_string(), value.into()));
     row("bytes of the model", manifest.model.bytes.to_string());
     if let Some(merge) = &manifest.merge {
         merges::inputs(merge).into_iter().for_each(|(name, value)| row(name, value));
-        row("recipe", merge.recipe.clone());
     }
     if let Some(drop) = &manifest.layer_drop {
         let scores = drop.deciding_scores().iter();
@@ -45,8 +51,28 @@ pub(super) fn settings(manifest: &Manifest) -> Vec<(String, String)> {
     row("CPU features", if features.is_empty() { "none".into() } else { features.join(" ") });
     row("started", minute(manifest.started_unix_seconds));
     row("program", format!("prune {}", manifest.prune_version));
-    row("command", manifest.arguments.join(" "));
+    rows.push(("command".to_string(), Value::from_safe_string(command_line(&manifest.arguments))));
+    if let Some(merge) = &manifest.merge {
+        let recipe = Value::from_safe_string(preformatted(&merge.recipe));
+        rows.push(("recipe".to_string(), recipe));
+    }
     rows
+}
+
+/// A command line as HTML, quoted for a shell. A browser may break a line after the dashes of a flag, so a short argument is an
+/// element that has no line break.
+fn command_line(arguments: &[String]) -> String {
+    /// Characters of an argument that fit the table on a narrow screen.
+    const SHORT: usize = 24;
+    let arguments = arguments.iter().map(|argument| {
+        let quoted = quoted(std::slice::from_ref(argument));
+        let text = escape(&quoted);
+        match quoted.chars().count() {
+            ..=SHORT => format!("<span>{text}</span>"),
+            _ => text,
+        }
+    });
+    arguments.collect::<Vec<_>>().join(" ")
 }
 
 fn protocol(text: &TextProtocol) -> String {
@@ -57,9 +83,8 @@ fn protocol(text: &TextProtocol) -> String {
 /// Runs side by side, a row each. The perplexity comes first: a narrow screen shows the first columns.
 pub(super) fn side_by_side(runs: &[NamedRun]) -> Table {
     Table::of(runs.iter().map(|NamedRun { name, manifest }| {
-        let measured = &manifest.perplexity;
-        let [dense, pruned] =
-            [measured.dense, measured.pruned].map(|of| of.map(|report| report.perplexity));
+        let dense = manifest.dense_perplexity();
+        let pruned = manifest.perplexity.pruned.map(|report| report.perplexity);
         let (pruning, error) = (manifest.pruning.as_ref(), mean_output_error(manifest));
         [
             ("perplexity", or_dash(manifest.perplexity_of_result(), finite)),
@@ -108,7 +133,7 @@ pub(super) fn every_memory_sample(manifest: &Manifest) -> Table {
             ("checkpoint", sample.checkpoint.clone()),
             ("seconds", format!("{:.2}", sample.seconds)),
             ("memory", sample.anonymous.to_string()),
-            ("most since the last", sample.peak_anonymous.to_string()),
+            ("peak since the last sample", sample.peak_anonymous.to_string()),
         ]
     }))
 }
@@ -139,6 +164,53 @@ mod tests {
             assert!(text.contains(expected), "no `{expected}` in {text}");
         }
         assert_eq!(text.matches("seed").count(), 1, "evaluation has none");
+    }
+
+    #[test]
+    fn the_columns_of_texts_are_those_that_the_style_sheet_aligns_left() {
+        let manifest = made_up::manifest("wanda", 0.5);
+        let columns = side_by_side(&[NamedRun { name: "a".into(), manifest }]).columns;
+        let style = include_str!("page.css");
+        let left = style.lines().find(|line| line.contains("nth-child(2)")).unwrap();
+        assert!(left.ends_with("{ text-align: left; }"), "{left}");
+        let is_left = |at: usize| {
+            let is_last = at + 1 == columns.len() && left.contains(":last-child");
+            is_last || left.contains(&format!(":nth-child({})", at + 1))
+        };
+        let texts = columns.iter().enumerate().filter(|(at, _)| is_left(*at));
+        let texts: Vec<&str> = texts.map(|(_, column)| column.as_str()).collect();
+        assert_eq!(texts, ["run", "method", "dtype"]);
+    }
+
+    #[test]
+    fn the_table_has_no_dense_perplexity_of_a_recovery() {
+        let mut manifest = made_up::manifest("wanda", 0.5);
+        made_up::evaluated(&mut manifest, 10.0, 15.0);
+        let pruned = NamedRun { name: "pruned".into(), manifest: manifest.clone() };
+        made_up::recovered(&mut manifest);
+        let recovered = NamedRun { name: "recovered".into(), manifest };
+        let table = side_by_side(&[pruned, recovered]);
+        let cells = |column: &str| -> Vec<&str> {
+            let at = table.columns.iter().position(|of| of == column).unwrap();
+            table.rows.iter().map(|row| row[at].as_str()).collect()
+        };
+        assert_eq!(cells("perplexity"), ["15.0000", "15.0000"]);
+        assert_eq!(cells("dense perplexity"), ["10.0000", "–"]);
+        assert_eq!(cells("pruned / dense"), ["1.5000", "–"]);
+    }
+
+    #[test]
+    fn the_command_is_quoted_for_a_shell_and_short_arguments_are_not_broken() {
+        let long = "out/".repeat(10);
+        let arguments = ["prune", "--include", "*.q_proj", "a b<c>", "it's", &long];
+        assert_eq!(
+            command_line(&arguments.map(str::to_string)),
+            format!(
+                "<span>prune</span> <span>--include</span> <span>&#x27;*.q_proj&#x27;</span> \
+                 <span>&#x27;a b&lt;c&gt;&#x27;</span> <span>&#x27;it&#x27;\\&#x27;&#x27;s&#x27;</span> {}",
+                escape(&long)
+            )
+        );
     }
 
     #[test]

@@ -122,6 +122,13 @@ impl Manifest {
         measured.into_iter().filter_map(|(name, report)| Some((name, report?)))
     }
 
+    /// The perplexity of the dense model of a run that prunes; `None` where it was not measured, and for every other run: `dense` is
+    /// the perplexity before the training of a recovery, and the result of an evaluation.
+    pub fn dense_perplexity(&self) -> Option<f64> {
+        let dense = self.pruning.as_ref().and(self.perplexity.dense);
+        dense.filter(|_| self.recovery.is_none()).map(|report| report.perplexity)
+    }
+
     /// The perplexity of the model that the run made, or of the model that it measured; `None` where it was not measured.
     pub fn perplexity_of_result(&self) -> Option<f64> {
         let report = match &self.merge {

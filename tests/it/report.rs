@@ -214,6 +214,7 @@ fn what_is_no_finished_run_of_ours_is_refused() {
     refused("report nowhere", 2, "there is no run folder `nowhere`");
     refused("report empty", 2, "`empty` is not a run folder: it has no run.json");
     refused("report m", 2, "`m` is a model, not a run folder");
+    refused("report m", 2, "hint: name the folder that --save named");
     refused("report train.txt", 2, "`train.txt` is not a run folder");
     refused("report begun", 1, "the run in `begun` is not finished");
     refused("report newer", 1, "its schema is 99, this program reads up to 1");
@@ -226,6 +227,28 @@ fn what_is_no_finished_run_of_ours_is_refused() {
     // 64 MiB is the most that is read; the file takes no room on the disk.
     endless.set_len((64 << 20) + 1).expect("a sparse file");
     refused("report other", 1, "it is larger than 64.00 MiB");
+}
+
+#[test]
+fn folders_that_hold_runs_and_models_without_a_run_get_the_command_to_type() {
+    let place = Place::new();
+    let hint = |arguments: &str, hint: &str| {
+        let ran = place.run(arguments);
+        assert_eq!(ran.code, 2, "{arguments:?}: {}", ran.stderr);
+        let last = ran.stderr.trim_end().lines().next_back();
+        assert_eq!(last, Some(hint), "{arguments:?}: {}", ran.stderr);
+    };
+    let run = |name: &str| {
+        fs::create_dir_all(place.path(name)).expect("a new folder");
+        fs::write(place.path(name).join("run.json"), "{}").expect("a new file");
+    };
+    ["out/b", "out/a"].into_iter().for_each(run);
+    hint("report out", "hint: name them: prune report out/a out/b");
+    ["out/c", "out/d"].into_iter().for_each(run);
+    hint("report out", "hint: name them: prune report out/a out/b out/c …");
+    let quantized = place.run("quantize --model m --to nf4 --save out/nf4");
+    assert_eq!(quantized.code, 0, "{}", quantized.stderr);
+    hint("report out/nf4", "hint: measure it: prune eval out/nf4");
 }
 
 #[test]
@@ -314,5 +337,8 @@ fn runs_without_pruning_have_the_names_of_what_they_did() {
         let page = fs::read_to_string(place.path("page/report.html")).expect("it was written");
         assert!(page.contains(name), "{run}: no `{name}`");
         assert!(!page.contains(">none<"), "{run}");
+        let is_merge = run == "merged";
+        assert_eq!(page.contains("<pre>merge_method: linear\n"), is_merge, "{run}");
+        assert!(!page.contains("\\n"), "{run}");
     }
 }

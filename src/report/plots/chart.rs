@@ -11,7 +11,9 @@ const Y_NUMBERS: i32 = 64;
 /// Room for the numbers of the horizontal axis, and for its name.
 const X_TEXTS: i32 = 52;
 /// Legend entries of at most this many characters stand in two columns.
-const SHORT: usize = 24;
+const SHORT: usize = 26;
+/// Characters of a legend's row in one column.
+const LONG: usize = 54;
 
 /// Height of a bar with the space around it.
 const ROW: i32 = 26;
@@ -56,7 +58,14 @@ impl Chart<'_> {
     pub(super) fn draw(&self) -> String {
         let is_short = |series: &ChartSeries| series.label.chars().count() <= SHORT;
         let columns = if self.series.iter().all(is_short) { 2 } else { 1 };
-        let top = HEADER + LEGEND_ROW * self.series.len().div_ceil(columns) as i32 + 8;
+        let entries: Vec<Vec<String>> =
+            self.series.iter().map(|series| wrapped(&series.label)).collect();
+        // Entries that stand in two columns have one row each.
+        let rows = match columns {
+            1 => entries.iter().map(Vec::len).sum(),
+            _ => entries.len().div_ceil(columns),
+        };
+        let top = HEADER + LEGEND_ROW * rows as i32 + 8;
         let (left, right, bottom) = (Y_NUMBERS, WIDTH - 16, top + PLOT);
         let across = |value: f64| self.x.place(value, [left, right]);
         let up = |value: f64| self.y.place(value, [bottom, top]);
@@ -76,11 +85,18 @@ impl Chart<'_> {
         sheet.line(MUTED, "", &[[left, top], [left, bottom], [right, bottom]]);
         let name = Letters { color: MUTED, ..letters("middle") };
         sheet.text(self.x_name, [(left + WIDTH) / 2, bottom + X_TEXTS - 13], name);
-        for (index, series) in self.series.iter().enumerate() {
-            let (column, row) = ((index % columns) as i32, (index / columns) as i32);
-            let [x, y] = [8 + column * WIDTH / 2, HEADER + LEGEND_ROW * row + LEGEND_ROW / 2];
+        let mut row = 0;
+        for (index, (series, entry)) in self.series.iter().zip(&entries).enumerate() {
+            let column = index % columns;
+            let [x, y] =
+                [8 + column as i32 * WIDTH / 2, HEADER + LEGEND_ROW * row + LEGEND_ROW / 2];
             series.trace(&mut sheet, index, &[[x, y], [x + 24, y]], &[[x + 12, y]]);
-            sheet.text(&series.label, [x + 32, y], letters("start"));
+            for (line, text) in (0..).zip(entry) {
+                sheet.text(text, [x + 32, y + LEGEND_ROW * line], letters("start"));
+            }
+            if column + 1 == columns {
+                row += entry.len() as i32;
+            }
             let points = series.points.iter();
             let points: Vec<_> = match series.form {
                 SeriesForm::Level => {
@@ -91,6 +107,29 @@ impl Chart<'_> {
             series.trace(&mut sheet, index, &points, &points);
         }
         sheet.finish(bottom + X_TEXTS, self.title, self.description)
+    }
+}
+
+/// A legend's entry in rows of at most [`LONG`] characters, at least one. A longer word is cut.
+fn wrapped(label: &str) -> Vec<String> {
+    let mut rows: Vec<String> = vec![String::new()];
+    let length = |text: &str| text.chars().count();
+    for word in label.split_whitespace() {
+        let word = cut(word);
+        match rows.last_mut() {
+            Some(row) if row.is_empty() => *row = word,
+            Some(row) if length(row) + 1 + length(&word) <= LONG => *row += &format!(" {word}"),
+            _ => rows.push(word),
+        }
+    }
+    rows
+}
+
+/// A word that fits a row of the legend.
+fn cut(word: &str) -> String {
+    match word.chars().count() {
+        ..=LONG => word.to_string(),
+        _ => word.chars().take(LONG - 1).chain(['…']).collect(),
     }
 }
 
@@ -176,12 +215,31 @@ mod tests {
         assert!(svg.contains("points=\"64,226 464,226\""), "{svg}");
     }
 
+    fn height(svg: String) -> i32 {
+        let text = svg.split("height=\"").nth(1).unwrap();
+        text.split('"').next().unwrap().parse().unwrap()
+    }
+
+    #[test]
+    fn an_entry_that_is_longer_than_a_row_goes_on_in_the_next() {
+        let long = "wanda 2:4, ratios per layer, 12 of 35 matrices, 128 × 2048, seed 7";
+        let svg = chart([long, "two"]);
+        // Two rows for the long entry, a row for each of the others: the plot begins at 52 + 88 + 8.
+        let text = |x: i32, y: i32, text: &str| {
+            let start = format!("<text x=\"{x}\" y=\"{y}\" ");
+            svg.lines()
+                .any(|line| line.starts_with(&start) && line.ends_with(&format!(">{text}</text>")))
+        };
+        assert!(text(40, 63, "wanda 2:4, ratios per layer, 12 of 35 matrices, 128 ×"), "{svg}");
+        assert!(text(40, 85, "2048, seed 7"), "{svg}");
+        assert!(text(40, 107, "two") && text(40, 129, "dense"), "{svg}");
+        assert!(svg.contains("points=\"64,270 464,270\""), "{svg}");
+        assert_eq!(wrapped(&"x".repeat(60)), [format!("{}…", "x".repeat(53))]);
+        assert_eq!(wrapped(""), [""]);
+    }
+
     #[test]
     fn long_names_get_a_legend_of_one_column() {
-        let height = |svg: String| -> i32 {
-            let text = svg.split("height=\"").nth(1).unwrap();
-            text.split('"').next().unwrap().parse().unwrap()
-        };
         let long = "wanda, variant, 12 of 35 matrices";
         assert_eq!(height(chart(["one", long])), height(chart(["one", "two"])) + LEGEND_ROW);
     }

@@ -33,7 +33,7 @@ fn over_time(manifest: &Manifest) -> Figure {
     let gpus = samples.iter().filter_map(|sample| Some(at(sample.seconds, sample.gpu?.allocated)));
     let mut series = vec![
         ChartSeries::new("at the sample", SeriesForm::Line, now),
-        ChartSeries::new("most since the last", SeriesForm::Line, peak),
+        ChartSeries::new("peak since the last sample", SeriesForm::Line, peak),
         ChartSeries::new("allocated on GPUs", SeriesForm::Line, gpus),
     ];
     series.retain(|series| !series.points.is_empty());
@@ -116,6 +116,7 @@ mod tests {
         assert!(figure.svg.contains("time since the run began, minutes"));
         assert!(figure.svg.contains("memory, MiB"));
         assert!(figure.caption.contains("100.00 MiB"), "{}", figure.caption);
+        assert!(figure.svg.contains(">peak since the last sample</text>"), "{}", figure.svg);
         // A line per measure; the axes add theirs.
         for color in ["#0072b2", "#d55e00"] {
             let line = format!("stroke=\"{color}\" stroke-width=\"2\" points=");

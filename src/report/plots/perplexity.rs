@@ -15,9 +15,13 @@ pub fn figure(group: &ComparableRuns) -> Option<Figure> {
     let series = series.map(|series| {
         ChartSeries::new(&series.label, SeriesForm::Marked, series.points.iter().copied())
     });
+    let dense = match group.dense[..] {
+        [] => "",
+        _ => "; the dashed line is the dense model",
+    };
     let caption = format!(
-        "Perplexity of the pruned models over the share of their weights that is zero, one line per method; the dashed line \
-         is the dense model. All measured on {}.",
+        "Perplexity of the pruned models over the share of their weights that is zero, one line per method{dense}. All measured \
+         on {}.",
         group.description
     );
     draw(series.collect(), &group.dense, caption)

@@ -55,6 +55,11 @@ fn a_gated_model_asks_for_the_licence_and_the_token() {
     assert!(!server.seen().iter().any(|request| request.path.contains("safetensors")));
 }
 
+/// The detail of a failure for an id that may be a mistyped path.
+fn taken_for_id(id: &str) -> String {
+    format!("  there is no folder `{id}`, so it was taken for an id of the hub\n")
+}
+
 #[test]
 fn what_is_not_there_and_tokens_that_are_not_valid_are_told_apart() {
     let (server, place) = with_model();
@@ -66,7 +71,7 @@ fn what_is_not_there_and_tokens_that_are_not_valid_are_told_apart() {
         &format!("error: there is no model `some-owner/Tiny-Lama` on `{host}`"),
         "hint: check the spelling; a private one needs HF_TOKEN",
     );
-    assert!(ran.stderr.contains("there is no local folder of that name either"), "{}", ran.stderr);
+    assert!(ran.stderr.contains(&taken_for_id("some-owner/Tiny-Lama")), "{}", ran.stderr);
     refuses(
         &mut command(&place, &server, &unknown),
         1,
@@ -224,7 +229,8 @@ fn without_network_or_offline_the_ways_out_are_named() {
             ),
         )
     };
-    unreachable(&mut command(&place, &server, QUICK));
+    let ran = unreachable(&mut command(&place, &server, QUICK));
+    assert!(ran.stderr.contains(&taken_for_id(MODEL)), "{}", ran.stderr);
     let offline = "run once without HF_HUB_OFFLINE where there is a network, name the right cache with --cache-dir, or give";
     let ran = refuses(
         command(&place, &server, QUICK).env("HF_HUB_OFFLINE", "1"),
@@ -234,6 +240,7 @@ fn without_network_or_offline_the_ways_out_are_named() {
         ),
         &format!("hint: {offline} a local folder to --model"),
     );
+    assert!(ran.stderr.contains(&taken_for_id(MODEL)), "{}", ran.stderr);
     assert!(
         ran.stderr.contains(&format!("the cache is `{}`", place.path("hf/hub").display())),
         "{}",
