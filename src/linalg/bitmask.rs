@@ -6,6 +6,9 @@
 
 use pulp::{Arch, Simd, WithSimd};
 
+/// Columns of a word of a mask.
+pub const WORD: usize = 64;
+
 /// Columns of a byte of a mask.
 const EIGHT: usize = 8;
 

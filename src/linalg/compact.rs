@@ -16,18 +16,14 @@ use anyhow::Result;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use super::bitmask::{gather, kept, mark, mask_bytes, scatter};
+use super::bitmask::{WORD, gather, kept, mark, mask_bytes, scatter};
 use super::buffer_pool::grow;
 use super::int8;
-use super::linear::rows_at_once;
-use super::one_token::{CODES, GROUP, TASK_BYTES, largest};
+use super::parts::{TASK_BYTES, rows_at_once};
 use super::product::Values;
 use super::stored::{StoredDtype, StoredMatrix};
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
-
-/// Columns that share a scale.
-pub const SCALE_BLOCK: usize = CODES;
 
 /// The form of kept values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -195,10 +191,10 @@ impl CompactMatrix {
 
     /// Bytes of a matrix with this number of kept weights.
     pub fn bytes(rows: usize, columns: usize, kept: usize, form: KeptForm) -> ByteSize {
-        let row = size_of::<u64>() * columns.div_ceil(GROUP) + size_of::<u32>();
+        let row = size_of::<u64>() * columns.div_ceil(WORD) + size_of::<u32>();
         let (value, scales) = match form {
             KeptForm::Stored(dtype) => (dtype.bytes(), 0),
-            KeptForm::Codes => (1, size_of::<f16>() * columns.div_ceil(SCALE_BLOCK)),
+            KeptForm::Codes => (1, size_of::<f16>() * columns.div_ceil(int8::GROUP)),
         };
         ByteSize((rows * (row + scales) + kept * value) as u64)
     }
@@ -353,7 +349,7 @@ impl CompactPart {
         offsets: &[usize],
         [values, scales]: [&[&[u8]]; 2],
     ) -> Result<Self> {
-        let words = columns.div_ceil(GROUP);
+        let words = columns.div_ceil(WORD);
         assert_eq!(offsets.len(), rows + 1, "an offset for every row");
         let mut wide_masks = Vec::with_capacity(rows * words);
         for mask in masks.iter().flat_map(|masks| masks.chunks_exact(mask_bytes(columns).max(1))) {
@@ -371,7 +367,7 @@ impl CompactPart {
             KeptForm::Stored(StoredDtype::F16) => KeptValues::F16(joined(values, kept)?),
             KeptForm::Stored(StoredDtype::Bf16) => KeptValues::Bf16(joined(values, kept)?),
             KeptForm::Codes => {
-                let blocks = columns.div_ceil(SCALE_BLOCK);
+                let blocks = columns.div_ceil(int8::GROUP);
                 let mut of_scales = joined(scales, rows * blocks)?;
                 of_scales.truncate(rows * blocks);
                 KeptValues::Codes(Codes {
@@ -436,11 +432,11 @@ struct Slab {
 /// Panics when there are not `count` elements.
 fn joined<E: bytemuck::Pod>(slices: &[&[u8]], count: usize) -> Result<Vec<E>> {
     let mut out: Vec<E> = Vec::new();
-    out.try_reserve_exact(count + CODES).map_err(|_| {
-        let bytes = ByteSize::of(count + CODES, size_of::<E>());
+    out.try_reserve_exact(count + int8::GROUP).map_err(|_| {
+        let bytes = ByteSize::of(count + int8::GROUP, size_of::<E>());
         Failure::new(format!("cannot allocate {bytes} for the kept values of a weight matrix"))
     })?;
-    out.resize(count + CODES, E::zeroed());
+    out.resize(count + int8::GROUP, E::zeroed());
     let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut out[..count]);
     assert_eq!(slices.iter().map(|slice| slice.len()).sum::<usize>(), bytes.len(), "all elements");
     let mut rest = bytes;
@@ -458,7 +454,7 @@ fn check_codes(dense: &StoredMatrix) -> Result<()> {
     let of_row = |row: usize| {
         let mut wide = vec![0.0; dense.columns()];
         dense.widen_rows(row, &mut wide);
-        largest(&wide)
+        int8::largest(&wide)
     };
     let larger = |a: f32, b: f32| if a.is_nan() || a >= b { a } else { b };
     let largest = rows.map(of_row).reduce(|| 0.0, larger);

@@ -12,7 +12,7 @@
 use anyhow::Result;
 
 use super::Linear;
-use super::parts::{LEAST_COLUMNS, parts};
+use super::parts::{LEAST_COLUMNS, parts, rows_at_once};
 use super::product::{Factor, ProductJob, Strided, Values};
 use super::profile::Part;
 use super::weight::{ProductContext, Weight};
@@ -63,7 +63,7 @@ impl Linear {
             }
             weight @ (Weight::Compact(_) | Weight::AtRest(_)) => {
                 // Some rows of W at a time: each adds its part of the sums.
-                for part in parts(inner, super::linear::rows_at_once(columns), LEAST_COLUMNS) {
+                for part in parts(inner, rows_at_once(columns), LEAST_COLUMNS) {
                     let before = context.watch.enter(Part::Read);
                     let ProductContext { packed, read, .. } = context;
                     let values = weight.restored(part.clone(), read)?;

@@ -23,6 +23,14 @@ pub fn fits(largest: f32) -> bool {
     largest == 0.0 || (MAGNITUDES[0]..=MAGNITUDES[1]).contains(&largest)
 }
 
+/// max |x|; NaN where x has a NaN.
+pub fn largest(x: &[f32]) -> f32 {
+    x.iter().fold(0.0f32, |largest, x| match x.abs() {
+        x if largest.is_nan() || x <= largest => largest,
+        x => x,
+    })
+}
+
 /// The scale of a group with this largest magnitude, rounded up.
 fn scale_of(largest: f32) -> f16 {
     let exact = largest / LARGEST_CODE;
@@ -41,8 +49,7 @@ fn scale_of(largest: f32) -> f16 {
 pub fn encode(row: &[f32], mask: &[u8], scales: &mut Vec<u8>, codes: &mut Vec<u8>) {
     // 128 columns are 16 whole bytes of the mask.
     for (group, bits) in row.chunks(GROUP).zip(mask.chunks(GROUP / 8)) {
-        let largest = group.iter().fold(0.0f32, |largest, weight| largest.max(weight.abs()));
-        let scale = scale_of(largest);
+        let scale = scale_of(largest(group));
         scales.extend_from_slice(&scale.to_le_bytes());
         let scale = scale.to_f32();
         for (at, weight) in group.iter().enumerate() {

@@ -11,15 +11,12 @@ use anyhow::Result;
 use rayon::prelude::*;
 
 use super::one_token;
-use super::parts::{LEAST_COLUMNS, largest_part, parts};
+use super::parts::{LEAST_COLUMNS, largest_part, parts, rows_at_once};
 use super::permute;
 use super::product::{self, Factor, Kernel, PackedWeight, ProductJob};
 use super::profile::Part;
 use super::stored::StoredMatrix;
 use super::weight::{ProductContext, Weight};
-
-/// Elements of a weight at rest that are read at once: 16 MiB of f32, about the size of an L3 cache.
-const ELEMENTS_AT_ONCE: usize = 1 << 22;
 
 /// A weight `[out_features, in_features]` and an optional bias `[out_features]`.
 #[derive(Debug, Clone)]
@@ -316,11 +313,6 @@ fn multiply(
     }
     context.watch.move_to(Part::Pack, context.packed.take_time());
     Ok(())
-}
-
-/// Upper bound of the rows that are read at once.
-pub(super) fn rows_at_once(in_features: usize) -> usize {
-    (ELEMENTS_AT_ONCE / in_features.max(1)).max(64)
 }
 
 #[cfg(test)]

@@ -30,6 +30,17 @@ pub fn largest_part(total: usize, at_most: usize, at_least: usize) -> usize {
     total.div_ceil(count(total, at_most, at_least))
 }
 
+/// Elements of a weight that are read or expanded at once: 16 MiB of f32, about the size of an L3 cache.
+const ELEMENTS_AT_ONCE: usize = 1 << 22;
+
+/// Upper bound of the rows of a weight that are read or expanded at once.
+pub(super) fn rows_at_once(in_features: usize) -> usize {
+    (ELEMENTS_AT_ONCE / in_features.max(1)).max(64)
+}
+
+/// Weight bytes of a task that multiplies rows with one token: some ten microseconds, long compared with the cost of scheduling.
+pub(super) const TASK_BYTES: usize = 1 << 17;
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -2,6 +2,7 @@
 
 use half::bf16;
 
+use super::super::int8::largest;
 use super::vectors::{CODES, CodedInput, GROUP};
 
 /// The form of the input.
@@ -62,14 +63,6 @@ fn group<X: Copy + Default>(x: &[f32], of: impl Fn(f32) -> X) -> Group<X> {
     let mut group = Group([X::default(); GROUP]);
     group.0.iter_mut().zip(x).for_each(|(out, x)| *out = of(*x));
     group
-}
-
-/// max |x|; NaN where x has a NaN.
-pub(in super::super) fn largest(x: &[f32]) -> f32 {
-    x.iter().fold(0.0f32, |largest, x| match x.abs() {
-        x if largest.is_nan() || x <= largest => largest,
-        x => x,
-    })
 }
 
 /// The codes of a block and their scale. Of a block with an infinite number or NaN, the scale is NaN, and so is the product.

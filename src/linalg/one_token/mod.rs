@@ -26,13 +26,10 @@ mod vectors;
 use rayon::prelude::*;
 
 use super::compact::CompactMatrix;
+use super::parts::TASK_BYTES;
 use super::stored::{StoredDtype, StoredMatrix};
-pub(super) use input::{Form, Input, largest};
+pub(super) use input::{Form, Input};
 use rows::{Instructions, Rows, Task};
-pub(super) use vectors::{CODES, GROUP};
-
-/// Weight bytes per task: some ten microseconds, long compared with the cost of scheduling.
-pub(super) const TASK_BYTES: usize = 1 << 17;
 
 /// Returns whether this CPU multiplies bf16 pairs in the products of one token.
 pub fn has_pairs() -> bool {

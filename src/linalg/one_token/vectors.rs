@@ -9,11 +9,14 @@
 
 use half::{bf16, f16};
 
+use super::super::bitmask::WORD;
+use super::super::int8;
+
 /// Columns of a group: the bits of a mask's word.
-pub(in super::super) const GROUP: usize = 64;
+pub(super) const GROUP: usize = WORD;
 
 /// Columns that share a scale of 8-bit codes.
-pub(in super::super) const CODES: usize = 2 * GROUP;
+pub(super) const CODES: usize = int8::GROUP;
 
 /// The sums of a row on one set of instructions. A value of such a type exists only where the CPU has these instructions.
 pub(super) trait Vectors: Copy {
