@@ -1,0 +1,151 @@
+//! Products of one token with matrices from memory: dense, without zeros, and as 8-bit codes, beside a loop that only reads the dense matrix.
+//!
+//! ```text
+//! cargo bench --bench one_token                        2048 x 8192 and 4096 x 11008, one thread and all
+//! cargo bench --bench one_token -- 4096 11008 0.6 2    rows, columns, share of zeros, threads
+//! ```
+//!
+//! Matrices of bf16 rotate through more than a last-level cache. Every round measures all forms in turn; the medians are printed. GB/s are
+//! bytes of the form, and `x` is the speed compared with dense.
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use half::bf16;
+use prune::linalg::linear::SingleToken;
+use prune::linalg::product::Kernel;
+use prune::linalg::{
+    CodedActivations, CompactMatrix, CompactPart, KeptForm, Linear, ProductContext, Products,
+    StoredDtype, StoredMatrix, Weight,
+};
+
+/// Bytes of all dense matrices together.
+const TOTAL_BYTES: usize = 180 << 20;
+const ROUNDS: usize = 15;
+
+/// A form of the matrices, and how it is multiplied.
+struct Form {
+    name: &'static str,
+    matrices: Vec<Linear>,
+    context: Option<ProductContext>,
+}
+
+fn main() {
+    let words: Vec<String> = std::env::args().skip(1).filter(|word| !word.starts_with('-')).collect();
+    let numbers: Vec<f64> = words.iter().filter_map(|word| word.parse().ok()).collect();
+    if numbers.len() < words.len() {
+        // The filter of another bench.
+        return;
+    }
+    if let [rows, columns, zeros, threads] = numbers[..] {
+        return measure([rows as usize, columns as usize], zeros, threads as usize);
+    }
+    let all = std::thread::available_parallelism().map_or(1, usize::from);
+    for shape in [[2048, 8192], [4096, 11008]] {
+        for zeros in [0.5, 0.6, 0.7] {
+            for threads in [1, all] {
+                measure(shape, zeros, threads);
+            }
+        }
+    }
+}
+
+fn measure([rows, columns]: [usize; 2], zeros: f64, threads: usize) {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
+    println!("\n{rows} x {columns}, {:.0} % zeros, {threads} threads", 100.0 * zeros);
+    let count = (TOTAL_BYTES / (2 * rows * columns)).max(1);
+    let mut forms = forms(count, [rows, columns], zeros);
+    let x: Vec<f32> = (0..columns).map(|at| (at as f32 * 0.37).sin()).collect();
+    let mut out = vec![0.0; rows];
+    let mut times = vec![Vec::new(); forms.len()];
+    for _ in 0..ROUNDS {
+        for (form, times) in forms.iter_mut().zip(&mut times) {
+            let began = Instant::now();
+            pool.install(|| {
+                for linear in &form.matrices {
+                    match &mut form.context {
+                        None => drop(black_box(linear.weight().read_through())),
+                        Some(context) => linear
+                            .forward(&x, &mut out, SingleToken::MatrixVector, context)
+                            .expect("the weight is in memory"),
+                    }
+                }
+            });
+            times.push(began.elapsed().as_secs_f64() / form.matrices.len() as f64);
+        }
+    }
+    let medians: Vec<f64> = times.into_iter().map(median).collect();
+    for (form, seconds) in forms.iter().zip(&medians) {
+        let bytes = form.matrices[0].weight().bytes_held().0 as f64;
+        println!(
+            "{:<22} {:>7.0} ns/row {:>6.1} GB/s   x {:.2}",
+            form.name,
+            1e9 * seconds / rows as f64,
+            bytes / seconds / 1e9,
+            medians[1] / seconds
+        );
+    }
+}
+
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+/// All forms of `count` random matrices, the loop that only reads first, then dense.
+fn forms(count: usize, [rows, columns]: [usize; 2], zeros: f64) -> Vec<Form> {
+    let dense: Vec<StoredMatrix> =
+        (0..count).map(|seed| random([rows, columns], zeros, seed as u64)).collect();
+    let compact = |form: KeptForm| -> Vec<Linear> {
+        let of_matrix = |matrix: &StoredMatrix| {
+            let compact = CompactMatrix::of_parts(rows, columns, form, |range| {
+                let mut part = StoredMatrix::zeros(StoredDtype::Bf16, range.len(), columns)?;
+                let bytes = &matrix.as_bytes()[2 * columns * range.start..2 * columns * range.end];
+                part.as_bytes_mut().copy_from_slice(bytes);
+                CompactPart::of(&part, form)
+            });
+            Linear::new(Weight::Compact(compact.expect("finite weights")), None)
+        };
+        dense.iter().map(of_matrix).collect()
+    };
+    let stored = || dense.iter().map(|matrix| Linear::new(matrix.clone(), None)).collect();
+    let context = |products, activations| {
+        let mut context = ProductContext::new();
+        (context.products, context.activations) = (products, activations);
+        Some(context)
+    };
+    let (f32, int8) = (CodedActivations::F32, CodedActivations::Int8);
+    let kept = KeptForm::Stored(StoredDtype::Bf16);
+    let mut forms = vec![
+        Form { name: "only read", matrices: stored(), context: None },
+        Form { name: "dense", matrices: stored(), context: context(Products::F32, f32) },
+        Form { name: "compact", matrices: compact(kept), context: context(Products::F32, f32) },
+    ];
+    if let Some(bf16) = Kernel::best_bf16().map(Products::Bf16) {
+        forms.push(Form { name: "dense, bf16 x", matrices: stored(), context: context(bf16, f32) });
+        let matrices = compact(kept);
+        forms.push(Form { name: "compact, bf16 x", matrices, context: context(bf16, f32) });
+    }
+    for (name, activations) in [("int8", int8), ("int8, f32 x", f32)] {
+        let matrices = compact(KeptForm::Codes);
+        forms.push(Form { name, matrices, context: context(Products::F32, activations) });
+    }
+    forms
+}
+
+/// A matrix of bf16 with random weights between -0.5 and 0.5.
+fn random([rows, columns]: [usize; 2], zeros: f64, seed: u64) -> StoredMatrix {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut matrix =
+        StoredMatrix::zeros(StoredDtype::Bf16, rows, columns).expect("memory for a matrix");
+    for element in matrix.as_bytes_mut().as_chunks_mut::<2>().0 {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        if (state >> 40) as f64 / f64::from(1u32 << 24) >= zeros {
+            let weight = (state & 0xffff) as f32 / 65536.0 - 0.5;
+            *element = bf16::from_f32(weight).to_le_bytes();
+        }
+    }
+    matrix
+}
