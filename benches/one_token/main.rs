@@ -31,7 +31,8 @@ struct Form {
 }
 
 fn main() {
-    let words: Vec<String> = std::env::args().skip(1).filter(|word| !word.starts_with('-')).collect();
+    let words: Vec<String> =
+        std::env::args().skip(1).filter(|word| !word.starts_with('-')).collect();
     let numbers: Vec<f64> = words.iter().filter_map(|word| word.parse().ok()).collect();
     if numbers.len() < words.len() {
         // The filter of another bench.

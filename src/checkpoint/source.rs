@@ -17,6 +17,7 @@ use sha2::{Digest, Sha256};
 
 use super::folder::{FolderWeights, find_weights};
 use super::header::{Header, OutputHeader, TensorEntry};
+use super::kept_rows::KeptRows;
 use super::missing::missing;
 use super::naming::Naming;
 use crate::bytes::{ByteSize, hex};
@@ -26,19 +27,6 @@ use crate::input::{self, Expected};
 
 /// Bytes that [`Checkpoint::fingerprint`] hashes at each of three places of a tensor.
 const FINGERPRINT_BYTES: usize = 512;
-
-/// Some rows of a matrix that is stored without its zeros.
-#[derive(Debug, Clone, Copy)]
-pub struct KeptRows<'a> {
-    /// A bit per column, 1 = kept, the lowest bit first. Every row begins on a byte.
-    pub mask: &'a [u8],
-    /// The index of each row's first value, and their number at the end.
-    pub offsets: &'a [usize],
-    /// The bytes of the values, in the dtype of the matrix, or 8-bit codes.
-    pub values: &'a [u8],
-    /// The f16 scales of 8-bit codes; empty for other values.
-    pub scales: &'a [u8],
-}
 
 /// A source of weights: tensors by name, their bytes by range.
 pub trait WeightSource: Send + Sync {

@@ -24,12 +24,12 @@ pub struct Generator {
     config: Arc<ModelConfig>,
     layers: LayerStore,
     head: Head,
-    arithmetic: Arithmetic,
+    arithmetic: DecodingArithmetic,
 }
 
 /// The arithmetic of a generating model.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Arithmetic {
+pub struct DecodingArithmetic {
     /// Products of stored weights.
     pub products: Products,
     /// Activations of products with 8-bit codes.
@@ -60,12 +60,12 @@ impl Generator {
         let head = Head::load(&*source, &config).context("in the head")?;
         let (layer_source, layer_config) = (Arc::clone(&source), Arc::clone(&config));
         let layers = LayerStore::load(layer_source, layer_config, residency, forms, events)?;
-        Ok(Self { source, config, layers, head, arithmetic: Arithmetic::default() })
+        Ok(Self { source, config, layers, head, arithmetic: DecodingArithmetic::default() })
     }
 
     /// The same model with this arithmetic.
     #[must_use]
-    pub fn with_arithmetic(self, arithmetic: Arithmetic) -> Self {
+    pub fn with_arithmetic(self, arithmetic: DecodingArithmetic) -> Self {
         Self { arithmetic, ..self }
     }
 

@@ -6,13 +6,13 @@ use anyhow::{Context, Result};
 
 use super::opened::OpenedModel;
 use super::recorder::Recorder;
-use super::weight_choice::{self, SettledWeights};
+use super::weight_choice::{self, MemoryRoom, SettledWeights};
 use crate::bytes::ByteSize;
 use crate::checkpoint::WeightSource;
 use crate::data::{ChatTemplate, TextStream, Tokenizer};
 use crate::failure::Failure;
 use crate::generation::{
-    Arithmetic, Generated, GenerationRequest, Generator, Sampler, Sampling, decoding_speed,
+    DecodingArithmetic, Generated, GenerationRequest, Generator, Sampler, Sampling, decoding_speed,
     generate as write, stop_ids, stop_warning,
 };
 use crate::linalg::Products;
@@ -105,7 +105,7 @@ struct Writer {
     budget: Option<ByteSize>,
     residency: Residency,
     forms: WeightForms,
-    arithmetic: Arithmetic,
+    arithmetic: DecodingArithmetic,
     bench: bool,
 }
 
@@ -148,11 +148,11 @@ impl Writer {
         let held = memory::resident().map_or(ByteSize::ZERO, |resident| resident.anonymous);
         let sizes = Generator::sizes(&model.config, model.dtypes(), capacity, model.threads, held);
         let budget = budget(&settings.device, held);
-        let arithmetic = Arithmetic {
+        let arithmetic = DecodingArithmetic {
             products: if asks_for_bf16 { model.products } else { Products::F32 },
             activations: settings.weights.activations,
         };
-        let room = (sizes, budget.unwrap_or(ByteSize(u64::MAX)));
+        let room = MemoryRoom { sizes, budget: budget.unwrap_or(ByteSize(u64::MAX)) };
         let SettledWeights { forms, residency } =
             weight_choice::settle(&model, settings.weights.weights, arithmetic, room, events)?;
         if settings.bench && residency.streamed() > 0 {

@@ -11,7 +11,7 @@ use anyhow::Result;
 
 use super::opened::OpenedModel;
 use crate::bytes::ByteSize;
-use crate::generation::{Arithmetic, Generator};
+use crate::generation::{DecodingArithmetic, Generator};
 use crate::linalg::ProductContext;
 use crate::linalg::linear::SingleToken;
 use crate::model::{DecoderLayer, KeptShares, WeightForm, WeightForms};
@@ -28,18 +28,24 @@ pub(super) struct SettledWeights {
     pub residency: Residency,
 }
 
+/// Sizes of a model, and the memory for it.
+pub(super) struct MemoryRoom {
+    pub sizes: Sizes,
+    pub budget: ByteSize,
+}
+
 /// Settles the form of the matrices and the place of the layers, and tells the choice.
 ///
 /// # Arguments
-/// * `sizes`: with dense matrices
+/// * `room`: the sizes with dense matrices, and the memory that may be used
 ///
 /// # Errors
 /// Fails when a matrix cannot be read, and where a single layer does not fit.
 pub(super) fn settle(
     model: &OpenedModel,
     choice: WeightChoice,
-    arithmetic: Arithmetic,
-    (sizes, budget): (Sizes, ByteSize),
+    arithmetic: DecodingArithmetic,
+    MemoryRoom { sizes, budget }: MemoryRoom,
     events: &dyn Events,
 ) -> Result<SettledWeights> {
     let settled = |forms: WeightForms, sizes: &Sizes| -> Result<SettledWeights> {
@@ -83,7 +89,11 @@ pub(super) fn settle(
 }
 
 /// Times the products of a token with the matrices of the first layer, without and with their zeros.
-fn times_as_fast(model: &OpenedModel, forms: &WeightForms, arithmetic: Arithmetic) -> Result<f64> {
+fn times_as_fast(
+    model: &OpenedModel,
+    forms: &WeightForms,
+    arithmetic: DecodingArithmetic,
+) -> Result<f64> {
     let (source, config) = (&*model.source, &model.config);
     let layers =
         [DecoderLayer::load(source, config, 0)?, DecoderLayer::load_in(source, config, 0, forms)?];

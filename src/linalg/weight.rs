@@ -14,7 +14,7 @@ use serde::Serialize;
 
 use super::buffer_pool::grow;
 use super::compact::{CompactMatrix, KeptForm};
-use super::one_token::{self, Form, Input};
+use super::one_token::{self, Input, InputForm};
 use super::product::{Kernel, Packed, Values};
 use super::profile::Watch;
 use super::stored::{StoredDtype, StoredMatrix};
@@ -347,14 +347,14 @@ impl Weight {
     }
 
     /// The form in which the product of one token takes its input. `None` for a weight at rest.
-    pub(super) fn one_token_form(&self, context: &ProductContext) -> Option<Form> {
+    pub(super) fn one_token_form(&self, context: &ProductContext) -> Option<InputForm> {
         let rounds = matches!(context.products, Products::Bf16(_));
         match self {
             Self::Held(matrix) => Some(one_token::form_of(matrix.dtype(), rounds)),
             Self::Compact(matrix) => Some(match (matrix.form(), context.activations) {
                 (KeptForm::Stored(dtype), _) => one_token::form_of(dtype, rounds),
-                (KeptForm::Codes, CodedActivations::F32) => Form::Wide,
-                (KeptForm::Codes, CodedActivations::Int8) => Form::Codes,
+                (KeptForm::Codes, CodedActivations::F32) => InputForm::Wide,
+                (KeptForm::Codes, CodedActivations::Int8) => InputForm::Codes,
             }),
             Self::AtRest(_) => None,
         }

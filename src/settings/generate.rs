@@ -5,9 +5,7 @@ use serde::Serialize;
 
 use super::device::DeviceSettings;
 use super::model::ModelSettings;
-use crate::generation::Sampling;
-use crate::linalg::CodedActivations;
-use crate::model::WeightForm;
+use crate::generation::{CodedActivations, Sampling, WeightForm};
 
 /// Settings of `prune generate`.
 #[derive(Debug, Clone)]

@@ -7,7 +7,7 @@ use super::vectors::{CODES, CodedInput, GROUP};
 
 /// The form of the input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in super::super) enum Form {
+pub(in super::super) enum InputForm {
     /// f32.
     Wide,
     /// Rounded to bf16.
@@ -19,38 +19,38 @@ pub(in super::super) enum Form {
 /// The elements of a group, on cache lines of their own.
 #[derive(Debug, Clone, Copy)]
 #[repr(align(64))]
-pub(super) struct Group<X>(pub [X; GROUP]);
+pub(super) struct InputGroup<X>(pub [X; GROUP]);
 
 /// An input in one or more forms. The memory is kept for the next input.
 #[derive(Debug, Default)]
 pub(in super::super) struct Input {
-    wide: Vec<Group<f32>>,
-    pairs: Vec<Group<bf16>>,
+    wide: Vec<InputGroup<f32>>,
+    pairs: Vec<InputGroup<bf16>>,
     codes: Vec<(CodedInput, f32)>,
 }
 
 impl Input {
     /// Takes another input. Forms that are not asked for are empty.
-    pub(in super::super) fn set(&mut self, x: &[f32], has: impl Fn(Form) -> bool) {
+    pub(in super::super) fn set(&mut self, x: &[f32], has: impl Fn(InputForm) -> bool) {
         self.wide.clear();
         self.pairs.clear();
         self.codes.clear();
-        if has(Form::Wide) {
+        if has(InputForm::Wide) {
             self.wide.extend(x.chunks(GROUP).map(|x| group(x, |x| x)));
         }
-        if has(Form::Pairs) {
+        if has(InputForm::Pairs) {
             self.pairs.extend(x.chunks(GROUP).map(|x| group(x, bf16::from_f32)));
         }
-        if has(Form::Codes) {
+        if has(InputForm::Codes) {
             self.codes.extend(x.chunks(CODES).map(coded));
         }
     }
 
-    pub(super) fn wide(&self) -> &[Group<f32>] {
+    pub(super) fn wide(&self) -> &[InputGroup<f32>] {
         &self.wide
     }
 
-    pub(super) fn pairs(&self) -> &[Group<bf16>] {
+    pub(super) fn pairs(&self) -> &[InputGroup<bf16>] {
         &self.pairs
     }
 
@@ -59,8 +59,8 @@ impl Input {
     }
 }
 
-fn group<X: Copy + Default>(x: &[f32], of: impl Fn(f32) -> X) -> Group<X> {
-    let mut group = Group([X::default(); GROUP]);
+fn group<X: Copy + Default>(x: &[f32], of: impl Fn(f32) -> X) -> InputGroup<X> {
+    let mut group = InputGroup([X::default(); GROUP]);
     group.0.iter_mut().zip(x).for_each(|(out, x)| *out = of(*x));
     group
 }

@@ -28,8 +28,8 @@ use rayon::prelude::*;
 use super::compact::CompactMatrix;
 use super::parts::TASK_BYTES;
 use super::stored::{StoredDtype, StoredMatrix};
-pub(super) use input::{Form, Input};
-use rows::{Instructions, Rows, Task};
+pub(super) use input::{Input, InputForm};
+use rows::{Instructions, PartRows, RowTask, Rows};
 
 /// Returns whether this CPU multiplies bf16 pairs in the products of one token.
 pub fn has_pairs() -> bool {
@@ -40,7 +40,7 @@ pub fn has_pairs() -> bool {
 ///
 /// # Panics
 /// Panics when `out` does not have a value per row, or the input does not have W's columns.
-pub(super) fn dense(weight: &StoredMatrix, input: &Input, form: Form, out: &mut [f32]) {
+pub(super) fn dense(weight: &StoredMatrix, input: &Input, form: InputForm, out: &mut [f32]) {
     dense_by(Instructions::best(), weight, input, form, out);
 }
 
@@ -48,7 +48,7 @@ fn dense_by(
     instructions: Instructions,
     weight: &StoredMatrix,
     input: &Input,
-    form: Form,
+    form: InputForm,
     out: &mut [f32],
 ) {
     assert_eq!(out.len(), weight.rows(), "out must be [rows]");
@@ -60,7 +60,7 @@ fn dense_by(
     let task = |(number, out): (usize, &mut [f32])| {
         let first = number * rows_at_once;
         let rows = Rows::Dense(weight.values_of(first..first + out.len()));
-        instructions.multiply(Task { rows, columns, input, form, out });
+        instructions.multiply(RowTask { rows, columns, input, form, out });
     };
     if out.len() <= rows_at_once {
         task((0, out));
@@ -73,7 +73,7 @@ fn dense_by(
 ///
 /// # Panics
 /// Panics as [`dense`].
-pub(super) fn compact(weight: &CompactMatrix, input: &Input, form: Form, out: &mut [f32]) {
+pub(super) fn compact(weight: &CompactMatrix, input: &Input, form: InputForm, out: &mut [f32]) {
     compact_by(Instructions::best(), weight, input, form, out);
 }
 
@@ -81,7 +81,7 @@ fn compact_by(
     instructions: Instructions,
     weight: &CompactMatrix,
     input: &Input,
-    form: Form,
+    form: InputForm,
     out: &mut [f32],
 ) {
     assert_eq!(out.len(), weight.rows(), "out must be [rows]");
@@ -91,7 +91,13 @@ fn compact_by(
     for (part, rows) in weight.tasks() {
         let (out, behind) = rest.split_at_mut(rows.len());
         rest = behind;
-        tasks.push(Task { rows: Rows::Kept(part, rows.start), columns, input, form, out });
+        tasks.push(RowTask {
+            rows: Rows::Kept(PartRows { part, first: rows.start }),
+            columns,
+            input,
+            form,
+            out,
+        });
     }
     match tasks.len() {
         0 | 1 => tasks.into_iter().for_each(|task| instructions.multiply(task)),
@@ -103,9 +109,9 @@ fn compact_by(
 ///
 /// # Arguments
 /// * `rounds`: factors are rounded to bf16 where the CPU multiplies pairs
-pub(super) fn form_of(dtype: StoredDtype, rounds: bool) -> Form {
+pub(super) fn form_of(dtype: StoredDtype, rounds: bool) -> InputForm {
     match dtype {
-        StoredDtype::Bf16 if rounds && has_pairs() => Form::Pairs,
-        StoredDtype::F32 | StoredDtype::F16 | StoredDtype::Bf16 => Form::Wide,
+        StoredDtype::Bf16 if rounds && has_pairs() => InputForm::Pairs,
+        StoredDtype::F32 | StoredDtype::F16 | StoredDtype::Bf16 => InputForm::Wide,
     }
 }

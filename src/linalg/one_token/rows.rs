@@ -16,7 +16,7 @@ use super::super::product::Values;
 use super::avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
 use super::avx512::{Avx512, Avx512Pairs};
-use super::input::{Form, Group, Input};
+use super::input::{Input, InputForm, InputGroup};
 use super::vectors::{CODES, CodeFactors, GROUP, Portable, Step, Vectors};
 
 /// Bytes between the weights that are multiplied and the weights that are asked for.
@@ -30,16 +30,23 @@ const LINE: usize = 64;
 pub(super) enum Rows<'a> {
     /// `[rows, columns]` as stored.
     Dense(Values<'a>),
-    /// Rows of a part of a compact matrix, from this row of the part on.
-    Kept(&'a CompactPart, usize),
+    /// Rows of a compact matrix.
+    Kept(PartRows<'a>),
+}
+
+/// Rows of a part of a compact matrix, from the row `first` of the part on.
+#[derive(Clone, Copy)]
+pub(super) struct PartRows<'a> {
+    pub part: &'a CompactPart,
+    pub first: usize,
 }
 
 /// Rows, the input, and the memory for a product per row.
-pub(super) struct Task<'a> {
+pub(super) struct RowTask<'a> {
     pub rows: Rows<'a>,
     pub columns: usize,
     pub input: &'a Input,
-    pub form: Form,
+    pub form: InputForm,
     pub out: &'a mut [f32],
 }
 
@@ -87,9 +94,11 @@ impl Instructions {
     ///
     /// # Panics
     /// Panics when the rows do not have the task's columns, and for a form of input that the set does not multiply.
-    pub(super) fn multiply(self, task: Task<'_>) {
+    pub(super) fn multiply(self, task: RowTask<'_>) {
         match self {
-            Self::Portable(portable) if task.form == Form::Pairs => multiply_pairs(portable, task),
+            Self::Portable(portable) if task.form == InputForm::Pairs => {
+                multiply_pairs(portable, task)
+            }
             Self::Portable(portable) => multiply(portable, task),
             // SAFETY: the value exists, so the CPU has the instructions.
             #[cfg(target_arch = "x86_64")]
@@ -106,59 +115,59 @@ impl Instructions {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c,popcnt,bmi2")]
-fn on_avx2(avx2: Avx2, task: Task<'_>) {
+fn on_avx2(avx2: Avx2, task: RowTask<'_>) {
     multiply(avx2, task);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c,popcnt,bmi2,avx512f,avx512bw,avx512dq,avx512vl")]
-fn on_avx512(avx512: Avx512, task: Task<'_>) {
+fn on_avx512(avx512: Avx512, task: RowTask<'_>) {
     multiply(avx512, task);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c,popcnt,bmi2,avx512f,avx512bw,avx512dq,avx512vl")]
 #[target_feature(enable = "avx512bf16,avx512vbmi2,avx512vnni")]
-fn on_avx512_pairs(pairs: Avx512Pairs, task: Task<'_>) {
+fn on_avx512_pairs(pairs: Avx512Pairs, task: RowTask<'_>) {
     match task.form {
-        Form::Pairs => multiply_pairs(pairs, task),
-        Form::Wide | Form::Codes => multiply(pairs, task),
+        InputForm::Pairs => multiply_pairs(pairs, task),
+        InputForm::Wide | InputForm::Codes => multiply(pairs, task),
     }
 }
 
 /// Products in f32, and of 8-bit codes.
 #[inline(always)]
-fn multiply<V>(v: V, task: Task<'_>)
+fn multiply<V>(v: V, task: RowTask<'_>)
 where
     V: Step<f32, f32> + Step<f16, f32> + Step<bf16, f32> + Step<i8, f32>,
 {
-    let Task { rows, columns, input, form, out } = task;
+    let RowTask { rows, columns, input, form, out } = task;
     let x = input.wide();
     match rows {
         Rows::Dense(Values::F32(values)) => dense(v, values, columns, x, out),
         Rows::Dense(Values::F16(values)) => dense(v, values, columns, x, out),
         Rows::Dense(Values::Bf16(values)) => dense(v, values, columns, x, out),
-        Rows::Kept(part, first) => match part.values() {
-            KeptValues::F32(values) => kept(v, part, first, values, x, out),
-            KeptValues::F16(values) => kept(v, part, first, values, x, out),
-            KeptValues::Bf16(values) => kept(v, part, first, values, x, out),
-            KeptValues::Codes(codes) if form == Form::Codes => {
-                codes_by_codes(v, part, first, codes, input, out);
+        Rows::Kept(rows) => match rows.part.values() {
+            KeptValues::F32(values) => kept(v, rows, values, x, out),
+            KeptValues::F16(values) => kept(v, rows, values, x, out),
+            KeptValues::Bf16(values) => kept(v, rows, values, x, out),
+            KeptValues::Codes(codes) if form == InputForm::Codes => {
+                codes_by_codes(v, rows, codes, input, out);
             }
-            KeptValues::Codes(codes) => codes_by_floats(v, part, first, codes, x, out),
+            KeptValues::Codes(codes) => codes_by_floats(v, rows, codes, x, out),
         },
     }
 }
 
 /// Products of bf16 pairs.
 #[inline(always)]
-fn multiply_pairs<V: Step<bf16, bf16>>(v: V, task: Task<'_>) {
-    let Task { rows, columns, input, out, .. } = task;
+fn multiply_pairs<V: Step<bf16, bf16>>(v: V, task: RowTask<'_>) {
+    let RowTask { rows, columns, input, out, .. } = task;
     let x = input.pairs();
     match rows {
         Rows::Dense(Values::Bf16(values)) => dense(v, values, columns, x, out),
-        Rows::Kept(part, first) => match part.values() {
-            KeptValues::Bf16(values) => kept(v, part, first, values, x, out),
+        Rows::Kept(rows) => match rows.part.values() {
+            KeptValues::Bf16(values) => kept(v, rows, values, x, out),
             _ => unreachable!("only bf16 weights have an input of pairs"),
         },
         Rows::Dense(_) => unreachable!("only bf16 weights have an input of pairs"),
@@ -183,7 +192,7 @@ fn dense<V: Step<E, X>, E: Copy + Default, X>(
     v: V,
     values: &[E],
     columns: usize,
-    x: &[Group<X>],
+    x: &[InputGroup<X>],
     out: &mut [f32],
 ) {
     let asks = asks_for_dense();
@@ -220,10 +229,9 @@ fn asks_for_dense() -> bool {
 #[inline(always)]
 fn kept<V: Step<E, X>, E, X>(
     v: V,
-    part: &CompactPart,
-    first: usize,
+    PartRows { part, first }: PartRows<'_>,
     values: &[E],
-    x: &[Group<X>],
+    x: &[InputGroup<X>],
     out: &mut [f32],
 ) {
     for (y, row) in out.iter_mut().zip(first..) {
@@ -246,10 +254,9 @@ fn kept<V: Step<E, X>, E, X>(
 #[inline(always)]
 fn codes_by_floats<V: Step<i8, f32>>(
     v: V,
-    part: &CompactPart,
-    first: usize,
+    PartRows { part, first }: PartRows<'_>,
     codes: &Codes,
-    x: &[Group<f32>],
+    x: &[InputGroup<f32>],
     out: &mut [f32],
 ) {
     for (y, row) in out.iter_mut().zip(first..) {
@@ -273,8 +280,7 @@ fn codes_by_floats<V: Step<i8, f32>>(
 #[inline(always)]
 fn codes_by_codes<V: Vectors>(
     v: V,
-    part: &CompactPart,
-    first: usize,
+    PartRows { part, first }: PartRows<'_>,
     codes: &Codes,
     input: &Input,
     out: &mut [f32],

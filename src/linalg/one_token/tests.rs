@@ -5,7 +5,7 @@ use half::bf16;
 use super::super::compact::{CompactMatrix, CompactPart, KeptForm};
 use super::super::stored::{StoredDtype, StoredMatrix};
 use super::rows::Instructions;
-use super::{Form, Input, compact_by, dense_by};
+use super::{Input, InputForm, compact_by, dense_by};
 
 const DTYPES: [StoredDtype; 3] = [StoredDtype::F32, StoredDtype::F16, StoredDtype::Bf16];
 
@@ -68,13 +68,18 @@ fn compact(matrix: &StoredMatrix, form: KeptForm) -> CompactMatrix {
     .unwrap()
 }
 
-fn product(by: Instructions, matrix: &StoredMatrix, x: &Input, form: Form) -> Vec<f32> {
+fn product(by: Instructions, matrix: &StoredMatrix, x: &Input, form: InputForm) -> Vec<f32> {
     let mut out = vec![f32::NAN; matrix.rows()];
     dense_by(by, matrix, x, form, &mut out);
     out
 }
 
-fn product_of_kept(by: Instructions, matrix: &CompactMatrix, x: &Input, form: Form) -> Vec<f32> {
+fn product_of_kept(
+    by: Instructions,
+    matrix: &CompactMatrix,
+    x: &Input,
+    form: InputForm,
+) -> Vec<f32> {
     let mut out = vec![f32::NAN; matrix.rows()];
     compact_by(by, matrix, x, form, &mut out);
     out
@@ -115,9 +120,9 @@ fn products_equal_the_formula_with_and_without_stored_zeros() {
             let exact = exact(&matrix, &x);
             for (number, by) in Instructions::all().into_iter().enumerate() {
                 let what = format!("set {number}, {dtype:?} {rows} x {columns}");
-                let dense = product(by, &matrix, &input, Form::Wide);
+                let dense = product(by, &matrix, &input, InputForm::Wide);
                 assert_close(&dense, &exact, columns, 1e-6, &what);
-                let kept = product_of_kept(by, &without, &input, Form::Wide);
+                let kept = product_of_kept(by, &without, &input, InputForm::Wide);
                 assert_eq!(bits(&dense), bits(&kept), "{what}");
             }
         }
@@ -138,9 +143,9 @@ fn products_of_bf16_pairs_equal_the_formula_of_rounded_factors() {
         let exact = exact(&matrix, &rounded);
         for (number, by) in sets.iter().enumerate() {
             let what = format!("set {number}, {rows} x {columns}");
-            let dense = product(*by, &matrix, &input, Form::Pairs);
+            let dense = product(*by, &matrix, &input, InputForm::Pairs);
             assert_close(&dense, &exact, columns, 1e-6, &what);
-            let kept = product_of_kept(*by, &without, &input, Form::Pairs);
+            let kept = product_of_kept(*by, &without, &input, InputForm::Pairs);
             assert_eq!(bits(&dense), bits(&kept), "{what}");
         }
     }
@@ -165,10 +170,10 @@ fn eight_bit_codes_are_within_half_a_step_and_multiply_either_input() {
         let exact = exact(&of_codes, &x);
         for (number, by) in Instructions::all().into_iter().enumerate() {
             let what = format!("set {number}, {rows} x {columns}");
-            let floats = product_of_kept(by, &coded, &input, Form::Wide);
+            let floats = product_of_kept(by, &coded, &input, InputForm::Wide);
             assert_close(&floats, &exact, columns, 1e-6, &what);
             // Activations are rounded to steps of at most 0.5 / 127, an error of a quarter of a step on average.
-            let codes = product_of_kept(by, &coded, &input, Form::Codes);
+            let codes = product_of_kept(by, &coded, &input, InputForm::Codes);
             assert_close(&codes, &exact, columns, 2e-3, &what);
         }
     }
@@ -187,7 +192,7 @@ fn codes_of_codes_equal_the_sum_of_their_integers() {
     let exact = exact(&StoredMatrix::from_f32(StoredDtype::F32, rows, columns, &wide), &x);
     for by in Instructions::all() {
         // Activations of ±1 have codes of ±127, without an error.
-        let got = product_of_kept(by, &coded, &input(&x), Form::Codes);
+        let got = product_of_kept(by, &coded, &input(&x), InputForm::Codes);
         assert_close(&got, &exact, columns, 1e-6, "codes");
     }
 }
@@ -202,7 +207,7 @@ fn what_is_not_finite_stays_in_its_row() {
         let without = compact(&matrix, KeptForm::Stored(dtype));
         for by in Instructions::all() {
             let x = input(&vec![1.0; columns]);
-            let out = product_of_kept(by, &without, &x, Form::Wide);
+            let out = product_of_kept(by, &without, &x, InputForm::Wide);
             assert_eq!([out[0], out[2]], [200.0; 2], "{dtype:?}");
             assert!(out[1].is_nan(), "{dtype:?}");
         }
@@ -214,7 +219,7 @@ fn what_is_not_finite_stays_in_its_row() {
         let mut x = vec![1.0; columns];
         x[130] = wrong;
         for by in Instructions::all() {
-            let out = product_of_kept(by, &compact(&matrix, coded), &input(&x), Form::Codes);
+            let out = product_of_kept(by, &compact(&matrix, coded), &input(&x), InputForm::Codes);
             assert!(out.iter().all(|y| y.is_nan()), "{wrong}");
         }
     }

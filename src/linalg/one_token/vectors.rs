@@ -64,25 +64,25 @@ pub(super) trait Step<E, X>: Vectors {
 }
 
 /// A stored weight.
-pub(super) trait Stored: Copy + Default + Send + Sync {
+pub(super) trait StoredWeight: Copy + Default + Send + Sync {
     fn wide(self) -> f32;
 }
 
-impl Stored for f32 {
+impl StoredWeight for f32 {
     #[inline(always)]
     fn wide(self) -> f32 {
         self
     }
 }
 
-impl Stored for f16 {
+impl StoredWeight for f16 {
     #[inline(always)]
     fn wide(self) -> f32 {
         self.to_f32()
     }
 }
 
-impl Stored for bf16 {
+impl StoredWeight for bf16 {
     #[inline(always)]
     fn wide(self) -> f32 {
         // A bfloat16 is the upper half of an f32.
@@ -90,7 +90,7 @@ impl Stored for bf16 {
     }
 }
 
-impl Stored for i8 {
+impl StoredWeight for i8 {
     #[inline(always)]
     fn wide(self) -> f32 {
         self.into()
@@ -167,7 +167,7 @@ impl Vectors for Portable {
     }
 }
 
-impl<E: Stored> Step<E, f32> for Portable {
+impl<E: StoredWeight> Step<E, f32> for Portable {
     #[inline(always)]
     fn dense(self, mut sums: Self::Sums, weights: &[E; GROUP], x: &[f32; GROUP]) -> Self::Sums {
         let (weights, x) = (weights.as_chunks::<LANES>().0, x.as_chunks::<LANES>().0);

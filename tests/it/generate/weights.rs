@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use prune::checkpoint::Checkpoint;
-use prune::generation::{Arithmetic, Generator, PROMPT_BLOCK};
+use prune::generation::{DecodingArithmetic, Generator, PROMPT_BLOCK};
 use prune::linalg::product::Kernel;
 use prune::linalg::{CodedActivations, Products, StoredDtype};
 use prune::model::{KeptShares, ModelConfig, WeightForm, WeightForms};
@@ -27,7 +27,7 @@ fn pruned(shape: &RandomCheckpoint, sparsity: &str) -> Place {
     place
 }
 
-fn open(folder: &Path, form: WeightForm, arithmetic: Arithmetic) -> Result<Generator> {
+fn open(folder: &Path, form: WeightForm, arithmetic: DecodingArithmetic) -> Result<Generator> {
     let config = Arc::new(ModelConfig::load(folder)?);
     let checkpoint = Arc::new(Checkpoint::open(folder)?);
     let shares = KeptShares::sampled(&*checkpoint, &config)?;
@@ -60,7 +60,7 @@ fn logits_have_the_same_bits_without_stored_zeros() -> Result<()> {
             };
             let place = pruned(&shape, sparsity);
             for &products in &products {
-                let arithmetic = Arithmetic { products, ..Arithmetic::default() };
+                let arithmetic = DecodingArithmetic { products, ..DecodingArithmetic::default() };
                 let of = |form| logits(&mut open(&place.path("out/model"), form, arithmetic)?);
                 let (dense, compact) = (of(WeightForm::Dense)?, of(WeightForm::Compact)?);
                 assert!(dense == compact, "{dtype:?} {sparsity} {products:?}");
@@ -79,7 +79,7 @@ fn eight_bit_weights_change_logits_by_little_with_either_activations() -> Result
     };
     let place = pruned(&shape, "--sparsity-ratio 0.5");
     let of = |form, activations| {
-        let arithmetic = Arithmetic { activations, ..Arithmetic::default() };
+        let arithmetic = DecodingArithmetic { activations, ..DecodingArithmetic::default() };
         logits(&mut open(&place.path("out/model"), form, arithmetic)?)
     };
     let dense = of(WeightForm::Dense, CodedActivations::F32)?;
