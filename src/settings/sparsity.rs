@@ -65,7 +65,7 @@ pub struct SparsitySettings {
     pub true_sequential: bool,
 
     /// Rule for the ratio of each layer
-    #[arg(long, value_name = "RULE", default_value = "uniform")]
+    #[arg(hide_short_help = true, long, value_name = "RULE", default_value = "uniform")]
     pub allocate: Allocation,
 
     /// Ratios of layers lie this far around --sparsity-ratio [default: 0.08 for owl, 0.15 for error]
