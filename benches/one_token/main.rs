@@ -8,6 +8,8 @@
 //! Matrices of bf16 rotate through more than a last-level cache. Every round measures all forms in turn; the medians are printed. GB/s are
 //! bytes of the form, and `x` is the speed compared with dense.
 
+#![expect(clippy::print_stdout, reason = "a bench prints its results")]
+
 use std::hint::black_box;
 use std::time::Instant;
 
