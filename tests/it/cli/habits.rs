@@ -32,7 +32,7 @@ fn dtypes_have_the_names_of_pytorch_too() {
         refuses_command(&place, &line, 2, first, hint);
     }
     let generate = "generate m --prompt a --dtype bfloat16";
-    let first = "error: --dtype bf16: prune generate computes in f32";
+    let first = "error: --dtype bf16 is for bf16 checkpoints, and this one is f32";
     refuses_command(&place, generate, 2, first, "hint: leave --dtype out");
     for (alias, dtype) in [
         ("fp32", Dtype::F32),
