@@ -33,7 +33,7 @@ fn dtypes_have_the_names_of_pytorch_too() {
     }
     let generate = "generate m --prompt a --dtype bfloat16";
     let first = "error: --dtype bf16 is for bf16 checkpoints, and this one is f32";
-    refuses_command(&place, generate, 2, first, "hint: leave --dtype out");
+    refuses_command(&place, generate, 2, first, "hint: use --dtype f32, or leave --dtype out");
     for (alias, dtype) in [
         ("fp32", Dtype::F32),
         ("half", Dtype::F16),
