@@ -131,9 +131,10 @@ impl WeightForms {
     pub fn restored_bytes(&self, config: &ModelConfig, dtype: StoredDtype) -> ByteSize {
         let element = match self.form {
             WeightForm::Dense => 0,
-            WeightForm::Compact => dtype.bytes(),
-            // The rows as stored, in f32 and as codes.
-            WeightForm::Int8 => dtype.bytes() + size_of::<f32>() + size_of::<i8>(),
+            // The rows as stored, and what is kept of them.
+            WeightForm::Compact => 2 * dtype.bytes(),
+            // The rows as stored with their codes and masks, or restored in f32.
+            WeightForm::Int8 => (dtype.bytes() + 2).max(size_of::<f32>()),
         };
         let rows = config.linears().map(|id| {
             let (rows, columns) = id.shape(config);

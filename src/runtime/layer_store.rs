@@ -71,6 +71,8 @@ impl LayerStore {
                     layers.load(index).with_context(|| format!("in model.layers.{index}"))?;
                 done += 1;
                 events.emit(Event::Progress { done });
+                // Rows that were made compact were in memory of every thread.
+                memory::release_freed();
                 Some(layer)
             });
         }
