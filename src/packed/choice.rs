@@ -1,7 +1,7 @@
 //! The form of each matrix, from its counts: a matrix stays dense where packing does not make it smaller.
 //!
 //! A folder has one form, as in compressed-tensors. It is 2:4 where every packed matrix has at most two kept columns of each four, unless the
-//! mask of any columns is smaller by more than [`WORTH`]: 2:4 stores two values for each four columns, also where fewer are kept.
+//! mask of any columns is smaller by more than `WORTH`: 2:4 stores two values for each four columns, also where fewer are kept.
 
 use std::collections::BTreeMap;
 
