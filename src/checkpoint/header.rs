@@ -9,6 +9,7 @@ use std::fmt;
 use std::fs::File;
 use std::path::Path;
 
+use anyhow::Context;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde::Deserialize;
@@ -53,6 +54,17 @@ impl TensorEntry {
     /// The number of elements; cannot overflow, because the header's check multiplied the same numbers.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
+    }
+
+    /// The end of `length` bytes from byte `start` of the tensor on.
+    ///
+    /// # Errors
+    /// Fails when the bytes leave the tensor.
+    pub fn end_of(&self, start: u64, length: usize) -> anyhow::Result<u64> {
+        let end = start.checked_add(length as u64).filter(|&end| end <= self.bytes);
+        end.with_context(|| {
+            format!("{length} bytes from {start} leave the {} bytes of `{}`", self.bytes, self.name)
+        })
     }
 }
 

@@ -5,7 +5,8 @@ use std::path::Path;
 
 use super::header::{Header, TensorEntry};
 use super::naming::Naming;
-use super::source::{WeightSource, entries_of};
+use super::source::entries_of;
+use super::weight_source::WeightSource;
 use crate::failure::Failure;
 
 /// Tensors by name, without their bytes: enough to check and to plan.

@@ -7,7 +7,7 @@
 //! | `not_a_model`, `missing` | the refusal of a path that is no model, and of a missing tensor: the reason, and a way out |
 //! | `header` | the header of a shard: parse, check, write |
 //! | `source` | [`Checkpoint`], the [`WeightSource`] over open files |
-//! | `kept_rows` | [`KeptRows`], rows of a matrix that a source stores without its zeros |
+//! | `weight_source` | [`WeightSource`], the trait |
 //! | `layout` | [`Layout`], the files of an output and the positions of its tensors |
 //! | `writer` | [`CheckpointWriter`], which writes a model with the layout of its source |
 //! | `merged_writer` | [`MergedWriter`], which writes any layout: tensors in pieces, from several threads |
@@ -33,7 +33,6 @@ mod elements;
 mod folder;
 mod header;
 mod headers_only;
-mod kept_rows;
 mod layout;
 mod masks;
 mod merged_writer;
@@ -50,6 +49,7 @@ mod source;
 mod target;
 mod verify;
 mod verify_tensor;
+mod weight_source;
 mod writer;
 mod written;
 
@@ -71,7 +71,6 @@ pub use atomic::{cannot_write, sync_folder, write_atomic, write_atomic_with};
 pub use folder::is_plain_name;
 pub use header::{TensorEntry, encode_header, in_a_row};
 pub use headers_only::HeadersOnly;
-pub use kept_rows::KeptRows;
 pub use layout::{Layout, PlannedFile, PlannedTensor};
 pub use masks::{MASKS_FILE, MaskWriter};
 pub use merged_writer::{MergedWriter, TensorStream};
@@ -90,8 +89,9 @@ pub use sealed::{check_sealed_json, open_sealed, write_sealed_json, write_sealed
 pub use sidecars::{
     CARD_FILE, SUMS_FILE, card_of_source, cards_in, check_sidecars, is_model_file, sidecars_in,
 };
-pub use source::{Checkpoint, Shard, WeightSource};
+pub use source::{Checkpoint, Shard};
 pub use target::{output_bytes, refuse_source_folder};
 pub use verify_tensor::ExpectedMatrix;
+pub use weight_source::{KeptRows, WeightSource};
 pub use writer::CheckpointWriter;
 pub use written::PartialModel;

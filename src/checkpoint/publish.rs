@@ -26,7 +26,7 @@ pub struct Published {
     pub written: Vec<(&'static str, Vec<u8>)>,
     /// Files of any folder that are copied byte for byte: their paths, and their names here.
     pub copied: Vec<(PathBuf, String)>,
-    /// True without a new list of hashes: the files are those of another folder, which has its own list or none.
+    /// True without a new list of hashes: the files equal the files of a folder that has its own list, or none.
     pub has_own_sums: bool,
 }
 

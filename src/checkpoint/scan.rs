@@ -8,7 +8,8 @@ use rayon::prelude::*;
 
 use super::elements::{FloatBits, element_bytes, float_bits, is_changed, row_and_column, value};
 use super::header::TensorEntry;
-use super::source::{Checkpoint, WeightSource};
+use super::source::Checkpoint;
+use super::weight_source::WeightSource;
 
 /// The sizes of examined groups, in elements along the last dimension.
 pub const GROUP_SIZES: [usize; 5] = [2, 4, 8, 16, 32];

@@ -11,15 +11,13 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use rayon::prelude::*;
-use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use sha2::{Digest, Sha256};
 
 use super::folder::{FolderWeights, find_weights};
 use super::header::{Header, OutputHeader, TensorEntry};
-use super::kept_rows::KeptRows;
-use super::missing::missing;
 use super::naming::Naming;
+use super::weight_source::{KeptRows, WeightSource};
 use crate::bytes::{ByteSize, hex};
 use crate::disk::positioned::read_exact_at;
 use crate::failure::Failure;
@@ -27,72 +25,6 @@ use crate::input::{self, Expected};
 
 /// Bytes that [`Checkpoint::fingerprint`] hashes at each of three places of a tensor.
 const FINGERPRINT_BYTES: usize = 512;
-
-/// A source of weights: tensors by name, their bytes by range.
-pub trait WeightSource: Send + Sync {
-    /// The position of the tensor `name`; `None` if the source does not have it.
-    fn entry(&self, name: &str) -> Option<&TensorEntry>;
-
-    /// Fills `buffer` with the stored bytes of `entry`, from byte `start` of its data. May be called from many threads.
-    ///
-    /// # Errors
-    /// Fails when the range leaves the tensor, or the file cannot be read or became shorter.
-    fn read(&self, entry: &TensorEntry, start: u64, buffer: &mut [u8]) -> anyhow::Result<()>;
-
-    /// Hands `take` the parts of some rows of a matrix that is stored without its zeros. Returns false where it is stored with them.
-    ///
-    /// # Errors
-    /// Fails when the rows leave the matrix, cannot be read, or are broken.
-    fn kept_rows(
-        &self,
-        entry: &TensorEntry,
-        rows: Range<usize>,
-        take: &mut dyn FnMut(KeptRows<'_>),
-    ) -> anyhow::Result<bool> {
-        let _ = (entry, rows, take);
-        Ok(false)
-    }
-
-    /// The name of the source in errors.
-    fn place(&self) -> String {
-        "checkpoint".into()
-    }
-
-    /// The name of the file of `entry` in errors.
-    fn file_of(&self, entry: &TensorEntry) -> String {
-        format!("shard {}", entry.shard)
-    }
-
-    /// Returns the tensor `name`, which must have this `shape` and be stored as f32, f16 or bf16.
-    ///
-    /// # Errors
-    /// Fails when the tensor is missing, and when its shape or dtype is wrong; the message then names the expected and the found value.
-    fn require(&self, name: &str, shape: &[usize]) -> anyhow::Result<&TensorEntry> {
-        let Some(entry) = self.entry(name) else {
-            let has = |name: &str| self.entry(name).is_some();
-            return Err(missing(&self.place(), &has, name, shape).into());
-        };
-        if entry.shape != shape {
-            return Err(Failure::new(format!(
-                "tensor `{name}` in `{}` has the wrong shape",
-                self.file_of(entry)
-            ))
-            .detail(format!("expected {shape:?} by config.json, found {:?}", entry.shape))
-            .hint("check that config.json and the weights belong together, or download them again")
-            .into());
-        }
-        if !matches!(entry.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16) {
-            return Err(Failure::new(format!(
-                "tensor `{name}` in `{}` has an unsupported dtype",
-                self.file_of(entry)
-            ))
-            .detail(format!("expected F32, F16 or BF16, found {}", entry.dtype))
-            .hint("use the unquantised checkpoint")
-            .into());
-        }
-        Ok(entry)
-    }
-}
 
 /// An open safetensors file of a checkpoint.
 #[derive(Debug)]
@@ -407,10 +339,11 @@ impl WeightSource for Checkpoint {
         &self,
         entry: &TensorEntry,
         rows: Range<usize>,
+        is_coded: bool,
         take: &mut dyn FnMut(KeptRows<'_>),
     ) -> anyhow::Result<bool> {
         match &self.restorer {
-            Some(Restorer(restorer)) => restorer.kept_rows(entry, rows, take),
+            Some(Restorer(restorer)) => restorer.kept_rows(entry, rows, is_coded, take),
             None => Ok(false),
         }
     }

@@ -8,8 +8,9 @@ use safetensors::Dtype;
 use sha2::{Digest, Sha256};
 
 use super::layout::Layout;
-use super::source::{Checkpoint, WeightSource};
+use super::source::Checkpoint;
 use super::verify_tensor::{ExpectedMatrix, Look, Looked, WrittenShard, check_tensor, wrong_bytes};
+use super::weight_source::WeightSource;
 use crate::bytes::hex;
 use crate::disk::positioned::read_exact_at;
 use crate::failure::Failure;

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::header::TensorEntry;
-use super::source::{Checkpoint, WeightSource};
+use super::source::Checkpoint;
+use super::weight_source::WeightSource;
 use crate::disk::positioned::read_exact_at;
 use crate::failure::Failure;
 

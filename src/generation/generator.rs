@@ -7,6 +7,7 @@ use anyhow::{Context, Result, ensure};
 use crate::bytes::ByteSize;
 use crate::checkpoint::WeightSource;
 use crate::linalg::{CodedActivations, Products, StoredDtype, Weight};
+use crate::model::footprint::SamplePass;
 use crate::model::{
     Dtypes, Embedding, Head, KvCache, LayerContext, ModelConfig, WeightForms, footprint,
 };
@@ -34,6 +35,17 @@ pub struct DecodingArithmetic {
     pub products: Products,
     /// Activations of products with 8-bit codes.
     pub activations: CodedActivations,
+}
+
+/// A sequence, and the machine that computes it.
+#[derive(Debug, Clone, Copy)]
+pub struct SequenceShape {
+    /// Tokens of prompt and text together, at most.
+    pub capacity: usize,
+    /// Worker threads.
+    pub threads: usize,
+    /// Arithmetic of products.
+    pub products: Products,
 }
 
 /// The state after some tokens: keys and values of every layer, and the logits after the last token.
@@ -79,26 +91,27 @@ impl Generator {
         Self::load(source, config, residency, WeightForms::dense(), events)
     }
 
-    /// The memory of a sequence of `capacity` tokens, in a process that holds `held` bytes already.
+    /// The memory of a sequence, in a process that holds `held` bytes already.
     pub fn sizes(
         config: &ModelConfig,
         dtypes: Dtypes,
-        capacity: usize,
-        threads: usize,
+        shape: SequenceShape,
         held: ByteSize,
     ) -> Sizes {
+        let SequenceShape { capacity, threads, products } = shape;
+        let pass = SamplePass {
+            config,
+            kernel: products.of_activations(),
+            seqlen: PROMPT_BLOCK.min(capacity),
+            threads,
+            settings: &settings(),
+        };
         Sizes {
             layers: config.num_hidden_layers,
             layer: footprint::layer_weights(config, dtypes.layers, &MemorySettings::default()),
             head: footprint::head_weight(config, dtypes.head),
             kv_cache: KvCache::bytes(config, capacity, PROMPT_BLOCK),
-            workspace: footprint::generation(
-                config,
-                dtypes.layers,
-                PROMPT_BLOCK,
-                capacity,
-                threads,
-            ),
+            workspace: footprint::generation(&pass, dtypes.layers, capacity),
             held,
         }
     }
@@ -150,7 +163,7 @@ impl Generator {
         );
         Ok(Sequence {
             cache: KvCache::new(&self.config, capacity, PROMPT_BLOCK)?,
-            context: LayerContext::new(&self.config, capacity)
+            context: LayerContext::with_settings(&self.config, capacity, settings())
                 .with_products(self.arithmetic.products)
                 .with_coded_activations(self.arithmetic.activations),
             logits: Vec::new(),
@@ -187,6 +200,11 @@ impl Generator {
         }
         Ok(&sequence.logits)
     }
+}
+
+/// A prompt multiplies each weight once per block, so packed copies of all weights would cost their memory for little.
+fn settings() -> MemorySettings {
+    MemorySettings { keep_packed: false, ..MemorySettings::default() }
 }
 
 impl Sequence {

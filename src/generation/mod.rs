@@ -24,7 +24,7 @@ pub use crate::linalg::CodedActivations;
 pub use crate::model::WeightForm;
 pub use bench::decoding_speed;
 pub use generate::{FinishReason, Generated, GenerationRequest, generate};
-pub use generator::{DecodingArithmetic, Generator, PROMPT_BLOCK, Sequence};
+pub use generator::{DecodingArithmetic, Generator, PROMPT_BLOCK, Sequence, SequenceShape};
 pub use sampler::{Sampler, Sampling};
 pub use sentence::sentence;
 pub use stop::{stop_ids, stop_warning};

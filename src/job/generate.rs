@@ -12,8 +12,8 @@ use crate::checkpoint::WeightSource;
 use crate::data::{ChatTemplate, TextStream, Tokenizer};
 use crate::failure::Failure;
 use crate::generation::{
-    DecodingArithmetic, Generated, GenerationRequest, Generator, Sampler, Sampling, decoding_speed,
-    generate as write, stop_ids, stop_warning,
+    DecodingArithmetic, Generated, GenerationRequest, Generator, Sampler, Sampling, SequenceShape,
+    decoding_speed, generate as write, stop_ids, stop_warning,
 };
 use crate::linalg::Products;
 use crate::model::{WeightForms, footprint};
@@ -146,12 +146,14 @@ impl Writer {
         let capacity = request.capacity(model.config.max_position_embeddings)?;
         memory::release_freed();
         let held = memory::resident().map_or(ByteSize::ZERO, |resident| resident.anonymous);
-        let sizes = Generator::sizes(&model.config, model.dtypes(), capacity, model.threads, held);
         let budget = budget(&settings.device, held);
         let arithmetic = DecodingArithmetic {
             products: if asks_for_bf16 { model.products } else { Products::F32 },
             activations: settings.weights.activations,
         };
+        let (threads, products) = (model.threads, arithmetic.products);
+        let shape = SequenceShape { capacity, threads, products };
+        let sizes = Generator::sizes(&model.config, model.dtypes(), shape, held);
         let room = MemoryRoom { sizes, budget: budget.unwrap_or(ByteSize(u64::MAX)) };
         let SettledWeights { forms, residency } =
             weight_choice::settle(&model, settings.weights.weights, arithmetic, room, events)?;

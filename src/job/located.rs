@@ -203,7 +203,7 @@ pub(super) fn dense_json(folder: &Path) -> Result<Value> {
 
 /// The weights of a folder, opened in the form in which they are stored.
 pub(super) struct OpenedWeights {
-    /// The files; those of a packed checkpoint as if its matrices were dense.
+    /// The files; of a packed checkpoint, a view as if its matrices were dense.
     pub(super) checkpoint: Arc<Checkpoint>,
     /// The view of a 4-bit checkpoint.
     pub(super) quantized: Option<Arc<QuantizedSource>>,

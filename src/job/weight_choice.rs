@@ -12,8 +12,8 @@ use anyhow::Result;
 use super::opened::OpenedModel;
 use crate::bytes::ByteSize;
 use crate::generation::{DecodingArithmetic, Generator};
-use crate::linalg::ProductContext;
 use crate::linalg::linear::SingleToken;
+use crate::linalg::{Linear, ProductContext};
 use crate::model::{DecoderLayer, KeptShares, WeightForm, WeightForms};
 use crate::placement::{Residency, Sizes};
 use crate::run::Events;
@@ -99,17 +99,21 @@ fn times_as_fast(
         [DecoderLayer::load(source, config, 0)?, DecoderLayer::load_in(source, config, 0, forms)?];
     let mut context = ProductContext::new();
     context.products = arithmetic.products;
+    let ids: Vec<_> = layers[0].linear_ids().collect();
+    let widest =
+        |size: fn(&Linear) -> usize| ids.iter().map(|&id| size(layers[0].linear(id))).max();
+    let x = vec![1.0; widest(Linear::in_features).unwrap_or(0)];
+    let mut out = vec![0.0; widest(Linear::out_features).unwrap_or(0)];
     let mut best = [f64::INFINITY; 2];
     for _ in 0..PASSES {
         for (layer, best) in layers.iter().zip(&mut best) {
             let began = Instant::now();
-            for id in layer.linear_ids() {
+            for &id in &ids {
                 let linear = layer.linear(id);
-                let x = vec![1.0; linear.in_features()];
-                let mut out = vec![0.0; linear.out_features()];
-                linear.forward(&x, &mut out, SingleToken::MatrixVector, &mut context)?;
-                black_box(&out);
+                let (x, out) = (&x[..linear.in_features()], &mut out[..linear.out_features()]);
+                linear.forward(x, out, SingleToken::MatrixVector, &mut context)?;
             }
+            black_box(&out);
             *best = best.min(began.elapsed().as_secs_f64());
         }
     }

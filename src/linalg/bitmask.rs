@@ -213,11 +213,14 @@ pub fn scatter(element_bytes: usize, values: &[u8], mask: &[u8], row: &mut [u8])
     }
 }
 
-/// For each byte of a mask and each of its columns: the number of kept columns before, or [`EIGHT`] for a column that is not kept.
-const PLACES: [[u8; EIGHT]; 256] = places();
+/// The mark of a column that is not kept. A shuffle of bytes gives 0 for it.
+const NOT_KEPT: u8 = 0x80;
+
+/// For each byte of a mask and each of its columns: the number of kept columns before, or 0x80 for a column that is not kept.
+pub(super) static PLACES: [[u8; EIGHT]; 256] = places();
 
 const fn places() -> [[u8; EIGHT]; 256] {
-    let mut places = [[EIGHT as u8; EIGHT]; 256];
+    let mut places = [[NOT_KEPT; EIGHT]; 256];
     let mut bits = 0;
     while bits < 256 {
         let (mut column, mut before) = (0, 0);
@@ -247,7 +250,8 @@ fn scatter_of<const N: usize>(values: &[u8], mask: &[u8], row: &mut [u8]) {
         }
         let places = &PLACES[usize::from(bits)];
         for (element, &place) in eight.as_chunks_mut::<N>().0.iter_mut().zip(places) {
-            *element = next[usize::from(place) % (2 * EIGHT)];
+            // A column that is not kept gets the first zero.
+            *element = next[usize::from(place & 7 | place >> 4)];
         }
         values = values.get(bits.count_ones() as usize..).unwrap_or(&[]);
     }

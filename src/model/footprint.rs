@@ -298,21 +298,12 @@ pub fn rows_read(config: &ModelConfig, dtype: StoredDtype, settings: &MemorySett
     bytes.max().unwrap_or_default()
 }
 
-/// Memory of text generation: the prompt passes in blocks of `block` tokens as in [`forward`](SamplePass::forward), and the last block sees `capacity` cached
-/// tokens; a row of logits, 4·V; the [`context`] of all positions.
-pub fn generation(
-    config: &ModelConfig,
-    dtype: StoredDtype,
-    block: usize,
-    capacity: usize,
-    threads: usize,
-) -> ByteSize {
-    let block = block.min(capacity);
-    let kernel = Kernel::Fused;
+/// Memory of text generation: the prompt passes in blocks as in `pass` ([`forward`](SamplePass::forward)), and the last block sees
+/// `capacity` cached tokens; a row of logits, 4·V; the [`context`] of all positions.
+pub fn generation(pass: &SamplePass<'_>, dtype: StoredDtype, capacity: usize) -> ByteSize {
+    let SamplePass { config, kernel, seqlen: block, threads, .. } = *pass;
     let scratch = |keys| attention::scratch_bytes(kernel, config.head_dim, block, keys, threads);
     let behind_a_cache = scratch(capacity).saturating_sub(scratch(block));
-    let settings = MemorySettings::default();
-    let pass = SamplePass { config, kernel, seqlen: block, threads, settings: &settings };
     pass.forward(dtype)
         + ByteSize::of(behind_a_cache, 1)
         + ByteSize::of(config.vocab_size, F32)

@@ -49,13 +49,10 @@ pub(super) fn read_compact(
     CompactMatrix::of_parts(rows, columns, form, |rows| {
         // A packed checkpoint may have the rows in this form.
         let mut part = None;
-        source.kept_rows(entry, rows.clone(), &mut |stored| {
-            let is_coded = !stored.scales.is_empty();
-            if is_coded == (form == KeptForm::Codes) {
-                let shape = [rows.len(), columns];
-                let KeptRows { mask, offsets, values, scales } = stored;
-                part = Some(CompactPart::of_kept(shape, form, mask, offsets, [values, scales]));
-            }
+        source.kept_rows(entry, rows.clone(), form == KeptForm::Codes, &mut |stored| {
+            let KeptRows { mask, offsets, values, scales } = stored;
+            let shape = [rows.len(), columns];
+            part = Some(CompactPart::of_kept(shape, form, mask, offsets, [values, scales]));
         })?;
         if let Some(part) = part {
             return part;

@@ -12,7 +12,7 @@ use super::linears::LinearId;
 use super::reading::stored_dtype;
 use crate::bytes::ByteSize;
 use crate::checkpoint::WeightSource;
-use crate::linalg::{CompactMatrix, KeptForm, Linear, StoredDtype, StoredMatrix};
+use crate::linalg::{CompactMatrix, KeptForm, Linear, StoredDtype, StoredMatrix, bitmask};
 
 /// Rows of a matrix that are read for the estimate.
 const SAMPLED_ROWS: usize = 32;
@@ -177,8 +177,8 @@ fn kept_share(
         let at = number * rows / sampled;
         source.read(entry, (at * row_bytes) as u64, row)?;
     }
-    let zeros = matrix.count_zeros();
-    Ok(1.0 - zeros as f64 / matrix.elements().max(1) as f64)
+    let kept = bitmask::count(dtype.bytes(), matrix.as_bytes()).kept;
+    Ok(kept as f64 / matrix.elements().max(1) as f64)
 }
 
 #[cfg(test)]

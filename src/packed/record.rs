@@ -162,7 +162,7 @@ impl PackedRecord {
         files.map(|(name, file)| (name.as_str(), file)).filter(move |(name, _)| is_copied(name))
     }
 
-    /// The layout of the original weight files; names of tensors are translated as those of `base`.
+    /// The layout of the original weight files; names of tensors are translated as in `base`.
     ///
     /// # Errors
     /// Fails for a header that is not valid or does not agree with the length of its file.

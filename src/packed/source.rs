@@ -195,15 +195,7 @@ impl WeightSource for PackedSource {
         let Some(matrix) = self.matrix_of(entry) else {
             return self.base.read(entry, start, buffer);
         };
-        let length = buffer.len() as u64;
-        let end = start.checked_add(length).filter(|&end| end <= entry.bytes);
-        let Some(end) = end else {
-            anyhow::bail!(
-                "{length} bytes from {start} leave the {} bytes of `{}`",
-                entry.bytes,
-                entry.name
-            );
-        };
+        let end = entry.end_of(start, buffer.len())?;
         if buffer.is_empty() {
             return Ok(());
         }
@@ -235,9 +227,11 @@ impl WeightSource for PackedSource {
         &self,
         entry: &TensorEntry,
         rows: Range<usize>,
+        is_coded: bool,
         take: &mut dyn FnMut(KeptRows<'_>),
     ) -> Result<bool> {
-        let Some(matrix) = self.matrix_of(entry) else {
+        let matrix = self.matrix_of(entry);
+        let Some(matrix) = matrix.filter(|matrix| matrix.scales.is_some() == is_coded) else {
             return Ok(false);
         };
         let mut compact = CompactRows::default();

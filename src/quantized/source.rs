@@ -208,15 +208,7 @@ impl WeightSource for QuantizedSource {
         let Some(matrix) = self.matrices.get(&entry.name) else {
             return self.base.read(entry, start, buffer);
         };
-        let length = buffer.len() as u64;
-        let end = start.checked_add(length).filter(|&end| end <= entry.bytes);
-        let Some(end) = end else {
-            anyhow::bail!(
-                "{length} bytes from {start} leave the {} bytes of `{}`",
-                entry.bytes,
-                entry.name
-            );
-        };
+        let end = entry.end_of(start, buffer.len())?;
         if buffer.is_empty() {
             return Ok(());
         }

@@ -19,7 +19,7 @@ use crate::run::{Event, Events};
 
 const PHASE: &str = "read layers";
 
-/// What a layer is read from.
+/// The checkpoint of the layers, and the form of their matrices in memory.
 #[derive(Clone)]
 struct LayerSource {
     source: Arc<dyn WeightSource>,

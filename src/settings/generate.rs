@@ -48,7 +48,7 @@ pub struct WeightSettings {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum WeightChoice {
-    /// compact where that is smaller and not slower here, or where dense does not fit into memory
+    /// Compact where that is smaller and not slower here, or where dense does not fit into memory
     #[default]
     Auto,
     /// As stored, zeros included

@@ -13,9 +13,9 @@ use prune::data::Tokenizer;
 use prune::demo::embedded;
 use prune::generation::{
     FinishReason, Generated, GenerationRequest, Generator, PROMPT_BLOCK, Sampler, Sampling,
-    generate,
+    SequenceShape, generate,
 };
-use prune::linalg::StoredDtype;
+use prune::linalg::{Products, StoredDtype};
 use prune::model::{Dtypes, ModelConfig, WeightForms};
 use prune::placement::Residency;
 use prune::run::Silent;
@@ -159,8 +159,9 @@ fn logits_behind_a_cache_are_those_of_the_whole_sequence() -> Result<()> {
 fn some_layers_in_memory_and_some_from_disk_write_the_same() -> Result<()> {
     let folder = sharp(&RandomCheckpoint { num_hidden_layers: 5, ..RandomCheckpoint::default() })?;
     let config = ModelConfig::load(folder.path())?;
-    let sizes =
-        Generator::sizes(&config, Dtypes::all(StoredDtype::F32), 30, 2, prune::bytes::ByteSize(0));
+    let shape = SequenceShape { capacity: 30, threads: 2, products: Products::F32 };
+    let dtypes = Dtypes::all(StoredDtype::F32);
+    let sizes = Generator::sizes(&config, dtypes, shape, prune::bytes::ByteSize(0));
     let expected = written(
         &mut open(folder.path(), Residency::all)?,
         &prompt(10, 320),

@@ -8,6 +8,7 @@ use std::arch::x86_64::*;
 
 use half::{bf16, f16};
 
+use super::super::bitmask::PLACES;
 use super::vectors::{CODES, CodeFactors, GROUP, Step, Vectors};
 
 /// Proof that the CPU has the instructions.
@@ -25,24 +26,6 @@ impl Avx2 {
         has.then_some(Self(()))
     }
 }
-
-/// For every byte of a mask, the position of each column's value among the kept values, or 0x80 for a column that is not kept.
-static PLACES: [[u8; 8]; 256] = {
-    let mut table = [[0x80; 8]; 256];
-    let mut byte = 0;
-    while byte < 256 {
-        let (mut column, mut place) = (0, 0);
-        while column < 8 {
-            if byte >> column & 1 == 1 {
-                table[byte][column] = place;
-                place += 1;
-            }
-            column += 1;
-        }
-        byte += 1;
-    }
-    table
-};
 
 /// [`PLACES`] in bytes of 16-bit values.
 static HALF_PLACES: [[u8; 16]; 256] = {

@@ -8,6 +8,8 @@
     )
 )]
 
+use std::sync::OnceLock;
+
 use half::{bf16, f16};
 
 use super::super::compact::{Codes, CompactPart, KeptValues, wide_scale};
@@ -78,7 +80,7 @@ impl Instructions {
 
     /// The best set of this CPU.
     pub(super) fn best() -> Self {
-        static BEST: std::sync::OnceLock<Instructions> = std::sync::OnceLock::new();
+        static BEST: OnceLock<Instructions> = OnceLock::new();
         *BEST.get_or_init(|| Self::all().first().copied().unwrap_or(Self::Portable(Portable)))
     }
 
@@ -218,9 +220,13 @@ fn dense<V: Step<E, X>, E: Copy + Default, X>(
 fn asks_for_dense() -> bool {
     #[cfg(target_arch = "x86_64")]
     {
-        // "GenuineIntel", in the order of the registers.
-        let of = std::arch::x86_64::__cpuid(0);
-        [of.ebx, of.edx, of.ecx] == [0x756e_6547, 0x4965_6e69, 0x6c65_746e]
+        // A virtual machine leaves its guest for this instruction, which takes as long as some rows.
+        static IS_INTEL: OnceLock<bool> = OnceLock::new();
+        *IS_INTEL.get_or_init(|| {
+            // "GenuineIntel", in the order of the registers.
+            let of = std::arch::x86_64::__cpuid(0);
+            [of.ebx, of.edx, of.ecx] == [0x756e_6547, 0x4965_6e69, 0x6c65_746e]
+        })
     }
     #[cfg(not(target_arch = "x86_64"))]
     false

@@ -123,7 +123,7 @@ fn the_memory_of_weights_without_zeros_is_as_planned_and_less_than_with_them() {
         let of = report(&place, &format!("--weights {form} {activations}"));
         assert_eq!((of.weights.as_str(), of.layers_streamed), (form, 0));
         let ratio = of.peak_anonymous.unwrap().0 as f64 / of.predicted.0 as f64;
-        assert!((0.8..1.1).contains(&ratio), "{form}: {ratio} of the plan");
+        assert!((0.85..=1.0).contains(&ratio), "{form}: {ratio} of the plan");
         // 16 bits a weight with zeros; the other memory is the same but for the rows of a part.
         let matrices = 6.0 * (4.0 * 1024.0 * 1024.0 + 3.0 * 1024.0 * 2816.0);
         let saved = matrices * (16.0 - bits) / 8.0;

@@ -1,4 +1,4 @@
-//! Packings and unpackings that are ended at every file operation and continued: the files are those of an undisturbed run, and finished
+//! Packings and unpackings that are ended at every file operation and continued: the files equal the files of an undisturbed run, and finished
 //! matrices are not written again.
 
 use std::fs;
