@@ -8,7 +8,7 @@ use super::console::Console;
 use super::model::ModelPathArgs;
 use crate::job;
 use crate::report;
-use crate::settings::{PackOutputSettings, PackSettings};
+use crate::settings::{ConversionSettings, PackSettings};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
@@ -41,7 +41,7 @@ pub struct UnpackArgs {
     model: ModelPathArgs,
 
     #[command(flatten)]
-    settings: PackOutputSettings,
+    settings: ConversionSettings,
 
     #[command(flatten)]
     pub(super) messages: MessageArgs,
@@ -54,7 +54,7 @@ pub struct UnpackArgs {
 pub fn pack(args: &PackArgs, arguments: Vec<String>, console: &Console) -> Result<()> {
     let model = args.model.path("prune pack out/7b/model --save out/7b-packed")?;
     let mut settings = args.settings.clone();
-    settings.output = PackOutputSettings { model, arguments, ..settings.output };
+    settings.output = ConversionSettings { model, arguments, ..settings.output };
     let report = job::pack(&settings, console)?;
     console.record(&report, &report::packing::packed(&report))
 }
@@ -65,7 +65,7 @@ pub fn pack(args: &PackArgs, arguments: Vec<String>, console: &Console) -> Resul
 /// Fails as [`job::unpack()`].
 pub fn unpack(args: &UnpackArgs, arguments: Vec<String>, console: &Console) -> Result<()> {
     let model = args.model.path("prune unpack out/7b-packed --save out/7b-dense")?;
-    let settings = PackOutputSettings { model, arguments, ..args.settings.clone() };
+    let settings = ConversionSettings { model, arguments, ..args.settings.clone() };
     let report = job::unpack(&settings, console)?;
     console.record(&report, &report::packing::unpacked(&report))
 }

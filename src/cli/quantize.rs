@@ -8,7 +8,7 @@ use super::console::Console;
 use super::model::ModelPathArgs;
 use crate::job;
 use crate::report;
-use crate::settings::QuantizeSettings;
+use crate::settings::{ConversionSettings, QuantizeSettings};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
@@ -36,7 +36,8 @@ pub struct QuantizeArgs {
 pub fn command(args: &QuantizeArgs, arguments: Vec<String>, console: &Console) -> Result<()> {
     let example = "prune quantize --to nf4-double out/7b/model --save out/7b-4bit";
     let model = args.model.path(example)?;
-    let settings = QuantizeSettings { model, arguments, ..args.settings.clone() };
+    let mut settings = args.settings.clone();
+    settings.output = ConversionSettings { model, arguments, ..settings.output };
     let report = job::quantize(&settings, console)?;
     console.record(&report, &report::quantization::text(&report))
 }

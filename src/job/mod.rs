@@ -18,6 +18,7 @@
 //! | `outputs`, `same_run` | files created, or reopened from an unfinished run; the comparison of two runs |
 //! | `tensor_files` | files whose tensors are finished in any order, of a merge, a quantisation and a packing |
 //! | `pack_plan`, `original_files` | the pieces of a packing that fit into the memory; the files that it keeps beside the weights |
+//! | `conversion` | the output folder of `quantize`, `pack` and `unpack` |
 //! | `disk_room` | the check that disks have room for the files of a run |
 //! | `folder` | the run folder: refusals, lock, state of an unfinished run, memory log |
 //! | `streams` | samples and windows, and the sweep they pass |
@@ -33,6 +34,7 @@
 //! | `resolved` | the pruning part of a run: method, way of the samples and targets, resolved against the model |
 
 mod allocate;
+mod conversion;
 pub mod demo;
 mod device_records;
 mod disk_room;

@@ -6,13 +6,14 @@ use std::path::PathBuf;
 use anyhow::Result;
 use serde_json::Value;
 
+use super::conversion::ConversionFolder;
 use super::folder::RunFolder;
 use super::folder::state_file::StateFile;
 use super::original_files::OriginalFiles;
 use super::pack_plan::PassCost;
 use super::recorder::Recorder;
 use super::tensor_files::TensorFiles;
-use super::{located, machine, same_run};
+use super::{located, machine};
 use crate::bytes::{ByteSize, json_file};
 use crate::checkpoint::{
     CONFIG_FILE, Checkpoint, PACKED_FILE, Published, WeightSource, check_sidecars, is_of_text_model,
@@ -22,10 +23,9 @@ use crate::model::{DecoderLayer, ModelConfig};
 use crate::packed::record::{self, MatrixRecord, OriginalFile};
 use crate::packed::{PackChoice, PackJournal, PackPass, PackScan, PackedRecord, config, pass};
 use crate::run::packing::{PackingReport, ScannedFile, ScannedMatrix};
-use crate::run::plan::exceeded;
 use crate::run::{Event, Events, Phase, Plan, RunState, Unfinished};
 use crate::runtime::{Clock, Reporter};
-use crate::settings::{ModelSettings, OutputSettings, PackOutputSettings, PackSettings};
+use crate::settings::{ModelSettings, PackSettings};
 
 /// Packs the decoder linears of a checkpoint and writes the result. Continues a packing that was interrupted.
 ///
@@ -70,21 +70,7 @@ pub fn pack(settings: &PackSettings, events: &dyn Events) -> Result<PackingRepor
         reporter: Reporter { clock: &clock, events: &recorder },
         work: ["packing", "written"],
     };
-    let reopened = match finished.is_empty() {
-        true => None,
-        false => files.reopen(&mut finished)?,
-    };
-    let writer = match reopened {
-        Some(writer) => writer,
-        None => {
-            job.folder.check_disk(layout.bytes())?;
-            job.folder.refuse_files(false)?;
-            // Counts and hashes stay.
-            job.folder.prepare_again()?;
-            state.tensors_written(BTreeMap::new())?;
-            files.create()?
-        }
-    };
+    let writer = files.open(&mut finished, || state.tensors_written(BTreeMap::new()))?;
     clock.measure(Phase::Pack, || pass.run(&writer, &mut state, &recorder))?;
     let others = OriginalFiles::of(source)?;
     let mut report = job.report(&choice, others.left_out.clone());
@@ -93,54 +79,8 @@ pub fn pack(settings: &PackSettings, events: &dyn Events) -> Result<PackingRepor
     clock.measure(Phase::SaveAndVerify, || writer.finish(published, &[], &recorder))?;
     state.remove()?;
     recorder.emit(Event::IfInterrupted(None));
-    report.phases = clock.report();
-    report.peak_anonymous = report.phases.iter().filter_map(|phase| phase.peak_anonymous).max();
-    let planned = job.plan.cpu().map(|of| (of.budget, of.peak));
-    if let Some((measured, planned)) = report.peak_anonymous.zip(planned)
-        && let Some(warning) = exceeded("memory", measured, planned)
-    {
-        recorder.warn(warning);
-    }
+    (report.phases, report.peak_anonymous) = recorder.measured(&clock, &job.plan);
     Ok(report)
-}
-
-/// The folder of a packing or an unpacking, with the state of an unfinished run.
-pub(super) struct PackFolder {
-    pub(super) folder: RunFolder,
-    pub(super) deciding: BTreeMap<String, String>,
-    pub(super) unfinished: Option<RunState>,
-}
-
-impl PackFolder {
-    /// Checks and locks the output folder.
-    ///
-    /// # Arguments
-    /// * `deciding`: what decides the outcome, beside the program
-    ///
-    /// # Errors
-    /// Fails for a folder that holds files, or an unfinished run with other settings.
-    pub(super) fn open(
-        settings: &PackOutputSettings,
-        source: &std::path::Path,
-        deciding: Vec<(&str, String)>,
-        events: &dyn Events,
-    ) -> Result<Self> {
-        let output = OutputSettings {
-            save_model: Some(settings.save.clone()),
-            force: settings.force,
-            ..OutputSettings::default()
-        };
-        let mut folder = RunFolder::at(&[source], &output, true)?;
-        folder.lock(events)?;
-        let program = ("program", format!("prune {}", env!("CARGO_PKG_VERSION")));
-        let deciding = deciding.into_iter().chain([program]);
-        let deciding = deciding.map(|(name, value)| (name.to_string(), value)).collect();
-        let unfinished = match folder.look()? {
-            Some(state) => same_run::check(state, &deciding, &folder, &output)?,
-            None => None,
-        };
-        Ok(Self { folder, deciding, unfinished })
-    }
 }
 
 /// A packing that is settled: everything that can be wrong before weights are read is checked, and nothing is written.
@@ -196,8 +136,8 @@ impl PackJob {
             ("source", checkpoint.fingerprint()?),
             ("config", json.to_string()),
         ];
-        let PackFolder { folder, deciding, unfinished } =
-            PackFolder::open(output, &source, deciding, events)?;
+        let ConversionFolder { folder, deciding, unfinished } =
+            ConversionFolder::open(output, &source, deciding, events)?;
         Ok(Self { source, json, checkpoint, matrices, folder, deciding, unfinished, piece, plan })
     }
 

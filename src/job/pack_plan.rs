@@ -9,7 +9,7 @@ use crate::packed::{LEAST_PIECE, PIECE};
 use crate::placement::{Inventory, cpu_budget};
 use crate::run::plan::{MemoryPart, PartKind, PhasePlan, TimeEstimate};
 use crate::run::{Phase, Plan};
-use crate::settings::PackOutputSettings;
+use crate::settings::ConversionSettings;
 
 /// The program, its lists of tensors and the stacks of its threads.
 const PROGRAM: ByteSize = ByteSize(8 << 20);
@@ -37,7 +37,7 @@ impl PassCost<'_> {
     /// Fails where the smallest piece does not fit, with the bytes that are enough.
     pub(super) fn plan(
         &self,
-        settings: &PackOutputSettings,
+        settings: &ConversionSettings,
         threads: usize,
     ) -> Result<(usize, Plan)> {
         let inventory = Inventory::here(threads);

@@ -8,13 +8,14 @@ use anyhow::Result;
 use safetensors::Dtype;
 use serde_json::Value;
 
+use super::conversion::ConversionFolder;
 use super::folder::RunFolder;
 use super::folder::state_file::StateFile;
 use super::located::{self, OpenedWeights};
+use super::machine;
 use super::published::SourceCards;
 use super::recorder::Recorder;
 use super::tensor_files::TensorFiles;
-use super::{machine, same_run};
 use crate::bytes::{ByteSize, json_file};
 use crate::checkpoint::{
     CARD_FILE, CHUNK_BYTES, CONFIG_FILE, Checkpoint, INDEX_FILE, Published, WeightSource,
@@ -30,10 +31,10 @@ use crate::quantized::{
 };
 use crate::report::cards::{self, CardModel};
 use crate::run::manifest::name_of;
-use crate::run::plan::{MemoryPart, PartKind, PhasePlan, TimeEstimate, exceeded};
+use crate::run::plan::{MemoryPart, PartKind, PhasePlan, TimeEstimate};
 use crate::run::{Event, Events, Phase, Plan, QuantizationReport, RunState, Unfinished};
 use crate::runtime::{Clock, Reporter};
-use crate::settings::{ModelSettings, OutputSettings, QuantizeSettings};
+use crate::settings::{ModelSettings, QuantizeSettings};
 
 /// Quantises the decoder linears of a checkpoint and writes the result. Continues a quantisation that was interrupted.
 ///
@@ -48,11 +49,11 @@ pub fn quantize(settings: &QuantizeSettings, events: &dyn Events) -> Result<Quan
     crate::report::plan::announce(&job.plan, &recorder);
     recorder.emit(Event::IfInterrupted(Some(Unfinished::resumable(
         "matrices",
-        &settings.save,
+        &settings.output.save,
         "quantisation",
-        &settings.arguments,
+        &settings.output.arguments,
     ))));
-    let begun = || RunState::begin(&settings.arguments, started, &job.deciding);
+    let begun = || RunState::begin(&settings.output.arguments, started, &job.deciding);
     let state = job.unfinished.clone().unwrap_or_else(begun);
     let (known, mut finished) = (state.quantized.clone(), state.tensors.clone());
     let folder = job.folder.model_folder()?;
@@ -72,21 +73,8 @@ pub fn quantize(settings: &QuantizeSettings, events: &dyn Events) -> Result<Quan
         reporter: Reporter { clock: &clock, events: &recorder },
         work: ["quantisation", "written"],
     };
-    let reopened = match finished.is_empty() {
-        true => None,
-        false => files.reopen(&mut finished)?,
-    };
-    let writer = match reopened {
-        Some(writer) => writer,
-        None => {
-            job.folder.check_disk(bytes_after)?;
-            job.folder.refuse_files(false)?;
-            // What is known of the scales stays.
-            job.folder.prepare_again()?;
-            state.matrix_done(pass.known(), Some(BTreeMap::new()))?;
-            files.create()?
-        }
-    };
+    let writer =
+        files.open(&mut finished, || state.matrix_done(pass.known(), Some(BTreeMap::new())))?;
     let totals = clock.measure(Phase::Quantize, || pass.run(&writer, &mut state, &recorder))?;
     let mut report = QuantizationReport {
         prune_version: env!("CARGO_PKG_VERSION").to_string(),
@@ -104,14 +92,7 @@ pub fn quantize(settings: &QuantizeSettings, events: &dyn Events) -> Result<Quan
     clock.measure(Phase::SaveAndVerify, || writer.finish(published, &[], &recorder))?;
     state.remove()?;
     recorder.emit(Event::IfInterrupted(None));
-    report.phases = clock.report();
-    report.peak_anonymous = report.phases.iter().filter_map(|phase| phase.peak_anonymous).max();
-    let planned = job.plan.cpu().map(|of| (of.budget, of.peak));
-    if let Some((measured, planned)) = report.peak_anonymous.zip(planned)
-        && let Some(warning) = exceeded("memory", measured, planned)
-    {
-        recorder.warn(warning);
-    }
+    (report.phases, report.peak_anonymous) = recorder.measured(&clock, &job.plan);
     Ok(report)
 }
 
@@ -135,7 +116,8 @@ struct QuantizeJob {
 
 impl QuantizeJob {
     fn settle(settings: &QuantizeSettings, events: &dyn Events) -> Result<Self> {
-        let (source, hub_model) = located::model(&ModelSettings::of(&settings.model), events)?;
+        let (source, hub_model) =
+            located::model(&ModelSettings::of(&settings.output.model), events)?;
         let json = located::dense_json(&source)?;
         if json.get(config::KEY).is_some_and(|value| !value.is_null()) {
             return Err(Failure::new(format!(
@@ -152,28 +134,17 @@ impl QuantizeJob {
             DecoderLayer::check(&*checkpoint, &model, layer)?;
         }
         check_sidecars(&source)?;
-        let threads = machine::start_workers(settings.threads)?;
+        let threads = machine::start_workers(settings.output.threads)?;
         let matrices: BTreeSet<String> = model.linear_names().collect();
         let (piece, plan) = planned(settings, &checkpoint, &matrices, threads)?;
-        let output = OutputSettings {
-            save_model: Some(settings.save.clone()),
-            force: settings.force,
-            ..OutputSettings::default()
-        };
-        let mut folder = RunFolder::at(&[&source], &output, true)?;
-        folder.lock(events)?;
-        let deciding = [
-            ("program", format!("prune {}", env!("CARGO_PKG_VERSION"))),
+        let deciding = vec![
             ("command", "quantize".to_string()),
             ("to", settings.to.name().to_string()),
             ("source", checkpoint.fingerprint()?),
             ("config", json.to_string()),
         ];
-        let deciding = BTreeMap::from(deciding.map(|(name, value)| (name.to_string(), value)));
-        let unfinished = match folder.look()? {
-            Some(state) => same_run::check(state, &deciding, &folder, &output)?,
-            None => None,
-        };
+        let ConversionFolder { folder, deciding, unfinished } =
+            ConversionFolder::open(&settings.output, &source, deciding, events)?;
         Ok(Self {
             source,
             id: hub_model.map(|hub| hub.id),
@@ -206,7 +177,7 @@ fn planned(
     threads: usize,
 ) -> Result<(usize, Plan)> {
     let inventory = Inventory::here(threads);
-    let budget = cpu_budget(&inventory, &settings.budget());
+    let budget = cpu_budget(&inventory, &settings.output.budget());
     let entries = || matrices.iter().filter_map(|name| checkpoint.entry(name));
     let sizes = entries().map(|entry| (entry.elements(), entry.bytes as usize));
     let (largest, bytes) = sizes.max().unwrap_or_default();
@@ -218,7 +189,7 @@ fn planned(
     }
     let peak = of_pass(piece).max(read_back);
     if let Some(budget) = budget.filter(|budget| peak > *budget) {
-        let least = settings.budget().with_cpu(of_pass(LEAST_PIECE).max(read_back));
+        let least = settings.output.budget().with_cpu(of_pass(LEAST_PIECE).max(read_back));
         return Err(Failure::new(format!("this quantisation does not fit into {budget}"))
             .detail(format!("at least {peak} are needed"))
             .hint(format!("use --max-memory {least}"))

@@ -6,8 +6,12 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use anyhow::Result;
 
 use super::folder::memory_log::MemoryLog;
+use crate::bytes::ByteSize;
 use crate::run::events::LockLost;
-use crate::run::{Event, Events};
+use crate::run::measured::PhaseReport;
+use crate::run::plan::exceeded;
+use crate::run::{Event, Events, Plan};
+use crate::runtime::Clock;
 
 /// Forwards every event and keeps what the record needs.
 pub(super) struct Recorder<'a> {
@@ -30,6 +34,23 @@ impl<'a> Recorder<'a> {
     /// Every warning so far.
     pub(super) fn warnings(&self) -> Vec<String> {
         self.kept().warnings.clone()
+    }
+
+    /// The phases of a run on the CPU, and the highest peak. Warns where the peak is above the plan.
+    pub(super) fn measured(
+        &self,
+        clock: &Clock,
+        plan: &Plan,
+    ) -> (Vec<PhaseReport>, Option<ByteSize>) {
+        let phases = clock.report();
+        let peak = phases.iter().filter_map(|phase| phase.peak_anonymous).max();
+        let planned = plan.cpu().map(|of| (of.budget, of.peak));
+        if let Some((measured, planned)) = peak.zip(planned)
+            && let Some(warning) = exceeded("memory", measured, planned)
+        {
+            self.warn(warning);
+        }
+        (phases, peak)
     }
 
     /// Keeps memory samples from now on (`--log-memory`).

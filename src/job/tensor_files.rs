@@ -26,6 +26,31 @@ pub(super) struct TensorFiles<'a> {
 }
 
 impl TensorFiles<'_> {
+    /// The files of the unfinished run; where there is none, or a file is missing, new files.
+    ///
+    /// # Arguments
+    /// * `finished`: as of [`TensorFiles::reopen`]
+    /// * `forget`: removes the finished tensors from the record; what an earlier process knows of the source stays
+    ///
+    /// # Errors
+    /// Fails as [`TensorFiles::reopen`] and [`TensorFiles::create`], for files in the way, and without room on the disk.
+    pub(super) fn open(
+        &self,
+        finished: &mut BTreeMap<String, String>,
+        forget: impl FnOnce() -> Result<()>,
+    ) -> Result<MergedWriter> {
+        if !finished.is_empty()
+            && let Some(writer) = self.reopen(finished)?
+        {
+            return Ok(writer);
+        }
+        self.folder.check_disk(self.layout.bytes())?;
+        self.folder.refuse_files(false)?;
+        self.folder.prepare_again()?;
+        forget()?;
+        self.create()
+    }
+
     /// Creates the files of a run that begins.
     ///
     /// # Errors

@@ -1,15 +1,16 @@
 //! `prune unpack`: settle → outputs → pass → comparison of hashes → finish.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Result;
 use sha2::{Digest, Sha256};
 
+use super::conversion::ConversionFolder;
 use super::folder::RunFolder;
 use super::folder::state_file::StateFile;
 use super::original_files::hash_of;
-use super::pack::PackFolder;
 use super::pack_plan::PassCost;
 use super::recorder::Recorder;
 use super::tensor_files::TensorFiles;
@@ -25,11 +26,10 @@ use crate::packed::{
     PackJournal, PackedRecord, PackedSource, PackedValues, RestorePass, config, restore,
 };
 use crate::run::packing::UnpackingReport;
-use crate::run::plan::exceeded;
 use crate::run::verification::Verification;
 use crate::run::{Event, Events, Phase, Plan, RunState, Unfinished};
 use crate::runtime::{Clock, Reporter};
-use crate::settings::{ModelSettings, PackOutputSettings};
+use crate::settings::{ConversionSettings, ModelSettings};
 
 /// Restores the folder that was packed, byte for byte. From rounded values, it writes the dense checkpoint of the rounded model. Continues
 /// an unpacking that was interrupted.
@@ -37,7 +37,7 @@ use crate::settings::{ModelSettings, PackOutputSettings};
 /// # Errors
 /// Fails for a folder that is not packed, for a file whose hash is not the original file's, for an output folder with files in it,
 /// without room on the disk, and where files cannot be read or written. No wrong file gets its final name.
-pub fn unpack(settings: &PackOutputSettings, events: &dyn Events) -> Result<UnpackingReport> {
+pub fn unpack(settings: &ConversionSettings, events: &dyn Events) -> Result<UnpackingReport> {
     let recorder = Recorder::new(events);
     let clock = Clock::new();
     let started = machine::unix_seconds();
@@ -61,20 +61,7 @@ pub fn unpack(settings: &PackOutputSettings, events: &dyn Events) -> Result<Unpa
         reporter: Reporter { clock: &clock, events: &recorder },
         work: ["unpacking", "restored"],
     };
-    let reopened = match finished.is_empty() {
-        true => None,
-        false => files.reopen(&mut finished)?,
-    };
-    let writer = match reopened {
-        Some(writer) => writer,
-        None => {
-            job.folder().check_disk(job.layout.bytes())?;
-            job.folder().refuse_files(false)?;
-            job.folder().prepare_again()?;
-            state.tensors_written(Default::default())?;
-            files.create()?
-        }
-    };
+    let writer = files.open(&mut finished, || state.tensors_written(BTreeMap::new()))?;
     let pass = RestorePass { source: &job.packed, piece: job.piece };
     clock.measure(Phase::Unpack, || pass.run(&writer, &mut state, &recorder))?;
     let published = job.published()?;
@@ -93,14 +80,7 @@ pub fn unpack(settings: &PackOutputSettings, events: &dyn Events) -> Result<Unpa
     written?;
     state.remove()?;
     recorder.emit(Event::IfInterrupted(None));
-    let phases = clock.report();
-    let peak = phases.iter().filter_map(|phase| phase.peak_anonymous).max();
-    let planned = job.plan.cpu().map(|of| (of.budget, of.peak));
-    if let Some((measured, planned)) = peak.zip(planned)
-        && let Some(warning) = exceeded("memory", measured, planned)
-    {
-        recorder.warn(warning);
-    }
+    let (phases, peak) = recorder.measured(&clock, &job.plan);
     let shards = job.layout.files().len();
     let rounded = if job.packed.values() == PackedValues::Int8 { shards } else { 0 };
     let all = job.packed.record().map_or(0, |record| record.files.len());
@@ -124,14 +104,14 @@ struct UnpackJob {
     source: PathBuf,
     packed: Arc<PackedSource>,
     layout: Layout,
-    output: PackFolder,
+    output: ConversionFolder,
     /// Bytes that are restored at once.
     piece: usize,
     plan: Plan,
 }
 
 impl UnpackJob {
-    fn settle(settings: &PackOutputSettings, events: &dyn Events) -> Result<Self> {
+    fn settle(settings: &ConversionSettings, events: &dyn Events) -> Result<Self> {
         let (source, _) = located::model(&ModelSettings::of(&settings.model), events)?;
         let json = ModelConfig::read_json(&source)?;
         if !config::is_packed(&json) {
@@ -167,7 +147,7 @@ impl UnpackJob {
             ("source", packed.base().fingerprint()?),
             ("config", json.to_string()),
         ];
-        let output = PackFolder::open(settings, &source, deciding, events)?;
+        let output = ConversionFolder::open(settings, &source, deciding, events)?;
         Ok(Self { source, packed, layout, output, piece, plan })
     }
 

@@ -9,10 +9,12 @@
 //! | `model`, `sparsity`, `calibration`, `evaluation`, `device`, `output` | groups that commands share |
 //! | `layer_drop`, `width_drop`, `recovery` | groups of smaller models and of trainings |
 //! | `merge`, `quantize`, `pack`, `generate`, `grid`, `plan` | settings of the other commands |
+//! | `conversion` | what `prune quantize`, `pack` and `unpack` share |
 //! | `defaults`, `values` | shared defaults; parsers of flag values |
 //! | `deciding` | the mark of settings that do not decide the result |
 
 mod calibration;
+mod conversion;
 mod deciding;
 mod defaults;
 mod device;
@@ -33,6 +35,7 @@ mod values;
 mod width_drop;
 
 pub use calibration::CalibrationSettings;
+pub use conversion::ConversionSettings;
 pub use defaults::{DATASET, NSAMPLES, PRUNE_METHOD, SEQLEN};
 pub use device::{DeviceChoice, DeviceMapChoice, DeviceSettings, HiddenStatesChoice, check_device};
 pub use evaluation::{EvalSides, EvaluationSettings};
@@ -42,7 +45,7 @@ pub use layer_drop::{DropCount, LayerDropSettings};
 pub use merge::{MergeEval, MergeSettings, PIECE_ELEMENTS, SaliencySource};
 pub use model::{ComputeDtype, ModelSettings};
 pub use output::OutputSettings;
-pub use pack::{PackOutputSettings, PackSettings};
+pub use pack::PackSettings;
 pub use plan::{PlanSettings, PlanSubject};
 pub use quantize::QuantizeSettings;
 pub use recovery::{ALL_LINEAR, DISTILL_WEIGHT, RecoverySettings, RecoveryWay, TEXT, TrainedKind};

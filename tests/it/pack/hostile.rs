@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::packed::{PackedRecord, PackedSource};
 use prune::run::Silent;
-use prune::settings::PackOutputSettings;
+use prune::settings::ConversionSettings;
 use prune::synthetic::RandomCheckpoint;
 use tempfile::TempDir;
 
@@ -66,7 +66,7 @@ fn read_all(folder: &Path) -> anyhow::Result<()> {
 /// Restores a folder; `None` where it is refused.
 fn restored(folder: &Path) -> Option<BTreeMap<String, Vec<u8>>> {
     let out = tempfile::tempdir().expect("a temporary folder");
-    let settings = PackOutputSettings {
+    let settings = ConversionSettings {
         model: folder.to_path_buf(),
         save: out.path().join("out"),
         force: false,
