@@ -14,7 +14,8 @@ prune_fuzz::target!(input, {
         for seqlen in [2, config.longest_sequence()] {
             let _ = footprint::activations(&config, seqlen, &settings);
             let _ = footprint::hidden_states(&config, seqlen);
-            let _ = footprint::head(&config, Dtypes::all(StoredDtype::F32), seqlen, 1 << 20, &settings);
+            let _ =
+                footprint::head(&config, Dtypes::all(StoredDtype::F32), seqlen, 1 << 20, &settings);
         }
         let _ = footprint::parameters(&config);
         let _ = footprint::layer_weights(&config, StoredDtype::F32, &settings);
@@ -22,9 +23,7 @@ prune_fuzz::target!(input, {
         if config.head_dim <= 1 << 10 {
             let rotary = Rotary::new(&config, 16);
             let mut x = vec![1.0; 16 * config.head_dim];
-            rotary
-                .apply(&mut x, 0, 1, config.head_dim)
-                .expect("the tables fit");
+            rotary.apply(&mut x, 0, 1, config.head_dim).expect("the tables fit");
             assert!(x.iter().all(|x| x.is_finite()), "{config:?}");
         }
     }

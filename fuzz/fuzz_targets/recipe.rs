@@ -40,11 +40,7 @@ fn shape() -> ModelShape {
     ] {
         tensors.insert(name.into(), shape);
     }
-    ModelShape {
-        num_hidden_layers: 5,
-        tie_word_embeddings: false,
-        tensors,
-    }
+    ModelShape { num_hidden_layers: 5, tie_word_embeddings: false, tensors }
 }
 
 prune_fuzz::target!(input, {

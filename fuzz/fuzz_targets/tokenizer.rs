@@ -10,9 +10,7 @@ prune_fuzz::target!(input, {
     let folder = path.parent().expect("the model's folder");
     let _ = TokenizerSize::of(folder);
     if let Ok(tokenizer) = Tokenizer::load(folder) {
-        let ids = tokenizer
-            .encode("the <s> layer\u{e9}  of\na column")
-            .unwrap_or_default();
+        let ids = tokenizer.encode("the <s> layer\u{e9}  of\na column").unwrap_or_default();
         let _ = tokenizer.decode(&ids);
     }
 });

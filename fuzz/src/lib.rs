@@ -3,12 +3,14 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 
 use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::data::{self, DatasetSpec, Draw, Role, Source, TextCache, Tokenizer};
-use prune::model::{DecoderLayer, Head, ModelConfig};
+use prune::model::{DecoderLayer, Head, KeptShares, ModelConfig, WeightForm, WeightForms};
+use prune::packed::{PackedSource, PackedValues};
 use prune::run::Silent;
+use prune::settings::{ConversionSettings, EvalSides, PackSettings, Settings};
 use prune::synthetic::RandomCheckpoint;
 use tempfile::TempDir;
 
@@ -40,9 +42,71 @@ pub fn write_models(folder: &Path) {
             max_shard: prune::bytes::ByteSize(max_shard),
             ..RandomCheckpoint::default()
         };
-        shape
-            .write(&folder.join(name), &Silent)
-            .expect("a Llama's shape");
+        shape.write(&folder.join(name), &Silent).expect("a Llama's shape");
+    }
+}
+
+/// The files of the packed folder `p` that are spoilt.
+pub const PACKED_FILES: [&str; 2] = ["model.safetensors", "packed.json"];
+
+static PACKED: LazyLock<[Vec<u8>; 2]> = LazyLock::new(|| {
+    write_packed(BENCH.folder.path());
+    PACKED_FILES.map(|file| fs::read(BENCH.folder.path().join("p").join(file)).expect("written"))
+});
+
+/// A good file of the packed folder.
+pub fn packed_file(file: &str) -> Vec<u8> {
+    let files = PACKED_FILES.into_iter().zip(PACKED.iter());
+    let found = files.into_iter().find(|(name, _)| *name == file);
+    found.expect("a name of the list").1.clone()
+}
+
+/// Writes `h`, which is `m` half-empty, and `p`, which is `h` packed.
+pub fn write_packed(folder: &Path) {
+    let halved = folder.join("h");
+    let mut settings = Settings::pruning(folder.join("m"));
+    if let Some(sparsity) = &mut settings.sparsity {
+        sparsity.prune_method = "magnitude".to_string();
+    }
+    settings.evaluation.eval = EvalSides::None;
+    settings.output.save_model = Some(halved.clone());
+    prune::job::prune(settings, &Silent).expect("a small model");
+    let packed = PackSettings {
+        output: ConversionSettings {
+            model: halved,
+            save: folder.join("p"),
+            force: false,
+            threads: None,
+            max_memory: None,
+            arguments: Vec::new(),
+        },
+        values: PackedValues::Exact,
+    };
+    prune::job::pack(&packed, &Silent).expect("a pruned model");
+}
+
+/// Reads the packed folder `p`, dense and in every form in memory; what opens can fail, but not panic.
+pub fn open_packed() {
+    let folder = BENCH.folder.path().join("p");
+    let Ok(checkpoint) = Checkpoint::open(&folder) else {
+        return;
+    };
+    let Ok(source) = PackedSource::open(Arc::new(checkpoint)) else {
+        return;
+    };
+    let mut bytes = Vec::new();
+    for entry in source.tensors() {
+        assert!(entry.bytes <= 1 << 24, "{entry:?}");
+        bytes.resize(entry.bytes as usize, 0);
+        let _ = source.read(entry, 0, &mut bytes);
+    }
+    let config = ModelConfig::load(&BENCH.folder.path().join("m")).expect("a good model");
+    let Ok(shares) = KeptShares::sampled(&source, &config) else {
+        return;
+    };
+    for form in [WeightForm::Compact, WeightForm::Int8] {
+        let forms = WeightForms::new(form, shares.clone());
+        let _ = DecoderLayer::load_in(&source, &config, 0, &forms);
     }
 }
 
@@ -73,9 +137,7 @@ pub fn open(model: &str) {
     for entry in checkpoint.tensors() {
         assert!(entry.bytes <= 1 << 24, "{entry:?}");
         bytes.resize(entry.bytes as usize, 0);
-        checkpoint
-            .read(entry, 0, &mut bytes)
-            .expect("what opens can be read");
+        checkpoint.read(entry, 0, &mut bytes).expect("what opens can be read");
     }
 }
 
@@ -85,11 +147,7 @@ pub fn read_text(name: Option<&str>, path: &Path) {
     let spec = name.map_or(path.to_string(), |name| format!("{name}:{path}"));
     let spec: DatasetSpec = spec.parse().expect("a path");
     let (tokenizer, cache) = (&BENCH.tokenizer, TextCache::disabled());
-    let draw = Draw {
-        nsamples: 2,
-        seqlen: 16,
-        seed: 0,
-    };
+    let draw = Draw { nsamples: 2, seqlen: 16, seed: 0 };
     if let Ok(source) = Source::find(&spec, Role::Calibration) {
         let _ = source.check();
         let _ = data::calibration(&source, tokenizer, draw, &cache, &Silent);

@@ -44,10 +44,7 @@ fn parquet(properties: WriterProperties) -> Vec<u8> {
         column.close().expect("memory");
         let mut column = group.next_column().expect("memory").expect("the second");
         let rows: Vec<ByteArray> = rows.iter().map(|row| ByteArray::from(*row)).collect();
-        column
-            .typed::<ByteArrayType>()
-            .write_batch(&rows, None, None)
-            .expect("memory");
+        column.typed::<ByteArrayType>().write_batch(&rows, None, None).expect("memory");
         column.close().expect("memory");
         group.close().expect("memory");
     }
@@ -67,10 +64,7 @@ fn main() {
     let shards = fs::read_dir(models.path().join("s")).expect("written above");
     let smallest = shards
         .map(|entry| entry.expect("written above").path())
-        .filter(|path| {
-            path.extension()
-                .is_some_and(|extension| extension == "safetensors")
-        })
+        .filter(|path| path.extension().is_some_and(|extension| extension == "safetensors"))
         .min_by_key(|path| path.metadata().map_or(u64::MAX, |metadata| metadata.len()));
     let shard = fs::read(smallest.expect("there are shards")).expect("written above");
     put("header", "shard", &shard);
@@ -85,6 +79,11 @@ fn main() {
         ]
         .concat(),
     );
+    prune_fuzz::write_packed(models.path());
+    for (number, file) in prune_fuzz::PACKED_FILES.into_iter().enumerate() {
+        let content = [vec![number as u8], read(&format!("p/{file}"))].concat();
+        put("packed", file, &content);
+    }
     put("index", "good", &read("s/model.safetensors.index.json"));
     put("config", "good", &read("m/config.json"));
     put("config", "llama3", br#"{"architectures": ["LlamaForCausalLM"], "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,
@@ -136,49 +135,17 @@ fn main() {
         "unk_token":"<unk>","continuing_subword_prefix":null,"end_of_word_suffix":null,"fuse_unk":true,"byte_fallback":true,
         "ignore_merges":false,"vocab":{"<unk>":0,"<s>":1,"\u2581":2,"t":3,"h":4,"e":5,"th":6,"the":7},"merges":["t h","th e"]}}"#);
     put("jsonl", "good", DOCUMENTS.as_bytes());
-    put(
-        "text",
-        "good",
-        b"a = Title = \n\n the layer of a column \r\n\x1c\n and row",
-    );
+    put("text", "good", b"a = Title = \n\n the layer of a column \r\n\x1c\n and row");
     // The first byte says whether what follows is packed already.
-    put(
-        "gz",
-        "packed",
-        &[&[0][..], &gzipped(DOCUMENTS.as_bytes())].concat(),
-    );
-    put(
-        "gz",
-        "two_members",
-        &[&[0][..], &gzipped(DOCUMENTS.as_bytes()).repeat(2)].concat(),
-    );
+    put("gz", "packed", &[&[0][..], &gzipped(DOCUMENTS.as_bytes())].concat());
+    put("gz", "two_members", &[&[0][..], &gzipped(DOCUMENTS.as_bytes()).repeat(2)].concat());
     put("gz", "to_pack", &[&[1][..], DOCUMENTS.as_bytes()].concat());
     for (name, codec, version, dictionary) in [
-        (
-            "plain",
-            Codec::UNCOMPRESSED,
-            WriterVersion::PARQUET_1_0,
-            false,
-        ),
-        (
-            "dictionary",
-            Codec::UNCOMPRESSED,
-            WriterVersion::PARQUET_1_0,
-            true,
-        ),
+        ("plain", Codec::UNCOMPRESSED, WriterVersion::PARQUET_1_0, false),
+        ("dictionary", Codec::UNCOMPRESSED, WriterVersion::PARQUET_1_0, true),
         ("snappy", Codec::SNAPPY, WriterVersion::PARQUET_1_0, true),
-        (
-            "zstd_v2",
-            Codec::ZSTD(Default::default()),
-            WriterVersion::PARQUET_2_0,
-            true,
-        ),
-        (
-            "delta_v2",
-            Codec::UNCOMPRESSED,
-            WriterVersion::PARQUET_2_0,
-            false,
-        ),
+        ("zstd_v2", Codec::ZSTD(Default::default()), WriterVersion::PARQUET_2_0, true),
+        ("delta_v2", Codec::UNCOMPRESSED, WriterVersion::PARQUET_2_0, false),
     ] {
         let properties = WriterProperties::builder()
             .set_compression(codec)

@@ -11,7 +11,9 @@ use super::model::ModelWordArgs;
 use super::outcome::Outcome;
 use crate::job;
 use crate::report;
-use crate::settings::{DeviceSettings, EvalSides, EvaluationSettings, OutputSettings, Settings};
+use crate::settings::{
+    DeviceSettings, EvalSides, EvaluationSettings, OutputSettings, Settings, WeightSettings,
+};
 
 /// Shown below the flags.
 pub(super) const EXAMPLES: &str = "\
@@ -29,6 +31,8 @@ pub struct EvalArgs {
     /// Tokens per window [default: 2048, or the model's limit]
     #[arg(long, value_name = "TOKENS", help_heading = "Evaluation")]
     seqlen: Option<usize>,
+    #[command(flatten, next_help_heading = "Evaluation")]
+    weights: WeightSettings,
     #[command(flatten)]
     device: DeviceSettings,
     /// Folder for run.json; without it only the table is printed
@@ -51,6 +55,7 @@ impl EvalArgs {
             arguments,
             seqlen: self.seqlen,
             evaluation,
+            weights: Some(self.weights),
             device: self.device.clone(),
             output: OutputSettings {
                 save: self.save.clone(),

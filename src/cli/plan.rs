@@ -10,12 +10,13 @@ use super::args::MessageArgs;
 use super::console::Console;
 use super::model::ModelWordArgs;
 use crate::job::plan::{plan, shape_names, table};
+use crate::job::plan_generate::generation_table;
 use crate::job::plan_recover::training_table;
 use crate::pruning::METHODS;
 use crate::report;
 use crate::settings::{
     CalibrationSettings, DeviceSettings, EvalSides, NSAMPLES, PRUNE_METHOD, PlanSettings,
-    PlanSubject, Settings,
+    PlanSubject, Settings, share,
 };
 
 /// Shown below the flags.
@@ -25,7 +26,8 @@ Examples:
   prune plan --shape llama-3.2-1b --max-memory cpu=2GiB
   prune plan --shape llama-2-70b --inventory two-a100.json
   prune plan --table
-  prune plan --shape llama-2-7b --recover";
+  prune plan --shape llama-2-7b --recover
+  prune plan --shape llama-2-7b --generate --sparsity-ratio 0.5";
 
 /// The command of a message that asks for a model.
 const EXAMPLE: &str =
@@ -58,6 +60,16 @@ pub struct PlanArgs {
     /// would stay in it, and the least that works.
     #[arg(long, help_heading = "Model", conflicts_with_all = ["prune_method", "nsamples", "eval", "eval_windows", "no_save_model", "max_memory", "hidden_states", "device_map", "inventory"])]
     recover: bool,
+
+    /// A table of the memory that `prune generate` takes
+    ///
+    /// The table has the model, or all shapes, with dense, compact and 8-bit weights, for a text of --seqlen tokens.
+    #[arg(long, help_heading = "Model", conflicts_with_all = ["recover", "prune_method", "nsamples", "eval", "eval_windows", "no_save_model", "hidden_states", "device_map"])]
+    generate: bool,
+
+    /// Share of zeros of the generating model [default: of the checkpoint's folder, else 0.5]
+    #[arg(long, value_name = "RATIO", help_heading = "Run", requires = "generate", value_parser = share)]
+    sparsity_ratio: Option<f64>,
 
     /// Rank of the trained factors [default: that of `prune recover`]
     #[arg(long, value_name = "N", help_heading = "Run", requires = "recover", value_parser = clap::value_parser!(u32).range(1..))]
@@ -112,7 +124,9 @@ impl PlanArgs {
     fn settings(&self) -> Result<PlanSettings> {
         let mut run = Settings::pruning("");
         let subject = match &self.shape {
-            None if self.recover && self.model.is_missing() => PlanSubject::Table,
+            None if (self.recover || self.generate) && self.model.is_missing() => {
+                PlanSubject::Table
+            }
             _ if self.table => PlanSubject::Table,
             Some(shape) => PlanSubject::Shape(shape.clone()),
             None => PlanSubject::Model,
@@ -136,6 +150,7 @@ impl PlanArgs {
             run,
             inventory: self.inventory.clone(),
             rank: self.rank.map(|rank| rank as usize),
+            zeros: self.sparsity_ratio,
             batch_size: self.batch_size.map(|size| size as usize),
         })
     }
@@ -147,6 +162,10 @@ pub fn command(args: &PlanArgs, console: &Console) -> Result<()> {
     if args.recover {
         let rows = training_table(&settings, console)?;
         return console.record(&rows, &report::training_plan::table(&rows));
+    }
+    if args.generate {
+        let rows = generation_table(&settings, console)?;
+        return console.record(&rows, &report::generation_plan::table(&rows));
     }
     if settings.subject == PlanSubject::Table {
         let rows = table(&settings)?;

@@ -78,6 +78,7 @@ impl PruneArgs {
             recovery: None,
             calibration: Some(self.calibration.clone()),
             seqlen: self.seqlen,
+            weights: None,
             evaluation,
             device: self.device.clone(),
             output: self.output.clone(),

@@ -13,7 +13,7 @@ use crate::model::{
 };
 use crate::placement::{Residency, Sizes};
 use crate::run::{Events, MemorySettings};
-use crate::runtime::LayerStore;
+use crate::runtime::{LayerSource, LayerStore};
 
 /// Tokens of a prompt that pass through the model together: enough that products repay the widening of weights, and few enough that
 /// activations are small compared with the weights.
@@ -61,17 +61,11 @@ impl Generator {
     ///
     /// # Errors
     /// Fails when a tensor is missing, has a wrong shape, or cannot be read.
-    pub fn load(
-        source: Arc<dyn WeightSource>,
-        config: Arc<ModelConfig>,
-        residency: Residency,
-        forms: WeightForms,
-        events: &dyn Events,
-    ) -> Result<Self> {
+    pub fn load(layers: LayerSource, residency: Residency, events: &dyn Events) -> Result<Self> {
+        let (source, config) = (Arc::clone(&layers.source), Arc::clone(&layers.config));
         Embedding::open(&*source, &config)?;
         let head = Head::load(&*source, &config).context("in the head")?;
-        let (layer_source, layer_config) = (Arc::clone(&source), Arc::clone(&config));
-        let layers = LayerStore::load(layer_source, layer_config, residency, forms, events)?;
+        let layers = LayerStore::load(layers, residency, events)?;
         Ok(Self { source, config, layers, head, arithmetic: DecodingArithmetic::default() })
     }
 
@@ -88,7 +82,7 @@ impl Generator {
         events: &dyn Events,
     ) -> Result<Self> {
         let residency = Residency::all(config.num_hidden_layers);
-        Self::load(source, config, residency, WeightForms::dense(), events)
+        Self::load(LayerSource::as_stored(source, config), residency, events)
     }
 
     /// The memory of a sequence, in a process that holds `held` bytes already.
@@ -124,11 +118,15 @@ impl Generator {
         forms: &WeightForms,
         dense: Sizes,
     ) -> Sizes {
+        // A shorter sequence takes less.
+        let block = PROMPT_BLOCK;
         let of_matrices = |forms: &WeightForms| forms.layer_bytes(config, dtype).0;
         let matrices = of_matrices(&WeightForms::dense());
         Sizes {
             layer: ByteSize(dense.layer.0 - matrices + of_matrices(forms)),
-            workspace: dense.workspace + forms.restored_bytes(config, dtype),
+            workspace: dense.workspace
+                + forms.restored_bytes(config, dtype)
+                + forms.rounded_bytes(config, block, block.min(settings().mlp_tokens)),
             ..dense
         }
     }

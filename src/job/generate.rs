@@ -8,7 +8,6 @@ use super::opened::OpenedModel;
 use super::recorder::Recorder;
 use super::weight_choice::{self, MemoryRoom, SettledWeights};
 use crate::bytes::ByteSize;
-use crate::checkpoint::WeightSource;
 use crate::data::{ChatTemplate, TextStream, Tokenizer};
 use crate::failure::Failure;
 use crate::generation::{
@@ -104,7 +103,6 @@ struct Writer {
     max_tokens: usize,
     budget: Option<ByteSize>,
     residency: Residency,
-    forms: WeightForms,
     arithmetic: DecodingArithmetic,
     bench: bool,
 }
@@ -120,7 +118,7 @@ impl Writer {
         events: &dyn Events,
     ) -> Result<Self> {
         let asks_for_bf16 = model.dtype == ComputeDtype::Bf16;
-        let model = OpenedModel::open(model, &settings.device, None, events)?;
+        let mut model = OpenedModel::open(model, &settings.device, None, events)?;
         model.check_ends(events)?;
         let tokenizer = model.tokenizer(events)?;
         let of_model = stop_ids(&model.folder, tokenizer.id_of("</s>"))?;
@@ -166,6 +164,7 @@ impl Writer {
             .hint("allow more memory with --max-memory, or leave --bench out")
             .into());
         }
+        model.forms = Arc::new(forms);
         Ok(Self {
             model,
             tokenizer,
@@ -175,7 +174,6 @@ impl Writer {
             max_tokens,
             budget,
             residency,
-            forms,
             arithmetic,
             bench: settings.bench,
         })
@@ -197,11 +195,9 @@ impl Writer {
         sink: &mut Option<TextSink<'_>>,
     ) -> Result<GenerationReport> {
         self.announce(recorder);
-        let source: Arc<dyn WeightSource> = self.model.source.clone();
         let clock = &self.model.clock;
         let mut generator = clock.measure(Phase::Read, || {
-            let config = Arc::clone(&self.model.config);
-            Generator::load(source, config, self.residency, self.forms.clone(), recorder)
+            Generator::load(self.model.layers(), self.residency, recorder)
         })?;
         generator = generator.with_arithmetic(self.arithmetic);
         let mut text = String::new();
@@ -246,7 +242,7 @@ impl Writer {
             top_p: sampling.top_p,
             top_k: sampling.top_k,
             seed: sampling.seed,
-            weights: self.forms.form().name().to_string(),
+            weights: self.model.forms.form().name().to_string(),
             layers_in_memory: self.residency.resident(),
             layers_streamed: self.residency.streamed(),
             budget: self.budget,

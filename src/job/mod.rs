@@ -29,8 +29,9 @@
 //! | `interruption` | messages for a run that ends early |
 //! | `allocate` | the pass that decides the ratios of layers: samples through the dense model, before anything is pruned |
 //! | `plan_recover` | `prune plan --recover`: the memory of trainings, from headers or published shapes alone |
+//! | `plan_generate` | `prune plan --generate`: the memory of text generation for each form of the weights |
 //! | `planned_texts` | texts and plan of a run: what a text needs is known when its tokenizer is, so both are made together |
-//! | `weight_choice` | the form in which a generating model's matrices are in memory |
+//! | `weight_choice` | the form in which the matrices of a generating or evaluated model are in memory |
 //! | `resolved` | the pruning part of a run: method, way of the samples and targets, resolved against the model |
 
 mod allocate;
@@ -57,6 +58,7 @@ mod pack;
 mod pack_plan;
 mod pass;
 pub mod plan;
+pub mod plan_generate;
 pub mod plan_recover;
 mod planned;
 mod planned_texts;

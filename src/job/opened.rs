@@ -13,13 +13,13 @@ use crate::checkpoint::{CONFIG_FILE, Checkpoint, WeightSource};
 use crate::data::Tokenizer;
 use crate::failure::Failure;
 use crate::linalg::{Products, StoredDtype};
-use crate::model::{DecoderLayer, Dtypes, Embedding, Head, ModelConfig};
+use crate::model::{DecoderLayer, Dtypes, Embedding, Head, ModelConfig, WeightForms};
 use crate::packed::PackedSource;
 use crate::pipeline::{Flow, RunShape};
 use crate::quantized::QuantizedSource;
 use crate::run::manifest::PerplexityReport;
 use crate::run::{Events, LayerDropReport, Moment, Phase, Plan, WidthDropReport};
-use crate::runtime::{Clock, Reporter, SweepReport};
+use crate::runtime::{Clock, LayerSource, Reporter, SweepReport};
 use crate::settings::{ComputeDtype, DeviceSettings, ModelSettings, SEQLEN, check_device};
 
 /// The plan and the devices of a pass that measured the model.
@@ -38,6 +38,8 @@ pub(super) struct OpenedModel {
     pub(super) quantized: Option<Arc<QuantizedSource>>,
     /// The parts of a packed checkpoint; `None` for a checkpoint that is not packed.
     pub(super) packed: Option<Arc<PackedSource>>,
+    /// The form of its matrices in memory.
+    pub(super) forms: Arc<WeightForms>,
     /// The shape.
     pub(super) config: Arc<ModelConfig>,
     /// The model that this model is a part of; `None` for a checkpoint as it is.
@@ -150,6 +152,7 @@ impl OpenedModel {
             source,
             quantized,
             packed,
+            forms: Arc::new(WeightForms::dense()),
             checkpoint,
             config,
             part_of: None,
@@ -281,11 +284,21 @@ impl OpenedModel {
         }
     }
 
+    /// The decoder layers, in the form that their matrices have in memory.
+    pub(super) fn layers(&self) -> LayerSource {
+        LayerSource {
+            source: Arc::clone(&self.source),
+            config: Arc::clone(&self.config),
+            forms: Arc::clone(&self.forms),
+        }
+    }
+
     /// A run of this checkpoint in numbers, before its texts are known: nothing is calibrated or evaluated yet.
     pub(super) fn run_shape(&self, device: &DeviceSettings) -> RunShape<'_> {
         RunShape {
             config: &self.config,
             dtypes: self.dtypes(),
+            forms: &self.forms,
             gpu_dtype: self.gpu_dtype,
             seqlen: self.seqlen,
             samples: 0,

@@ -11,10 +11,11 @@ use super::settled_run::{RunTask, SettledRun};
 use super::tensor_files::GONE;
 use crate::checkpoint::{CheckpointWriter, ExpectedMatrix, Published};
 use crate::job::folder::memory_log;
+use crate::model::ModelConfig;
 use crate::pipeline::{LayerJournal, MaskObserver, Output, SaveMasks, expected, permute};
 use crate::run::manifest::{LayerReport, OutputReport, Perplexities};
 use crate::run::{Events, Moment, Phase, RunState};
-use crate::runtime::Finished;
+use crate::runtime::{Finished, LayerSource};
 
 /// The files of a run; all `None` where nothing is saved.
 #[derive(Default)]
@@ -60,12 +61,13 @@ impl<'a> Outputs<'a> {
     }
 
     /// The weights of the finished layers as they were written.
-    pub(super) fn finished(&self) -> Result<Option<Finished>> {
+    pub(super) fn finished(&self, config: &Arc<ModelConfig>) -> Result<Option<Finished>> {
         let layers = self.finished_layers();
         let Some(writer) = self.writer.as_ref().filter(|_| layers > 0) else {
             return Ok(None);
         };
-        Ok(Some(Finished { layers, written: Arc::new(writer.written()?) }))
+        let written = LayerSource::as_stored(Arc::new(writer.written()?), Arc::clone(config));
+        Ok(Some(Finished { layers, written }))
     }
 
     /// The receivers of pruned layers.

@@ -12,7 +12,7 @@ use crate::failure::Failure;
 use crate::linalg::product::Kernel;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::shapes::{self, SHAPES, Shape};
-use crate::model::{Dtypes, ModelConfig, footprint};
+use crate::model::{Dtypes, ModelConfig, WeightForms, footprint};
 use crate::pipeline::RunShape;
 use crate::placement::device_map;
 use crate::placement::{Device, Inventory, Policy, planner};
@@ -30,6 +30,7 @@ pub(super) struct Subject {
     pub(super) name: String,
     pub(super) config: ModelConfig,
     pub(super) dtypes: Dtypes,
+    pub(super) forms: WeightForms,
 }
 
 /// A plan with the model and the machine it is for.
@@ -108,6 +109,7 @@ pub(super) fn run_shape<'a>(
     Ok(RunShape {
         config,
         dtypes: subject.dtypes,
+        forms: &subject.forms,
         gpu_dtype: subject.dtypes.layers,
         seqlen,
         samples: calibration.map_or(0, |calibration| calibration.nsamples as usize),
@@ -153,7 +155,8 @@ impl Subject {
         }
         let is_evaluated = !settings.run.evaluation.eval.sides().is_empty();
         let (config, dtypes) = located::headers(&settings.run.model, is_evaluated, events)?;
-        Ok(Self { name: settings.run.model.model.display().to_string(), config, dtypes })
+        let name = settings.run.model.model.display().to_string();
+        Ok(Self { name, config, dtypes, forms: WeightForms::dense() })
     }
 
     pub(super) fn of(shape: &Shape) -> Result<Self> {
@@ -161,6 +164,7 @@ impl Subject {
             name: shape.name.to_string(),
             config: shape.config()?,
             dtypes: Dtypes::all(shape.dtype),
+            forms: WeightForms::dense(),
         })
     }
 }

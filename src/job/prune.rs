@@ -21,7 +21,7 @@ pub(super) fn sweep(
     events: &dyn Events,
 ) -> Result<RunResults> {
     let mut streams = Streams::embed(job, outputs, events)?;
-    let finished = outputs.finished()?;
+    let finished = outputs.finished(&job.model.config)?;
     let measured = outputs.measured().cloned();
     let layers_before = outputs.layers_before.clone();
     let (technique, targets, model) = (&pruning.technique, &pruning.targets, &job.model);

@@ -17,12 +17,12 @@ use super::recover::Recovery;
 use super::resolved::{Pruning, allocates};
 use super::same_run;
 use super::settled_run::{RunStart, RunTask, SettledRun, offload_folder};
-use super::{allocate, layer_drop, width_drop};
+use super::{allocate, layer_drop, weight_choice, width_drop};
 use crate::checkpoint::check_sidecars;
 use crate::failure::Failure;
 use crate::pipeline::RunShape;
 use crate::run::{Events, Manifest, RunState};
-use crate::settings::{EvalSides, Settings};
+use crate::settings::{EvalSides, Settings, WeightSettings};
 
 /// Opens the checkpoint, resolves targets, folders and memory, and tokenizes the texts.
 ///
@@ -81,6 +81,12 @@ fn settle_opened(
     }
 
     let planning = Planning::new(&settings.device, model.threads)?;
+    if let Some(WeightSettings { weights, .. }) = settings.weights {
+        let plan = |model: &OpenedModel| {
+            planning.plan(&early_shape(&settings, model, None, &given, &folder))
+        };
+        weight_choice::settle_sweep(&mut model, weights, &settings.device, &plan, events)?;
+    }
     if settings.layer_drop.is_some() || settings.width_drop.is_some() {
         if settings.layer_drop.is_some() {
             let shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);

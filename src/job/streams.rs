@@ -1,7 +1,5 @@
 //! The streams of a sweep: calibration samples and evaluation windows, embedded; and the sweep they pass.
 
-use std::sync::Arc;
-
 use anyhow::{Context, Result};
 
 use super::opened::WholeModel;
@@ -191,12 +189,12 @@ impl SettledRun {
             passes,
         });
         let sweep = Sweep {
-            source: Arc::clone(&model.source),
+            source: model.layers(),
             finished,
-            config: Arc::clone(&model.config),
             seqlen: model.seqlen,
             settings: self.plan.memory_settings.clone(),
             products: model.products,
+            activations: self.settings.weights.map_or_else(Default::default, |of| of.activations),
             devices,
             reporter: model.reporter(events),
         };

@@ -1,23 +1,26 @@
-//! The choice of the form in which a generating model's matrices are in memory.
+//! The choice of the form in which a model's matrices are in memory, for text generation and evaluation.
 //!
-//! Without `--weights`, matrices are compact where that takes fewer bytes and is not slower: a layer is read in both forms, and the
+//! Without `--weights`, matrices of a generating model are compact where that takes fewer bytes and is not slower: a layer is read in both forms, and the
 //! products of a token are timed. Where the dense model does not fit into memory, compact matrices are taken without a measurement. The
 //! results are the same bits, so the choice changes speed and memory only.
 
 use std::hint::black_box;
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::Result;
 
 use super::opened::OpenedModel;
 use crate::bytes::ByteSize;
+use crate::failure::Failure;
 use crate::generation::{DecodingArithmetic, Generator};
 use crate::linalg::linear::SingleToken;
 use crate::linalg::{Linear, ProductContext};
 use crate::model::{DecoderLayer, KeptShares, WeightForm, WeightForms};
+use crate::packed::PackedValues;
 use crate::placement::{Residency, Sizes};
-use crate::run::Events;
-use crate::settings::WeightChoice;
+use crate::run::{Events, Plan, WeightsHeld};
+use crate::settings::{DeviceChoice, DeviceSettings, WeightChoice};
 
 /// Passes over a layer in each form; the fastest counts.
 const PASSES: usize = 5;
@@ -34,7 +37,7 @@ pub(super) struct MemoryRoom {
     pub budget: ByteSize,
 }
 
-/// Settles the form of the matrices and the place of the layers, and tells the choice.
+/// Settles the form of the matrices and the place of the layers of a generating model, and tells the choice.
 ///
 /// # Arguments
 /// * `room`: the sizes with dense matrices, and the memory that may be used
@@ -51,41 +54,110 @@ pub(super) fn settle(
     let settled = |forms: WeightForms, sizes: &Sizes| -> Result<SettledWeights> {
         Ok(SettledWeights { residency: Residency::settle(sizes, budget)?, forms })
     };
-    if choice == WeightChoice::Dense {
+    let Some(candidate) = Candidate::of(model, choice, events)? else {
         return settled(WeightForms::dense(), &sizes);
-    }
-    let shares = KeptShares::sampled(&*model.source, &model.config)?;
-    let dtype = model.dtypes().layers;
-    let form = choice.form().unwrap_or(WeightForm::Compact);
-    let zeros = shares.zeros(&model.config);
-    let forms = WeightForms::new(form, shares);
-    let compact = Generator::sizes_in(&model.config, dtype, &forms, sizes);
-    let share = format!("{:.0} % of the weights are 0", 100.0 * zeros);
-    if compact.layer >= sizes.layer {
-        if choice != WeightChoice::Auto {
-            events.note(format!("weights      dense: {share}, so {} is not smaller", form.name()));
-        }
-        return settled(WeightForms::dense(), &sizes);
-    }
-    let all = |sizes: &Sizes| ByteSize(sizes.layer.0 * sizes.layers as u64);
-    let bytes = format!("layers take {} instead of {}", all(&compact), all(&sizes));
-    if choice != WeightChoice::Auto {
-        events.note(format!("weights      {}: {bytes}, {share}", form.name()));
+    };
+    let Candidate { forms, zeros, bytes } = candidate;
+    let form = forms.form().name();
+    let compact = Generator::sizes_in(&model.config, model.dtypes().layers, &forms, sizes);
+    if choice != WeightChoice::Auto || forms.form() == WeightForm::Int8 {
+        events.note(format!("weights      {form}: {bytes}, {zeros}"));
         return settled(forms, &compact);
     }
     let dense_fits = Residency::settle(&sizes, budget).is_ok_and(|rest| rest.streamed() == 0);
     if !dense_fits {
-        events.note(format!("weights      compact: {bytes}, which do not fit; {share}"));
+        events.note(format!("weights      {form}: {bytes}, which do not fit; {zeros}"));
         return settled(forms, &compact);
     }
     let times = times_as_fast(model, &forms, arithmetic)?;
     let measured = format!("{times:.2} times as fast as dense here");
     if times < 1.0 {
-        events.note(format!("weights      dense: compact is {measured}, and {bytes}"));
+        events.note(format!("weights      dense: {form} is {measured}, and {bytes}"));
         return settled(WeightForms::dense(), &sizes);
     }
-    events.note(format!("weights      compact: {bytes}, {measured}; {share}"));
+    events.note(format!("weights      {form}: {bytes}, {measured}; {zeros}"));
     settled(forms, &compact)
+}
+
+/// Settles the form of the matrices of a model that is swept, and tells the choice. Without `--weights`, matrices are compact only where no
+/// dense layer fits into memory: a sweep reads every layer once, and restores the rows for all tokens.
+///
+/// # Arguments
+/// * `plan`: plans the sweep of a model
+///
+/// # Errors
+/// Fails when a matrix cannot be read, and for a form that the device does not compute with.
+pub(super) fn settle_sweep(
+    model: &mut OpenedModel,
+    choice: WeightChoice,
+    device: &DeviceSettings,
+    plan: &dyn Fn(&OpenedModel) -> Result<Plan>,
+    events: &dyn Events,
+) -> Result<()> {
+    let on_gpus = matches!(device.device, DeviceChoice::Cuda(_)) || device.simulate.is_some();
+    if on_gpus && matches!(choice, WeightChoice::Compact | WeightChoice::Int8) {
+        return Err(Failure::usage("--weights: GPUs compute with dense matrices only")
+            .hint("leave --weights out, or evaluate on the CPU with --use-cpu")
+            .into());
+    }
+    let is_auto = choice == WeightChoice::Auto;
+    let holds_layers = |plan: Plan| plan.memory_settings.weights == WeightsHeld::Layer;
+    if is_auto && (on_gpus || plan(model).is_ok_and(holds_layers)) {
+        return Ok(());
+    }
+    let choice = if is_auto { WeightChoice::Compact } else { choice };
+    let Some(Candidate { forms, zeros, bytes }) = Candidate::of(model, choice, events)? else {
+        return Ok(());
+    };
+    let form = forms.form().name();
+    let dense = std::mem::replace(&mut model.forms, Arc::new(forms));
+    if is_auto && plan(model).is_err() {
+        model.forms = dense;
+        return Ok(());
+    }
+    events.note(format!("weights      {form}: {bytes}, {zeros}"));
+    Ok(())
+}
+
+/// A form of the matrices that takes fewer bytes than dense matrices.
+struct Candidate {
+    forms: WeightForms,
+    /// The share of zeros, for a message.
+    zeros: String,
+    /// The memory of all layers in both forms, for a message.
+    bytes: String,
+}
+
+impl Candidate {
+    /// The form of a choice; `None` where matrices stay dense. Tells why, where another form was asked for.
+    ///
+    /// # Errors
+    /// Fails when a matrix cannot be read.
+    fn of(model: &OpenedModel, choice: WeightChoice, events: &dyn Events) -> Result<Option<Self>> {
+        let has_codes = model.packed.as_ref().is_some_and(|of| of.values() == PackedValues::Int8);
+        let form = match choice.form() {
+            Some(WeightForm::Dense) => return Ok(None),
+            Some(form) => form,
+            None if has_codes => WeightForm::Int8,
+            None => WeightForm::Compact,
+        };
+        let (config, dtype) = (&*model.config, model.dtypes().layers);
+        let shares = KeptShares::sampled(&*model.source, config)?;
+        let zeros = format!("{:.0} % of the weights are 0", 100.0 * shares.zeros(config));
+        let forms = WeightForms::new(form, shares);
+        let all = |forms: &WeightForms| {
+            ByteSize(forms.layer_bytes(config, dtype).0 * config.num_hidden_layers as u64)
+        };
+        let (compact, dense) = (all(&forms), all(&WeightForms::dense()));
+        if compact >= dense {
+            if choice != WeightChoice::Auto {
+                let form = form.name();
+                events.note(format!("weights      dense: {zeros}, so {form} is not smaller"));
+            }
+            return Ok(None);
+        }
+        Ok(Some(Self { forms, zeros, bytes: format!("layers take {compact} instead of {dense}") }))
+    }
 }
 
 /// Times the products of a token with the matrices of the first layer, without and with their zeros.

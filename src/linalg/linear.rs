@@ -10,13 +10,14 @@ use std::sync::{Arc, OnceLock};
 use anyhow::Result;
 use rayon::prelude::*;
 
+use super::compact::KeptForm;
 use super::one_token;
 use super::parts::{LEAST_COLUMNS, largest_part, parts, rows_at_once};
 use super::permute;
 use super::product::{self, Factor, Kernel, PackedWeight, ProductJob};
 use super::profile::Part;
 use super::stored::StoredMatrix;
-use super::weight::{ProductContext, Weight};
+use super::weight::{CodedActivations, ProductContext, Weight};
 
 /// A weight `[out_features, in_features]` and an optional bias `[out_features]`.
 #[derive(Debug, Clone)]
@@ -293,7 +294,18 @@ fn multiply(
     if !jobs.is_empty() {
         product::products(kernel, x, inner, &mut jobs, &mut context.packed);
     }
+    let mut input = std::mem::take(&mut context.input);
+    let is_rounded = |weight: &Weight| match weight {
+        Weight::Compact(matrix) => {
+            matrix.form() == KeptForm::Codes && context.activations == CodedActivations::Int8
+        }
+        Weight::Held(_) | Weight::AtRest(_) => false,
+    };
+    if restored.iter().any(|(weight, _, _)| is_rounded(weight)) {
+        input.round(x, inner);
+    }
     for (weight, features, out) in restored {
+        let x = if is_rounded(weight) { input.rounded() } else { x };
         for part in parts(features.len(), rows_at_once(inner), LEAST_COLUMNS) {
             let before = context.watch.enter(Part::Read);
             let first = features.start + part.start;
@@ -311,6 +323,7 @@ fn multiply(
             product::products(kernel, x, inner, &mut job, packed);
         }
     }
+    context.input = input;
     context.watch.move_to(Part::Pack, context.packed.take_time());
     Ok(())
 }

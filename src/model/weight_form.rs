@@ -64,6 +64,12 @@ impl KeptShares {
         Ok(Self(layers.collect::<Result<_>>()?))
     }
 
+    /// The same share for every matrix.
+    pub fn uniform(config: &ModelConfig, share: f64) -> Self {
+        let layer = || config.linears().map(|id| (id, share)).collect();
+        Self((0..config.num_hidden_layers).map(|_| layer()).collect())
+    }
+
     /// The share of zeros in all matrices.
     pub fn zeros(&self, config: &ModelConfig) -> f64 {
         let (mut kept, mut all) = (0.0, 0.0);
@@ -85,8 +91,8 @@ pub struct WeightForms {
 
 impl WeightForms {
     /// All matrices as stored.
-    pub fn dense() -> Self {
-        Self { form: WeightForm::Dense, shares: KeptShares::default() }
+    pub const fn dense() -> Self {
+        Self { form: WeightForm::Dense, shares: KeptShares(Vec::new()) }
     }
 
     /// Matrices in this form where it takes fewer bytes.
@@ -114,17 +120,44 @@ impl WeightForms {
 
     /// The mean memory of the matrices of a layer.
     pub fn layer_bytes(&self, config: &ModelConfig, dtype: StoredDtype) -> ByteSize {
+        let total: ByteSize = self.of_layers(config, dtype).sum();
+        ByteSize(total.0.div_ceil(config.num_hidden_layers.max(1) as u64))
+    }
+
+    /// The memory of the matrices of the largest layer.
+    pub fn largest_layer_bytes(&self, config: &ModelConfig, dtype: StoredDtype) -> ByteSize {
+        self.of_layers(config, dtype).max().unwrap_or_default()
+    }
+
+    /// The memory of the matrices of every layer.
+    fn of_layers(
+        &self,
+        config: &ModelConfig,
+        dtype: StoredDtype,
+    ) -> impl Iterator<Item = ByteSize> {
+        let of_matrix = move |layer: usize, id: LinearId| {
+            let (rows, columns) = id.shape(config);
+            let dense = ByteSize::of(rows * columns, dtype.bytes());
+            let both = self.bytes(config, layer, id, dtype);
+            both.map_or(dense, |(compact, dense)| compact.min(dense))
+        };
         let layers = 0..config.num_hidden_layers;
-        let bytes = layers.flat_map(|layer| config.linears().map(move |id| (layer, id)));
-        let total: u64 = bytes
-            .map(|(layer, id)| {
-                let (rows, columns) = id.shape(config);
-                let dense = ByteSize::of(rows * columns, dtype.bytes());
-                let both = self.bytes(config, layer, id, dtype);
-                both.map_or(dense, |(compact, dense)| compact.min(dense)).0
-            })
-            .sum();
-        ByteSize(total.div_ceil(config.num_hidden_layers.max(1) as u64))
+        layers.map(move |layer| config.linears().map(|id| of_matrix(layer, id)).sum())
+    }
+
+    /// The memory of a product of many tokens beside the matrices: the input rounded to 8-bit codes.
+    ///
+    /// # Arguments
+    /// * `attention`, `mlp`: tokens at once
+    pub fn rounded_bytes(&self, config: &ModelConfig, attention: usize, mlp: usize) -> ByteSize {
+        if self.form != WeightForm::Int8 {
+            return ByteSize::ZERO;
+        }
+        let inputs = config.linears().map(|id| {
+            let tokens = if id.is_attention() { attention } else { mlp };
+            ByteSize::of(tokens * id.shape(config).1, size_of::<f32>())
+        });
+        inputs.max().unwrap_or_default()
     }
 
     /// The memory of rows that are restored for a product of many tokens, or made compact while a matrix is read.

@@ -6,7 +6,7 @@ use crate::linalg::product::Kernel;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::on_device::DeviceGrams;
 use crate::model::shapes::shape;
-use crate::model::{Dtypes, ModelConfig};
+use crate::model::{Dtypes, ModelConfig, WeightForms};
 use crate::pipeline::{Flow, Propagation, RunShape};
 use crate::placement::device_map::Prefixes;
 use crate::placement::planner::least_that_works;
@@ -39,10 +39,14 @@ fn planned_for(
     plan(&run(config, dtype, machine.cpu.threads), &machine, policy)
 }
 
+/// Matrices as stored.
+static DENSE: WeightForms = WeightForms::dense();
+
 fn run(config: &ModelConfig, dtype: StoredDtype, threads: usize) -> RunShape<'_> {
     RunShape {
         config,
         dtypes: Dtypes::all(dtype),
+        forms: &DENSE,
         gpu_dtype: dtype,
         seqlen: 2048,
         samples: 128,

@@ -14,7 +14,7 @@ use super::calibrate::{Calibrator, LayerStatistics};
 use super::prune::Pruner;
 use crate::model::{DecoderLayer, Head, InputId, ModelConfig};
 use crate::run::{Events, Moment, Stopped};
-use crate::runtime::{Clock, Compute, Finished, Passenger, Side, load_layer, memory};
+use crate::runtime::{Clock, Compute, Finished, Passenger, Side, memory};
 
 /// A pruning run of a shared sweep.
 pub struct SharingCell<'a> {
@@ -44,7 +44,6 @@ impl SharingCell<'_> {
         dense: &DecoderLayer,
         version: u32,
         statistics: Option<&LayerStatistics>,
-        config: &ModelConfig,
         compute: &mut Compute<'_>,
     ) -> Result<()> {
         let index = dense.index();
@@ -54,7 +53,7 @@ impl SharingCell<'_> {
                 if !self.passengers.iter().any(|of| of.side() == Side::Pruned) {
                     return Ok(());
                 }
-                let written = load_layer(&of.written, config, compute.settings().weights, index)?;
+                let written = of.written.layer(compute.settings().weights, index)?;
                 written.as_version(version)
             }
             _ => {
@@ -119,7 +118,7 @@ impl Passenger for SharedPruning<'_> {
         self.calibrator.pass(layer, compute)?;
         for (number, cell) in (1..).zip(&mut self.cells) {
             if cell.error.is_none() {
-                let done = cell.layer(layer, number, statistics.as_ref(), &self.config, compute);
+                let done = cell.layer(layer, number, statistics.as_ref(), compute);
                 cell.take(done.with_context(|| format!("in model.layers.{index}")))?;
             }
         }

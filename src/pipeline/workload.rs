@@ -17,8 +17,8 @@ mod training;
 mod work;
 
 use crate::bytes::ByteSize;
-use crate::model::footprint;
 use crate::model::on_device::Tiling;
+use crate::model::{WeightForm, footprint};
 use crate::placement::{Demand, ExecutionOption, PhaseMemory, Processors, Workload};
 use crate::run::HiddenStatesStorage;
 use crate::run::memory_settings::{MemorySettings, WeightsHeld};
@@ -64,7 +64,9 @@ impl Workload for RunShape<'_> {
             if self.trains.is_some() && settings.weights != WeightsHeld::Layer {
                 return false;
             }
-            processors == Processors::Cpu || (fits_gpu && settings.weights == WeightsHeld::Layer)
+            let is_dense = self.forms.form() == WeightForm::Dense;
+            let fits_gpu = fits_gpu && is_dense && settings.weights == WeightsHeld::Layer;
+            processors == Processors::Cpu || fits_gpu
         };
         if let Some(settings) = &self.settings {
             return Vec::from_iter(Some(settings.clone()).filter(is_possible));

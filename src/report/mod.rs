@@ -18,7 +18,7 @@
 //! | `demo_table` | the result of `prune demo`, as records and as a table of at most 80 columns |
 //! | `plan` | the table of a plan, printed before a run and by `prune plan` |
 //! | `plots` | pictures as SVG text, a file per picture |
-//! | `training_plan` | the table of `prune plan --recover` |
+//! | `training_plan`, `generation_plan` | the tables of `prune plan --recover` and `--generate` |
 
 pub mod card;
 pub mod cards;
@@ -26,6 +26,7 @@ pub mod comparison;
 pub mod demo_table;
 mod format;
 pub mod front_matter;
+pub mod generation_plan;
 pub mod grid;
 pub mod inspection;
 pub mod log;

@@ -4,34 +4,19 @@
 //! last streamed layer it reads the first. Used layers are dropped. At most two streamed layers exist at a time.
 
 use std::borrow::Cow;
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow};
 
+use super::layer_source::LayerSource;
 use super::memory;
-use crate::checkpoint::WeightSource;
-use crate::model::{DecoderLayer, ModelConfig, WeightForms};
+use crate::model::DecoderLayer;
 use crate::placement::Residency;
-use crate::run::{Event, Events};
+use crate::run::{Event, Events, WeightsHeld};
 
 const PHASE: &str = "read layers";
-
-/// The checkpoint of the layers, and the form of their matrices in memory.
-#[derive(Clone)]
-struct LayerSource {
-    source: Arc<dyn WeightSource>,
-    config: Arc<ModelConfig>,
-    forms: Arc<WeightForms>,
-}
-
-impl LayerSource {
-    fn load(&self, index: usize) -> Result<DecoderLayer> {
-        DecoderLayer::load_in(&*self.source, &self.config, index, &self.forms)
-    }
-}
 
 /// Hands out layers in ascending order, again and again.
 pub struct LayerStore {
@@ -47,14 +32,7 @@ impl LayerStore {
     ///
     /// # Errors
     /// Fails when a layer cannot be read, or a thread cannot be started.
-    pub fn load(
-        source: Arc<dyn WeightSource>,
-        config: Arc<ModelConfig>,
-        residency: Residency,
-        forms: WeightForms,
-        events: &dyn Events,
-    ) -> Result<Self> {
-        let layers = LayerSource { source, config, forms: Arc::new(forms) };
+    pub fn load(layers: LayerSource, residency: Residency, events: &dyn Events) -> Result<Self> {
         let began = Instant::now();
         events.emit(Event::PhaseStarted {
             phase: PHASE.to_string(),
@@ -67,8 +45,9 @@ impl LayerStore {
             resident.push(if residency.is_streamed(index) {
                 None
             } else {
-                let layer =
-                    layers.load(index).with_context(|| format!("in model.layers.{index}"))?;
+                let layer = layers
+                    .layer(WeightsHeld::Layer, index)
+                    .with_context(|| format!("in model.layers.{index}"))?;
                 done += 1;
                 events.emit(Event::Progress { done });
                 // Rows that were made compact were in memory of every thread.
@@ -117,7 +96,7 @@ impl LayerStore {
                 }
                 Cow::Owned(layer)
             }
-            (None, None) => Cow::Owned(self.layers.load(index)?),
+            (None, None) => Cow::Owned(self.layers.layer(WeightsHeld::Layer, index)?),
         };
         let result = body(&layer);
         if let Cow::Owned(layer) = layer {
@@ -156,7 +135,7 @@ impl Reader {
             .name("layer-reader".to_string())
             .spawn(move || {
                 for index in questions {
-                    let layer = layers.load(index);
+                    let layer = layers.layer(WeightsHeld::Layer, index);
                     if answers.send((index, layer)).is_err() {
                         return;
                     }

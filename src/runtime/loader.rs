@@ -11,14 +11,13 @@ use std::thread::JoinHandle;
 use anyhow::{Result, anyhow};
 
 use super::engine::CopyAhead;
-use crate::checkpoint::WeightSource;
-use crate::model::{DecoderLayer, ModelConfig};
-use crate::run::memory_settings::{MemorySettings, WeightsHeld};
+use super::layer_source::LayerSource;
+use crate::model::DecoderLayer;
+use crate::run::MemorySettings;
 
 /// Hands out layers in ascending order.
 pub struct LayerLoader {
-    source: Arc<dyn WeightSource>,
-    config: Arc<ModelConfig>,
+    source: LayerSource,
     settings: MemorySettings,
     /// Copies a layer to its devices as soon as it is read ahead.
     copy: Arc<CopyAhead>,
@@ -30,14 +29,13 @@ pub struct LayerLoader {
 impl LayerLoader {
     /// Begins to read the first of `layers`, if it may read ahead. The reading thread calls `copy` with every layer.
     pub fn new(
-        source: Arc<dyn WeightSource>,
-        config: Arc<ModelConfig>,
+        source: LayerSource,
         settings: MemorySettings,
         copy: CopyAhead,
         layers: Range<usize>,
     ) -> Self {
-        let mut loader =
-            Self { source, config, settings, copy: Arc::new(copy), end: layers.end, ahead: None };
+        let copy = Arc::new(copy);
+        let mut loader = Self { source, settings, copy, end: layers.end, ahead: None };
         loader.read_ahead(layers.start);
         loader
     }
@@ -48,7 +46,7 @@ impl LayerLoader {
             Some((ahead, reading)) if ahead == index => {
                 reading.join().map_err(|_| anyhow!("the reader of layer {index} panicked"))??
             }
-            _ => load_layer(&self.source, &self.config, self.settings.weights, index)?,
+            _ => self.source.layer(self.settings.weights, index)?,
         };
         Ok(layer)
     }
@@ -56,33 +54,16 @@ impl LayerLoader {
     /// Begins to read the layer `index`, if it may read ahead and the layer exists.
     pub fn read_ahead(&mut self, index: usize) {
         if self.settings.prefetch && index < self.end {
-            let (source, config) = (Arc::clone(&self.source), Arc::clone(&self.config));
-            let held = self.settings.weights;
+            let (source, held) = (self.source.clone(), self.settings.weights);
             let copy = Arc::clone(&self.copy);
             let reading =
                 std::thread::Builder::new().name("reading ahead".to_string()).spawn(move || {
-                    let layer = load_layer(&source, &config, held, index)?;
+                    let layer = source.layer(held, index)?;
                     copy(&layer);
                     Ok(layer)
                 });
             // If the system refuses a thread, `take` reads the layer.
             self.ahead = reading.ok().map(|reading| (index, reading));
         }
-    }
-}
-
-/// Reads a layer, or opens it where weights are held by matrix.
-///
-/// # Errors
-/// Fails when a tensor is missing or cannot be read.
-pub fn load_layer(
-    source: &Arc<dyn WeightSource>,
-    config: &ModelConfig,
-    held: WeightsHeld,
-    index: usize,
-) -> Result<DecoderLayer> {
-    match held {
-        WeightsHeld::Layer => DecoderLayer::load(&**source, config, index),
-        WeightsHeld::Matrix => DecoderLayer::at_rest(source, config, index),
     }
 }

@@ -4,7 +4,7 @@
 //! | file | story |
 //! | --- | --- |
 //! | `sweep` | the loop over the layers |
-//! | `loader`, `layer_store` | layers read ahead; the layers of a generating model |
+//! | `layer_source`, `loader`, `layer_store` | a layer that is read; layers read ahead; the layers of a generating model |
 //! | `hidden_states` | the samples between two layers |
 //! | `compute`, `pass` | a pass of all samples through a layer, on the CPU and on GPUs |
 //! | `blocks` | blocks of samples: the order of large sums |
@@ -22,6 +22,7 @@ pub mod device_worker;
 pub mod devices;
 pub mod engine;
 pub mod hidden_states;
+pub mod layer_source;
 pub mod layer_store;
 pub mod ledger;
 pub mod loader;
@@ -36,7 +37,8 @@ pub use clock::{Clock, Reporter};
 pub use compute::{Accumulation, Compute, GramsOnDevices, SweepReport};
 pub use devices::{Devices, Simulation};
 pub use hidden_states::{HiddenStates, check_spill_folder};
+pub use layer_source::LayerSource;
 pub use layer_store::LayerStore;
-pub use loader::{LayerLoader, load_layer};
+pub use loader::LayerLoader;
 pub use pass::ResultOrder;
 pub use sweep::{Editor, Finished, Passenger, Side, Sweep};

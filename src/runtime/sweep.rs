@@ -9,18 +9,17 @@
 //! [`Editor::side`] names the side of the editor's samples.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
 use super::clock::Reporter;
 use super::compute::{Compute, SweepReport};
 use super::devices::Devices;
+use super::layer_source::LayerSource;
 use super::loader::LayerLoader;
 use super::memory;
-use crate::checkpoint::WeightSource;
-use crate::linalg::Products;
-use crate::model::{DecoderLayer, Head, ModelConfig};
+use crate::linalg::{CodedActivations, Products};
+use crate::model::{DecoderLayer, Head};
 use crate::run::{MemorySettings, Moment, Phase};
 
 /// A version of a layer.
@@ -84,23 +83,23 @@ pub struct Finished {
     /// The number of finished layers, from the first on.
     pub layers: usize,
     /// The model with the finished layers as they were written.
-    pub written: Arc<dyn WeightSource>,
+    pub written: LayerSource,
 }
 
 /// A sweep: its model, its settings and its devices.
 pub struct Sweep<'a> {
-    /// The source of layers.
-    pub source: Arc<dyn WeightSource>,
+    /// The source of layers, with the model's shape.
+    pub source: LayerSource,
     /// The layers of an earlier process; `None` to begin with the first layer.
     pub finished: Option<Finished>,
-    /// The model's shape.
-    pub config: Arc<ModelConfig>,
     /// Tokens per sample, at most.
     pub seqlen: usize,
     /// Settings that trade memory for time.
     pub settings: MemorySettings,
     /// The arithmetic of products on the CPU.
     pub products: Products,
+    /// The activations that 8-bit codes are multiplied with.
+    pub activations: CodedActivations,
     /// The devices that compute in addition to the CPU.
     pub devices: &'a Devices,
     /// The clock of the run, and the receiver of its events.
@@ -119,8 +118,9 @@ impl Sweep<'_> {
         passengers: &mut [&mut dyn Passenger],
     ) -> Result<SweepReport> {
         let Reporter { clock, events } = self.reporter;
-        let arithmetic = (&self.settings, self.products);
-        let mut compute = self.devices.compute(&self.config, self.seqlen, arithmetic, events)?;
+        let config = &self.source.config;
+        let arithmetic = (&self.settings, self.products, self.activations);
+        let mut compute = self.devices.compute(config, self.seqlen, arithmetic, events)?;
         let mut first = 0;
         if let Some(finished) = &self.finished {
             first = finished.layers;
@@ -147,7 +147,7 @@ impl Sweep<'_> {
                 )?;
             }
         }
-        let layers = first..self.config.num_hidden_layers;
+        let layers = first..config.num_hidden_layers;
         self.each_layer(
             Moment::Layer,
             &self.source,
@@ -169,7 +169,7 @@ impl Sweep<'_> {
             clock.mark(Moment::BeforeEvaluation, events);
             let head = clock
                 .measure(Phase::Read, || {
-                    Head::open(&self.source, &self.config, self.settings.head_rows)
+                    Head::open(&self.source.source, config, self.settings.head_rows)
                 })
                 .context("in the head")?;
             for passenger in passengers {
@@ -183,15 +183,14 @@ impl Sweep<'_> {
     fn each_layer(
         &self,
         moment: fn(usize) -> Moment,
-        source: &Arc<dyn WeightSource>,
+        source: &LayerSource,
         layers: Range<usize>,
         compute: &mut Compute<'_>,
         body: &mut dyn FnMut(DecoderLayer, &mut Compute<'_>) -> Result<DecoderLayer>,
     ) -> Result<()> {
         let Reporter { clock, events } = self.reporter;
         let mut loader = LayerLoader::new(
-            Arc::clone(source),
-            Arc::clone(&self.config),
+            source.clone(),
             self.settings.clone(),
             compute.copies_ahead(),
             layers.clone(),

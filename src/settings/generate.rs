@@ -32,14 +32,14 @@ pub struct GenerateSettings {
     pub bench: bool,
 }
 
-/// The form of a generating model's matrices in memory.
-#[derive(Debug, Clone, Copy, Default, Args)]
+/// The form of the decoder's matrices in memory.
+#[derive(Debug, Clone, Copy, Default, Args, Serialize)]
 pub struct WeightSettings {
     /// Form of the decoder's matrices in memory
     #[arg(long, value_name = "FORM", default_value = "auto")]
     pub weights: WeightChoice,
 
-    /// Activations that 8-bit weights are multiplied with, a token at a time
+    /// Activations that 8-bit weights are multiplied with
     #[arg(long, value_name = "DTYPE", default_value = "int8")]
     pub activations: CodedActivations,
 }
@@ -48,7 +48,7 @@ pub struct WeightSettings {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum WeightChoice {
-    /// Compact where that is smaller and not slower here, or where dense does not fit into memory
+    /// Compact where that is smaller and not slower here, or where dense does not fit into memory; the 8-bit values of a packed folder as they are
     #[default]
     Auto,
     /// As stored, zeros included

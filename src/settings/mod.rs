@@ -51,4 +51,5 @@ pub use quantize::QuantizeSettings;
 pub use recovery::{ALL_LINEAR, DISTILL_WEIGHT, RecoverySettings, RecoveryWay, TEXT, TrainedKind};
 pub use run::Settings;
 pub use sparsity::SparsitySettings;
+pub use values::share;
 pub use width_drop::{WidthDropSettings, WidthOf, WidthShare};

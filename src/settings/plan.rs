@@ -15,6 +15,8 @@ pub struct PlanSettings {
     pub inventory: Option<PathBuf>,
     /// `--rank` of the factors of trainings; the default of `prune recover` if absent.
     pub rank: Option<usize>,
+    /// `--sparsity-ratio` of a generating model; `None` for the zeros of the checkpoint.
+    pub zeros: Option<f64>,
     /// `--batch-size` of trainings; the default of `prune recover` if absent.
     pub batch_size: Option<usize>,
 }

@@ -11,6 +11,7 @@ use super::calibration::CalibrationSettings;
 use super::deciding::without_mark;
 use super::device::DeviceSettings;
 use super::evaluation::{EvalSides, EvaluationSettings};
+use super::generate::WeightSettings;
 use super::layer_drop::LayerDropSettings;
 use super::model::ModelSettings;
 use super::output::OutputSettings;
@@ -47,6 +48,9 @@ pub struct Settings {
     /// Perplexity.
     #[serde(flatten)]
     pub evaluation: EvaluationSettings,
+    /// The form of the weights in memory; `None` where only dense weights serve.
+    #[serde(flatten)]
+    pub weights: Option<WeightSettings>,
     /// Devices and memory.
     #[serde(flatten)]
     pub device: DeviceSettings,
@@ -71,6 +75,7 @@ impl Settings {
                 eval: EvalSides::None,
                 ..EvaluationSettings::default()
             },
+            weights: None,
             device: DeviceSettings::default(),
             output: OutputSettings::default(),
         }

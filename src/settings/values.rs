@@ -21,7 +21,7 @@ pub(super) fn perplexity(text: &str) -> Result<f64, String> {
 }
 
 /// A number from 0 to 1.
-pub(super) fn share(text: &str) -> Result<f64, String> {
+pub fn share(text: &str) -> Result<f64, String> {
     number(text, "from 0 to 1", |value| (0.0..=1.0).contains(&value))
 }
 

@@ -16,9 +16,10 @@ use prune::generation::{
     SequenceShape, generate,
 };
 use prune::linalg::{Products, StoredDtype};
-use prune::model::{Dtypes, ModelConfig, WeightForms};
+use prune::model::{Dtypes, ModelConfig};
 use prune::placement::Residency;
 use prune::run::Silent;
+use prune::runtime::LayerSource;
 use prune::synthetic::RandomCheckpoint;
 use serde_json::json;
 
@@ -32,7 +33,7 @@ fn open(folder: &Path, rest: fn(usize) -> Residency) -> Result<Generator> {
     let config = Arc::new(ModelConfig::load(folder)?);
     let checkpoint = Arc::new(Checkpoint::open(folder)?);
     let residency = rest(config.num_hidden_layers);
-    Generator::load(checkpoint, config, residency, WeightForms::dense(), &Silent)
+    Generator::load(LayerSource::as_stored(checkpoint, config), residency, &Silent)
 }
 
 fn written(
@@ -174,13 +175,8 @@ fn some_layers_in_memory_and_some_from_disk_write_the_same() -> Result<()> {
         let residency = Residency::settle(&sizes, budget)?;
         assert_eq!(residency.resident(), [0, 0, 1, 2, 5][slots as usize - 1]);
         let checkpoint = Arc::new(Checkpoint::open(folder.path())?);
-        let mut generator = Generator::load(
-            checkpoint,
-            Arc::new(config.clone()),
-            residency,
-            WeightForms::dense(),
-            &Silent,
-        )?;
+        let layers = LayerSource::as_stored(checkpoint, Arc::new(config.clone()));
+        let mut generator = Generator::load(layers, residency, &Silent)?;
         let found = written(&mut generator, &prompt(10, 320), 20, &Sampling::GREEDY)?;
         assert_eq!(found.ids, expected.ids, "{slots} places for layers");
     }

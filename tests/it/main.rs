@@ -13,6 +13,7 @@ mod determinism;
 mod differentiable;
 mod docs;
 mod errors;
+mod eval_weights;
 mod fallback;
 mod generate;
 mod golden;

@@ -19,7 +19,7 @@ use prune::data::{Role, Source, TextCache, Tokenizer};
 use prune::job;
 use prune::linalg::product::Kernel;
 use prune::linalg::{Products, StoredDtype};
-use prune::model::{Dtypes, ModelConfig};
+use prune::model::{Dtypes, ModelConfig, WeightForms};
 use prune::pipeline::RunShape;
 use prune::placement::{ExecutionOption, PhaseMemory, Processors, Workload};
 use prune::pruning::Technique;
@@ -217,6 +217,7 @@ fn planned(place: &Place, dtype: StoredDtype, storage: HiddenStatesStorage) -> P
     let job = RunShape {
         config: &config,
         dtypes: Dtypes::all(dtype),
+        forms: &WeightForms::dense(),
         gpu_dtype: dtype,
         seqlen: SEQLEN,
         samples: SAMPLES,

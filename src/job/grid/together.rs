@@ -114,7 +114,8 @@ struct CellInPass<'a> {
 impl CellInPass<'_> {
     /// The part of the cell in the sweep, with its clock.
     fn sharing(&mut self) -> Result<SharingCell<'_>> {
-        let (finished, before) = (self.outputs.finished()?, self.outputs.layers_before.clone());
+        let (finished, before) =
+            (self.outputs.finished(&self.job.model.config)?, self.outputs.layers_before.clone());
         let (model, pruning) = (&self.job.model, self.pruning);
         let calibrator = Calibrator::of(None, &model.config, model.reporter(self.recorder));
         let output = self.outputs.receivers();

@@ -59,7 +59,7 @@ fn sweep(
     });
     let mut streams = Streams::embed(job, &Outputs::default(), events)?;
     let samples = streams.samples()?;
-    let finished = (layers > 0).then(|| Finished { layers, written: model.source.clone() });
+    let finished = (layers > 0).then(|| Finished { layers, written: model.layers() });
     let mut meter = ActivationMeter::new(samples, journal, &model.config, model.reporter(events));
     streams.sweep(job, finished, Some(&mut meter), events)
 }

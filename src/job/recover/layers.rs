@@ -31,7 +31,7 @@ impl Recovery {
         trained: Option<&Trained>,
         events: &dyn Events,
     ) -> Result<RunResults> {
-        let finished = outputs.finished()?;
+        let finished = outputs.finished(&job.model.config)?;
         let measured = outputs.measured().cloned();
         let output = LayerOutput {
             layers: outputs.layers_before.clone(),

@@ -1,7 +1,9 @@
 //! The input of a product of one token, in the forms that rows multiply: whole groups of columns, with zeros behind the last column.
 
 use half::bf16;
+use rayon::prelude::*;
 
+use super::super::buffer_pool::grow;
 use super::super::int8::largest;
 use super::vectors::{CODES, CodedInput, GROUP};
 
@@ -27,6 +29,8 @@ pub(in super::super) struct Input {
     wide: Vec<InputGroup<f32>>,
     pairs: Vec<InputGroup<bf16>>,
     codes: Vec<(CodedInput, f32)>,
+    /// Many tokens, rounded to codes and restored.
+    rounded: Vec<f32>,
 }
 
 impl Input {
@@ -44,6 +48,24 @@ impl Input {
         if has(InputForm::Codes) {
             self.codes.extend(x.chunks(CODES).map(coded));
         }
+    }
+
+    /// Takes many tokens `[tokens, inner]`, rounded as a token is for products with codes: code · scale, in f32.
+    pub(in super::super) fn round(&mut self, x: &[f32], inner: usize) {
+        let rounded = grow(&mut self.rounded, x.len());
+        let rows = rounded.par_chunks_mut(inner.max(1)).zip(x.par_chunks(inner.max(1)));
+        rows.for_each(|(out, x)| {
+            for (out, x) in out.chunks_mut(CODES).zip(x.chunks(CODES)) {
+                let (inverse, scale) = code_scale(x);
+                out.iter_mut().zip(x).for_each(|(out, x)| *out = code_of(*x, inverse) * scale);
+            }
+        });
+        self.rounded.truncate(x.len());
+    }
+
+    /// The tokens of [`Input::round`].
+    pub(in super::super) fn rounded(&self) -> &[f32] {
+        &self.rounded
     }
 
     pub(super) fn wide(&self) -> &[InputGroup<f32>] {
@@ -65,18 +87,30 @@ fn group<X: Copy + Default>(x: &[f32], of: impl Fn(f32) -> X) -> InputGroup<X> {
     group
 }
 
-/// The codes of a block and their scale. Of a block with an infinite number or NaN, the scale is NaN, and so is the product.
-fn coded(x: &[f32]) -> (CodedInput, f32) {
+/// The inverse of a block's scale, and the scale. Of a block with an infinite number or NaN, the scale is NaN, and so is the product.
+fn code_scale(x: &[f32]) -> (f32, f32) {
     let largest = largest(x);
-    let mut coded = CodedInput { codes: [0; CODES], words: [[0; 2]; CODES] };
-    if !largest.is_finite() {
-        return (coded, f32::NAN);
+    match largest {
+        _ if !largest.is_finite() => (0.0, f32::NAN),
+        // A small largest number would have an infinite inverse.
+        _ if largest < f32::MIN_POSITIVE * 128.0 => (0.0, largest / 127.0),
+        _ => (127.0 / largest, largest / 127.0),
     }
-    // A largest number near the end of the range of f32 would have an infinite inverse.
-    let inverse = if largest < f32::MIN_POSITIVE * 128.0 { 0.0 } else { 127.0 / largest };
+}
+
+/// The code of a number, a whole number of at most 127 steps.
+fn code_of(x: f32, inverse: f32) -> f32 {
+    (x * inverse).round_ties_even()
+}
+
+/// The codes of a block and their scale.
+fn coded(x: &[f32]) -> (CodedInput, f32) {
+    let (inverse, scale) = code_scale(x);
+    let mut coded = CodedInput { codes: [0; CODES], words: [[0; 2]; CODES] };
     for ((code, word), x) in coded.codes.iter_mut().zip(&mut coded.words).zip(x) {
-        *code = (x * inverse).round_ties_even() as i8;
+        // A NaN has code 0, and its block a scale of NaN.
+        *code = code_of(*x, inverse) as i8;
         *word = [(*code).into(), 0];
     }
-    (coded, largest / 127.0)
+    (coded, scale)
 }

@@ -2,6 +2,7 @@
 
 use super::shape::{F32, RunShape, evaluation_phases, part};
 use crate::bytes::ByteSize;
+use crate::linalg::parts::{LEAST_ROWS, largest_part};
 use crate::linalg::product::Kernel;
 use crate::model::footprint::{self, SamplePass};
 use crate::pipeline::output_error;
@@ -49,7 +50,10 @@ impl<'r> Host<'r> {
     pub(super) fn layers(&self) -> Vec<PhaseMemory> {
         let (run, settings) = (self.run, &self.option.settings);
         let (config, dtype) = (run.config, run.dtypes.layers);
-        let forward = self.pass(run.products.of_activations()).forward(dtype);
+        let tokens = largest_part(run.seqlen, settings.mlp_tokens, LEAST_ROWS);
+        let forward = self.pass(run.products.of_activations()).forward(dtype)
+            + run.forms.restored_bytes(config, dtype)
+            + run.forms.rounded_bytes(config, run.seqlen, tokens);
         let mut phases =
             vec![self.phase(Phase::Tokenize, vec![part(PartKind::Tokenizer, run.tokenizing)])];
         if run.passes_samples() {
@@ -129,7 +133,7 @@ impl<'r> Host<'r> {
     /// A phase with a layer in memory.
     fn in_layer(&self, phase: Phase, parts: Vec<MemoryPart>) -> PhaseMemory {
         let (run, settings) = (self.run, &self.option.settings);
-        let layer = footprint::layer_weights(run.config, run.dtypes.layers, settings);
+        let layer = run.in_form(footprint::layer_weights(run.config, run.dtypes.layers, settings));
         let mut all = self.samples(Alive::All);
         let changes = run.techniques().any(Technique::changes_weights);
         let pruned = match settings.weights {
@@ -154,7 +158,9 @@ impl<'r> Host<'r> {
         }
         // A model with a single layer has no next layer.
         if settings.prefetch && run.config.num_hidden_layers > 1 {
-            all.push(part(PartKind::NextLayer, layer));
+            // Its rows are made compact.
+            let rows = run.forms.restored_bytes(run.config, run.dtypes.layers);
+            all.push(part(PartKind::NextLayer, layer + rows));
         }
         all.push(self.context(false));
         if let Some(trains) = &run.trains {

@@ -4,7 +4,7 @@ use crate::bytes::ByteSize;
 use crate::linalg::product::Kernel;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::on_device::TrainedSizes;
-use crate::model::{Dtypes, ModelConfig};
+use crate::model::{Dtypes, ModelConfig, WeightForm, WeightForms};
 use crate::pipeline::flow::{Flow, ObservationOrder, Propagation};
 use crate::placement::Processors;
 use crate::pruning::{StatisticsKind, Technique};
@@ -23,6 +23,8 @@ pub struct RunShape<'a> {
     pub config: &'a ModelConfig,
     /// The dtypes of its weights.
     pub dtypes: Dtypes,
+    /// The form of the matrices of a layer in memory.
+    pub forms: &'a WeightForms,
     /// Tokens per sample and window.
     pub seqlen: usize,
     /// The dtype GPUs compute in.
@@ -146,12 +148,18 @@ impl TrainingShape {
 }
 
 impl RunShape<'_> {
-    /// The choices for a layer's weights: two layers in memory, one layer, or one matrix.
-    pub(super) fn weight_settings(&self) -> [MemorySettings; 3] {
+    /// The choices for a layer's weights: two layers in memory, one layer, or one matrix. Compact matrices are not read one at a time,
+    /// and no product keeps them packed.
+    pub(super) fn weight_settings(&self) -> Vec<MemorySettings> {
+        let is_dense = self.forms.form() == WeightForm::Dense;
         let default = MemorySettings::default();
+        let default = MemorySettings { keep_packed: is_dense && default.keep_packed, ..default };
         let one_layer = MemorySettings { prefetch: false, ..default.clone() };
-        let one_matrix = MemorySettings { weights: WeightsHeld::Matrix, ..one_layer.clone() };
-        [default, one_layer, one_matrix]
+        let mut all = vec![default, one_layer.clone()];
+        if is_dense {
+            all.push(MemorySettings { weights: WeightsHeld::Matrix, ..one_layer });
+        }
+        all
     }
 
     /// The choices for the head: bytes of logits, and rows in memory.
@@ -169,12 +177,15 @@ impl RunShape<'_> {
     /// The choices for weights and statistics: all statistics of a layer at the same time, then the statistics of a single input; Gram
     /// matrices on GPUs, then on the host.
     pub(super) fn statistics_settings(&self, processors: Processors) -> Vec<MemorySettings> {
-        let mut all: Vec<_> = self.weight_settings().into();
+        let mut all = self.weight_settings();
         if self.passes_inputs_apart(StatisticsHeld::Input) && !self.is_sequential() {
-            let apart = self
-                .weight_settings()
-                .map(|settings| MemorySettings { statistics: StatisticsHeld::Input, ..settings });
-            all.extend(apart);
+            let apart = self.weight_settings().into_iter();
+            all.extend(
+                apart.map(|settings| MemorySettings {
+                    statistics: StatisticsHeld::Input,
+                    ..settings
+                }),
+            );
         }
         if processors != Processors::Cpu && self.sums_grams_on_gpus() {
             let on_host = all
@@ -222,6 +233,16 @@ impl RunShape<'_> {
         let parts = [2, 4, 8].into_iter().filter(|&parts| parts <= groups);
         let parts = parts.map(|parts| Some(groups.div_ceil(parts)));
         std::iter::once(None).chain(parts).collect()
+    }
+
+    /// The memory of the largest layer in its form, from the memory of a dense layer.
+    pub(super) fn in_form(&self, dense: ByteSize) -> ByteSize {
+        if self.forms.form() == WeightForm::Dense {
+            return dense;
+        }
+        let (config, dtype) = (self.config, self.dtypes.layers);
+        let matrices = WeightForms::dense().layer_bytes(config, dtype);
+        ByteSize(dense.0 - matrices.0) + self.forms.largest_layer_bytes(config, dtype)
     }
 
     /// Bytes of the hidden states of a sample, with elements of this size.

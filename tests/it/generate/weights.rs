@@ -11,6 +11,7 @@ use prune::linalg::{CodedActivations, Products, StoredDtype};
 use prune::model::{KeptShares, ModelConfig, WeightForm, WeightForms};
 use prune::placement::Residency;
 use prune::run::{GenerationReport, Silent};
+use prune::runtime::LayerSource;
 use prune::synthetic::RandomCheckpoint;
 
 use crate::oracle::{distance, prompt};
@@ -32,8 +33,9 @@ fn open(folder: &Path, form: WeightForm, arithmetic: DecodingArithmetic) -> Resu
     let checkpoint = Arc::new(Checkpoint::open(folder)?);
     let shares = KeptShares::sampled(&*checkpoint, &config)?;
     let residency = Residency::all(config.num_hidden_layers);
-    let forms = WeightForms::new(form, shares);
-    Ok(Generator::load(checkpoint, config, residency, forms, &Silent)?.with_arithmetic(arithmetic))
+    let forms = Arc::new(WeightForms::new(form, shares));
+    let layers = LayerSource { source: checkpoint, config, forms };
+    Ok(Generator::load(layers, residency, &Silent)?.with_arithmetic(arithmetic))
 }
 
 /// The logits after a prompt of more than a block, and after three tokens behind it.

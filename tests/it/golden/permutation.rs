@@ -14,7 +14,7 @@ use prune::data::{self, Draw, Role, Source, TextCache, Tokenizer};
 use prune::eval::Perplexity;
 use prune::job;
 use prune::linalg::permute::{inverse, permute};
-use prune::linalg::{Products, StoredMatrix};
+use prune::linalg::{CodedActivations, Products, StoredMatrix};
 use prune::model::{Embedding, ModelConfig};
 use prune::pipeline::{
     Calibrator, MaskObserver, Output, PrunedMatrix, Pruner, Selection, TargetPlan, embed,
@@ -27,7 +27,7 @@ use prune::pruning::{
     StatisticsKind, Technique,
 };
 use prune::run::{MemorySettings, Silent};
-use prune::runtime::{Clock, Devices, HiddenStates, Passenger, Reporter, Side, Sweep};
+use prune::runtime::{Clock, Devices, HiddenStates, LayerSource, Passenger, Reporter, Side, Sweep};
 use prune::settings::{CalibrationSettings, ComputeDtype, EvalSides, Settings};
 
 use super::reference::{Golden, dataset};
@@ -191,12 +191,12 @@ impl Model {
         }
         let mut pruner = Pruner::new(technique, &targets, calibrator, output, Vec::new());
         let sweep = Sweep {
-            source: Arc::clone(&self.source),
+            source: LayerSource::as_stored(Arc::clone(&self.source), Arc::clone(&self.config)),
             finished: None,
-            config: Arc::clone(&self.config),
             seqlen,
             settings: MemorySettings::default(),
             products: Products::F32,
+            activations: CodedActivations::default(),
             devices: &Devices::default(),
             reporter,
         };

@@ -111,6 +111,7 @@ impl Curve {
                 ..ModelSettings::of(folder.join("pruned"))
             },
             sparsity: None,
+            weights: None,
             layer_drop: None,
             width_drop: None,
             recovery: Some(RecoverySettings {

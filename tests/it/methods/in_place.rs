@@ -11,7 +11,7 @@ use candle_core::DType;
 use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::failure::Failure;
-use prune::linalg::{Products, StoredDtype, StoredMatrix};
+use prune::linalg::{CodedActivations, Products, StoredDtype, StoredMatrix};
 use prune::model::{Embedding, ModelConfig};
 use prune::pipeline::{
     Calibrator, MaskObserver, Output, PrunedMatrix, Pruner, Selection, TargetPlan, embed,
@@ -23,7 +23,7 @@ use prune::pruning::{
 };
 use prune::run::verification::VerifyLevel;
 use prune::run::{MemorySettings, Silent};
-use prune::runtime::{Clock, Devices, HiddenStates, Reporter, Simulation, Sweep};
+use prune::runtime::{Clock, Devices, HiddenStates, LayerSource, Reporter, Simulation, Sweep};
 
 use crate::support::Place;
 
@@ -193,12 +193,12 @@ fn run(place: &Place, devices: &Devices, settings: &str) -> Result<Seen> {
     let output = Output { observers: vec![&mut seen], ..Output::default() };
     let mut pruner = Pruner::new(&technique, &targets, calibrator, output, Vec::new());
     let sweep = Sweep {
-        source,
+        source: LayerSource::as_stored(source, Arc::clone(&config)),
         finished: None,
-        config: Arc::clone(&config),
         seqlen: SEQLEN,
         settings,
         products: Products::F32,
+        activations: CodedActivations::default(),
         devices,
         reporter,
     };
