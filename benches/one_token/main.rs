@@ -3,6 +3,8 @@
 //! ```text
 //! cargo bench --bench one_token                        2048 x 8192 and 4096 x 11008, one thread and all
 //! cargo bench --bench one_token -- 4096 11008 0.6 2    rows, columns, share of zeros, threads
+//! cargo bench --bench one_token -- cached              a matrix in the second-level cache, one thread
+//! cargo bench --bench one_token -- avx2 cached         with these instructions: portable, avx2, avx512, avx512-vbmi2-bf16
 //! ```
 //!
 //! Matrices of bf16 rotate through more than a last-level cache. Every round measures all forms in turn; the medians are printed. GB/s are
@@ -15,15 +17,20 @@ use std::time::Instant;
 
 use half::bf16;
 use prune::linalg::linear::SingleToken;
+use prune::linalg::one_token::choose_instructions;
 use prune::linalg::product::Kernel;
 use prune::linalg::{
     CodedActivations, CompactMatrix, CompactPart, KeptForm, Linear, ProductContext, Products,
     StoredDtype, StoredMatrix, Weight,
 };
 
-/// Bytes of all dense matrices together.
+/// Bytes of all dense matrices together: more than a last-level cache.
 const TOTAL_BYTES: usize = 180 << 20;
 const ROUNDS: usize = 15;
+
+/// Half a mebibyte in bf16, which stays in a second-level cache, and the products of a measurement.
+const CACHED: [usize; 2] = [256, 1024];
+const REPEATS: usize = 300;
 
 /// A form of the matrices, and how it is multiplied.
 struct Form {
@@ -35,28 +42,41 @@ struct Form {
 fn main() {
     let words: Vec<String> =
         std::env::args().skip(1).filter(|word| !word.starts_with('-')).collect();
-    let numbers: Vec<f64> = words.iter().filter_map(|word| word.parse().ok()).collect();
-    if numbers.len() < words.len() {
-        // The filter of another bench.
-        return;
+    let mut numbers: Vec<f64> = Vec::new();
+    let mut is_cached = false;
+    for word in &words {
+        match word.parse() {
+            Ok(number) => numbers.push(number),
+            Err(_) if word == "cached" => is_cached = true,
+            Err(_) if choose_instructions(word) => println!("instructions: {word}"),
+            // The filter of another bench, or instructions that this CPU lacks.
+            Err(_) => return,
+        }
     }
     if let [rows, columns, zeros, threads] = numbers[..] {
-        return measure([rows as usize, columns as usize], zeros, threads as usize);
+        return measure([rows as usize, columns as usize], zeros, threads as usize, 1);
+    }
+    if is_cached {
+        return [0.5, 0.6, 0.7].into_iter().for_each(|zeros| measure(CACHED, zeros, 1, REPEATS));
     }
     let all = std::thread::available_parallelism().map_or(1, usize::from);
     for shape in [[2048, 8192], [4096, 11008]] {
         for zeros in [0.5, 0.6, 0.7] {
             for threads in [1, all] {
-                measure(shape, zeros, threads);
+                measure(shape, zeros, threads, 1);
             }
         }
     }
 }
 
-fn measure([rows, columns]: [usize; 2], zeros: f64, threads: usize) {
+/// Measures all forms.
+///
+/// # Arguments
+/// * `repeats`: products with the same matrix in a row; from 2 on there is a single matrix
+fn measure([rows, columns]: [usize; 2], zeros: f64, threads: usize, repeats: usize) {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
     println!("\n{rows} x {columns}, {:.0} % zeros, {threads} threads", 100.0 * zeros);
-    let count = (TOTAL_BYTES / (2 * rows * columns)).max(1);
+    let count = if repeats > 1 { 1 } else { (TOTAL_BYTES / (2 * rows * columns)).max(1) };
     let mut forms = forms(count, [rows, columns], zeros);
     let x: Vec<f32> = (0..columns).map(|at| (at as f32 * 0.37).sin()).collect();
     let mut out = vec![0.0; rows];
@@ -65,7 +85,7 @@ fn measure([rows, columns]: [usize; 2], zeros: f64, threads: usize) {
         for (form, times) in forms.iter_mut().zip(&mut times) {
             let began = Instant::now();
             pool.install(|| {
-                for linear in &form.matrices {
+                for linear in (0..repeats).flat_map(|_| &form.matrices) {
                     match &mut form.context {
                         None => drop(black_box(linear.weight().read_through())),
                         Some(context) => linear
@@ -74,7 +94,8 @@ fn measure([rows, columns]: [usize; 2], zeros: f64, threads: usize) {
                     }
                 }
             });
-            times.push(began.elapsed().as_secs_f64() / form.matrices.len() as f64);
+            let products = repeats * form.matrices.len();
+            times.push(began.elapsed().as_secs_f64() / products as f64);
         }
     }
     let medians: Vec<f64> = times.into_iter().map(median).collect();

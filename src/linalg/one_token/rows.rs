@@ -52,6 +52,9 @@ pub(super) struct RowTask<'a> {
     pub out: &'a mut [f32],
 }
 
+/// The set of this process.
+static CHOSEN: OnceLock<Instructions> = OnceLock::new();
+
 /// A set of instructions.
 #[derive(Clone, Copy)]
 pub(super) enum Instructions {
@@ -78,10 +81,27 @@ impl Instructions {
         sets
     }
 
-    /// The best set of this CPU.
+    /// The best set of this CPU, unless [`Instructions::choose`] was called before.
     pub(super) fn best() -> Self {
-        static BEST: OnceLock<Instructions> = OnceLock::new();
-        *BEST.get_or_init(|| Self::all().first().copied().unwrap_or(Self::Portable(Portable)))
+        *CHOSEN.get_or_init(|| Self::all().first().copied().unwrap_or(Self::Portable(Portable)))
+    }
+
+    /// Takes the set of this name from now on. Returns false where the CPU lacks it, or another set was taken before.
+    pub(super) fn choose(name: &str) -> bool {
+        let set = Self::all().into_iter().find(|set| set.name() == name);
+        set.is_some_and(|set| CHOSEN.set(set).is_ok())
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Portable(_) => "portable",
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(_) => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(_) => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Pairs(_) => "avx512-vbmi2-bf16",
+        }
     }
 
     /// Returns whether the set multiplies bf16 pairs.
