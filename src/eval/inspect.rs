@@ -126,6 +126,7 @@ pub fn inspect(
         problems,
         against: against.map(|against| against.finish(model)),
         packed: None,
+        zeros_gain: None,
         pruning: None,
     })
 }

@@ -7,12 +7,13 @@ use anyhow::Result;
 use super::located::{self, OpenedWeights};
 use super::model_report::parameters;
 use super::published;
-use crate::bytes::{LARGEST_RECORD, read_whole};
+use super::zeros_gain;
+use crate::bytes::{ByteSize, LARGEST_RECORD, read_whole};
 use crate::checkpoint::MERGING_FILE;
 use crate::eval::{self, Inspected};
 use crate::failure::Failure;
 use crate::input::{self, Expected};
-use crate::model::{KeptLayers, ModelConfig};
+use crate::model::{KeptLayers, ModelConfig, stored_dtypes};
 use crate::pruning::{self, PruningMethod};
 use crate::run::inspection::{InspectedLayer, PackedStorage};
 use crate::run::manifest::PruningReport;
@@ -20,9 +21,14 @@ use crate::run::merging::MergeReport;
 use crate::run::pruning_record::PRUNING_FILE;
 use crate::run::{Events, Inspection, Manifest, PruningRecord};
 
+/// Memory for the measurement of the gain.
+const MEASURING: ByteSize = ByteSize(128 << 20);
+
 /// Measures the sparsity of the checkpoint in `folder`, and compares it with the dense model `against`.
 pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Result<Inspection> {
-    let OpenedWeights { checkpoint: model, quantized, packed } = open(folder, events)?;
+    let opened = open(folder, events)?;
+    let source = opened.source();
+    let OpenedWeights { checkpoint: model, quantized, packed } = opened;
     let config = config_of(folder)?;
     if let (Some(_), Some(dense)) = (&quantized, against) {
         return Err(Failure::new(format!("`{}` is quantised to 4 bits", folder.display()))
@@ -67,6 +73,12 @@ pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Re
         comparison.permuted = pruning.as_ref().is_some_and(|of| of.permutes_channels);
         comparison.changed_by = pruning.filter(changes).map(|pruning| pruning.method);
         comparison.merged_by = merge(folder, events);
+    }
+    if quantized.is_none() && inspection.problems.is_empty() && inspection.sparsity.zeros > 0 {
+        let dtype = stored_dtypes(&*source, &config).layers;
+        // A model with other faults than the inspection found gains nothing.
+        inspection.zeros_gain =
+            zeros_gain::measured(&*source, &config, dtype, MEASURING).ok().flatten();
     }
     if let Some(packed) = packed {
         let stored = packed.base().total_bytes();

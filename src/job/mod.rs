@@ -32,6 +32,7 @@
 //! | `plan_generate` | `prune plan --generate`: the memory of text generation for each form of the weights |
 //! | `planned_texts` | texts and plan of a run: what a text needs is known when its tokenizer is, so both are made together |
 //! | `weight_choice` | the form in which the matrices of a generating or evaluated model are in memory |
+//! | `zeros_gain` | the gain of a model's zeros on this machine, measured |
 //! | `resolved` | the pruning part of a run: method, way of the samples and targets, resolved against the model |
 
 mod allocate;
@@ -80,6 +81,7 @@ mod texts;
 mod unpack;
 mod weight_choice;
 mod width_drop;
+mod zeros_gain;
 
 pub use generate::generate;
 pub use inspect::inspect;

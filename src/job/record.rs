@@ -10,14 +10,21 @@ use super::outputs::Outputs;
 use super::profile;
 use super::recorder::Recorder;
 use super::settled_run::{RunTask, SettledRun};
-use crate::checkpoint::ExpectedMatrix;
+use super::zeros_gain;
+use crate::bytes::ByteSize;
+use crate::checkpoint::{Checkpoint, ExpectedMatrix};
 use crate::run::manifest::{
     GateReport, LayerReport, Manifest, OutputReport, Perplexities, PruningReport, SCHEMA,
     SparsityReport,
 };
 use crate::run::profile::PeakReport;
-use crate::run::{Events, Moment, RecoveryReport};
+use crate::run::{Events, Moment, RecoveryReport, ZerosGain};
 use crate::runtime::{Clock, SweepReport};
+
+/// Memory of a finished run's process, beside its measurements.
+const PROCESS: ByteSize = ByteSize(16 << 20);
+/// Memory that a measurement always has.
+const ALWAYS: ByteSize = ByteSize(1 << 20);
 
 /// The results of a run.
 #[derive(Default)]
@@ -79,7 +86,8 @@ impl SettledRun {
         recorder: &Recorder<'_>,
     ) -> Result<Manifest> {
         self.model.clock.mark(Moment::End, recorder);
-        let manifest = self.manifest(results)?;
+        let mut manifest = self.manifest(results)?;
+        manifest.zeros_gain = self.zeros_gain(&manifest);
         warn_of_infinite(&manifest, recorder);
         close(manifest, &self.folder, outputs.state.as_ref(), recorder)
     }
@@ -134,6 +142,16 @@ impl SettledRun {
         manifest.profile =
             Some(profile::report(results.peak, (model.products, model.dtype()), &watch, &manifest));
         Ok(manifest)
+    }
+
+    /// The gain of the zeros of the written model. A run that is finished does not fail for a measurement.
+    fn zeros_gain(&self, manifest: &Manifest) -> Option<ZerosGain> {
+        let folder = self.folder.model.as_ref().filter(|_| manifest.output.is_some())?;
+        manifest.sparsity.filter(|of| of.zeros > 0)?;
+        let source = Checkpoint::open(folder).ok()?;
+        let room = self.plan.cpu().map_or(ByteSize::ZERO, |cpu| cpu.peak);
+        let room = ByteSize(room.0.saturating_sub(PROCESS.0)).max(ALWAYS);
+        zeros_gain::measured(&source, &self.model.config, self.model.dtype(), room).ok()?
     }
 
     /// The targets as resolved.

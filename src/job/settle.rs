@@ -22,7 +22,7 @@ use crate::checkpoint::check_sidecars;
 use crate::failure::Failure;
 use crate::pipeline::RunShape;
 use crate::run::{Events, Manifest, RunState};
-use crate::settings::{EvalSides, Settings, WeightSettings};
+use crate::settings::{EvalSides, Settings};
 
 /// Opens the checkpoint, resolves targets, folders and memory, and tokenizes the texts.
 ///
@@ -49,14 +49,8 @@ fn settle_opened(
     events: &dyn Events,
 ) -> Result<RunStart> {
     settings.seqlen = Some(model.seqlen);
-    let prunes = settings.sparsity.is_some();
     let mut recovery = Recovery::resolve(&settings, &mut model, events)?;
-    if prunes || settings.layer_drop.is_some() {
-        model.refuse_quantized()?;
-    }
-    if prunes || settings.layer_drop.is_some() || settings.width_drop.is_some() {
-        model.refuse_packed()?;
-    }
+    refuse_compressed(&settings, &model)?;
     let mut folder = run_folder(&settings, &model, recovery.as_ref())?;
     let fewest_layers = layer_drop::fewest_layers(&settings, &model.config)?;
     if let Some(drop) = &settings.width_drop {
@@ -81,12 +75,9 @@ fn settle_opened(
     }
 
     let planning = Planning::new(&settings.device, model.threads)?;
-    if let Some(WeightSettings { weights, .. }) = settings.weights {
-        let plan = |model: &OpenedModel| {
-            planning.plan(&early_shape(&settings, model, None, &given, &folder))
-        };
-        weight_choice::settle_sweep(&mut model, weights, &settings.device, &plan, events)?;
-    }
+    let measured =
+        |model: &OpenedModel| planning.plan(&early_shape(&settings, model, None, &given, &folder));
+    weight_choice::settle_sweep(&mut model, &settings, &measured, events)?;
     if settings.layer_drop.is_some() || settings.width_drop.is_some() {
         if settings.layer_drop.is_some() {
             let shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
@@ -147,6 +138,21 @@ fn settle_opened(
     };
     job.check_disk()?;
     Ok(RunStart::Run(Box::new(job)))
+}
+
+/// Refuses a checkpoint whose weights are to be changed and are quantised or packed.
+///
+/// # Errors
+/// Fails for such a checkpoint.
+fn refuse_compressed(settings: &Settings, model: &OpenedModel) -> Result<()> {
+    let drops_layers = settings.layer_drop.is_some();
+    if settings.sparsity.is_some() || drops_layers {
+        model.refuse_quantized()?;
+    }
+    if settings.sparsity.is_some() || drops_layers || settings.width_drop.is_some() {
+        model.refuse_packed()?;
+    }
+    Ok(())
 }
 
 /// Compares the state of a run with this run. A training that diverged continues from its best state if the settings of its learning

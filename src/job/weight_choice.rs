@@ -4,26 +4,20 @@
 //! products of a token are timed. Where the dense model does not fit into memory, compact matrices are taken without a measurement. The
 //! results are the same bits, so the choice changes speed and memory only.
 
-use std::hint::black_box;
 use std::sync::Arc;
-use std::time::Instant;
 
 use anyhow::Result;
 
 use super::opened::OpenedModel;
+use super::zeros_gain::times_as_fast;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::generation::{DecodingArithmetic, Generator};
-use crate::linalg::linear::SingleToken;
-use crate::linalg::{Linear, ProductContext};
 use crate::model::{DecoderLayer, KeptShares, WeightForm, WeightForms};
 use crate::packed::PackedValues;
 use crate::placement::{Residency, Sizes};
 use crate::run::{Events, Plan, WeightsHeld};
-use crate::settings::{DeviceChoice, DeviceSettings, WeightChoice};
-
-/// Passes over a layer in each form; the fastest counts.
-const PASSES: usize = 5;
+use crate::settings::{DeviceChoice, Settings, WeightChoice, WeightSettings};
 
 /// The forms of a model's matrices, and where its layers rest.
 pub(super) struct SettledWeights {
@@ -54,10 +48,10 @@ pub(super) fn settle(
     let settled = |forms: WeightForms, sizes: &Sizes| -> Result<SettledWeights> {
         Ok(SettledWeights { residency: Residency::settle(sizes, budget)?, forms })
     };
-    let Some(candidate) = Candidate::of(model, choice, events)? else {
+    let Some(smaller) = SmallerForm::of(model, choice, events)? else {
         return settled(WeightForms::dense(), &sizes);
     };
-    let Candidate { forms, zeros, bytes } = candidate;
+    let SmallerForm { forms, zeros, bytes } = smaller;
     let form = forms.form().name();
     let compact = Generator::sizes_in(&model.config, model.dtypes().layers, &forms, sizes);
     if choice != WeightChoice::Auto || forms.form() == WeightForm::Int8 {
@@ -69,7 +63,7 @@ pub(super) fn settle(
         events.note(format!("weights      {form}: {bytes}, which do not fit; {zeros}"));
         return settled(forms, &compact);
     }
-    let times = times_as_fast(model, &forms, arithmetic)?;
+    let times = of_first_layer(model, &forms, arithmetic)?;
     let measured = format!("{times:.2} times as fast as dense here");
     if times < 1.0 {
         events.note(format!("weights      dense: {form} is {measured}, and {bytes}"));
@@ -79,7 +73,7 @@ pub(super) fn settle(
     settled(forms, &compact)
 }
 
-/// Settles the form of the matrices of a model that is swept, and tells the choice. Without `--weights`, matrices are compact only where no
+/// Settles the form of the matrices of a model that is swept, where its command has a choice, and tells the choice. Without `--weights`, matrices are compact only where no
 /// dense layer fits into memory: a sweep reads every layer once, and restores the rows for all tokens.
 ///
 /// # Arguments
@@ -89,11 +83,14 @@ pub(super) fn settle(
 /// Fails when a matrix cannot be read, and for a form that the device does not compute with.
 pub(super) fn settle_sweep(
     model: &mut OpenedModel,
-    choice: WeightChoice,
-    device: &DeviceSettings,
+    settings: &Settings,
     plan: &dyn Fn(&OpenedModel) -> Result<Plan>,
     events: &dyn Events,
 ) -> Result<()> {
+    let Some(WeightSettings { weights: choice, .. }) = settings.weights else {
+        return Ok(());
+    };
+    let device = &settings.device;
     let on_gpus = matches!(device.device, DeviceChoice::Cuda(_)) || device.simulate.is_some();
     if on_gpus && matches!(choice, WeightChoice::Compact | WeightChoice::Int8) {
         return Err(Failure::usage("--weights: GPUs compute with dense matrices only")
@@ -106,7 +103,7 @@ pub(super) fn settle_sweep(
         return Ok(());
     }
     let choice = if is_auto { WeightChoice::Compact } else { choice };
-    let Some(Candidate { forms, zeros, bytes }) = Candidate::of(model, choice, events)? else {
+    let Some(SmallerForm { forms, zeros, bytes }) = SmallerForm::of(model, choice, events)? else {
         return Ok(());
     };
     let form = forms.form().name();
@@ -120,7 +117,7 @@ pub(super) fn settle_sweep(
 }
 
 /// A form of the matrices that takes fewer bytes than dense matrices.
-struct Candidate {
+struct SmallerForm {
     forms: WeightForms,
     /// The share of zeros, for a message.
     zeros: String,
@@ -128,7 +125,7 @@ struct Candidate {
     bytes: String,
 }
 
-impl Candidate {
+impl SmallerForm {
     /// The form of a choice; `None` where matrices stay dense. Tells why, where another form was asked for.
     ///
     /// # Errors
@@ -161,7 +158,7 @@ impl Candidate {
 }
 
 /// Times the products of a token with the matrices of the first layer, without and with their zeros.
-fn times_as_fast(
+fn of_first_layer(
     model: &OpenedModel,
     forms: &WeightForms,
     arithmetic: DecodingArithmetic,
@@ -169,25 +166,7 @@ fn times_as_fast(
     let (source, config) = (&*model.source, &model.config);
     let layers =
         [DecoderLayer::load(source, config, 0)?, DecoderLayer::load_in(source, config, 0, forms)?];
-    let mut context = ProductContext::new();
-    context.products = arithmetic.products;
-    let ids: Vec<_> = layers[0].linear_ids().collect();
-    let widest =
-        |size: fn(&Linear) -> usize| ids.iter().map(|&id| size(layers[0].linear(id))).max();
-    let x = vec![1.0; widest(Linear::in_features).unwrap_or(0)];
-    let mut out = vec![0.0; widest(Linear::out_features).unwrap_or(0)];
-    let mut best = [f64::INFINITY; 2];
-    for _ in 0..PASSES {
-        for (layer, best) in layers.iter().zip(&mut best) {
-            let began = Instant::now();
-            for &id in &ids {
-                let linear = layer.linear(id);
-                let (x, out) = (&x[..linear.in_features()], &mut out[..linear.out_features()]);
-                linear.forward(x, out, SingleToken::MatrixVector, &mut context)?;
-            }
-            black_box(&out);
-            *best = best.min(began.elapsed().as_secs_f64());
-        }
-    }
-    Ok(best[0] / best[1])
+    let [dense, compact] = &layers;
+    let linears = [dense, compact].map(|layer| layer.linear_ids().map(|id| layer.linear(id)));
+    times_as_fast(linears, arithmetic)
 }

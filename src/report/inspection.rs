@@ -2,6 +2,7 @@
 //! 80 columns wide, except for names the user gave.
 
 use super::format::{finite, millions, short_name, with_seed};
+use super::packing;
 use crate::bytes::ByteSize;
 use crate::failure::printable;
 use crate::run::inspection::{
@@ -112,8 +113,10 @@ fn summary(inspection: &Inspection) -> String {
         ("packed", inspection.packed.as_ref().map_or(String::new(), packed)),
         ("sparsity", format!("{ratio:.6} ({zeros} of {weights} weights of the decoder linears)")),
         ("pattern", patterns(&inspection.patterns)),
-        ("not finite", non_finite),
     ];
+    let gain = inspection.zeros_gain.iter().flat_map(packing::gain).enumerate();
+    rows.extend(gain.map(|(number, line)| (if number == 0 { "gain" } else { "" }, line)));
+    rows.push(("not finite", non_finite));
     for (index, kind) in inspection.other.iter().enumerate() {
         let name = if index == 0 { "others" } else { "" };
         let zeros = format!("{}: {} of {} values are zero", kind.kind, kind.zeros, kind.parameters);

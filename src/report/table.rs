@@ -1,7 +1,7 @@
 //! The table at the end of a run: result, cost, and place.
 
 use super::format::{duration, finite, millions};
-use super::{merges, recoveries};
+use super::{merges, packing, recoveries};
 use crate::bytes::ByteSize;
 use crate::run::fallback::FallbackOutcome;
 use crate::run::manifest::{PerplexityReport, SparsityReport};
@@ -42,27 +42,13 @@ pub(super) fn rows(manifest: &Manifest) -> Vec<(String, String)> {
     let peak = peak(manifest.peak_anonymous);
     rows.add("peak memory", format!("{peak} anonymous{states}"));
     rows.devices(manifest);
-    if let Some(packed) = without_zeros(manifest) {
-        rows.add("without zeros", packed);
+    for (number, line) in manifest.zeros_gain.iter().flat_map(packing::gain).enumerate() {
+        rows.add(if number == 0 { "without zeros" } else { "" }, line);
     }
     if let Some(output) = &manifest.output {
         rows.add("result", format!("{} (read back and verified)", output.model));
     }
     rows.0
-}
-
-/// The share of bytes that 16-bit linears have without their zeros; `None` where that is not less, and for a run that writes no model.
-fn without_zeros(manifest: &Manifest) -> Option<String> {
-    manifest.output.as_ref()?;
-    let sparsity = manifest.sparsity.filter(|of| of.zeros > 0)?;
-    // A bit per weight, and 16 bits per kept weight.
-    let share = (1.0 + (1.0 - sparsity.ratio) * 16.0) / 16.0;
-    (share < 1.0).then(|| {
-        format!(
-            "{:.0} % of the bytes of 16-bit linears, with `prune pack` and in `prune generate`; other programs store and multiply zeros",
-            100.0 * share
-        )
-    })
 }
 
 impl TableRows {

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::PruningRecord;
+use super::zeros_gain::ZerosGain;
 use crate::bytes::ByteSize;
 
 /// The version of the schema. It rises when a field changes its meaning or is removed.
@@ -44,6 +45,9 @@ pub struct Inspection {
     /// The storage of a packed checkpoint; absent for all others.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub packed: Option<PackedStorage>,
+    /// The gain of the zeros; absent where they gain nothing, and for a 4-bit checkpoint.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub zeros_gain: Option<ZerosGain>,
     /// `pruning.json` of the folder; absent where there is none, or none of this model.
     #[serde(default)]
     pub pruning: Option<PruningRecord>,

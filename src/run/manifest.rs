@@ -15,6 +15,7 @@ use super::profile::ProfileReport;
 use super::recovery::{BlockLoss, RecoveryReport};
 use super::verification::Verification;
 use super::width_drop::WidthDropReport;
+use super::zeros_gain::ZerosGain;
 use crate::bytes::ByteSize;
 
 pub use super::measured::{PerplexityReport, PhaseReport, SessionReport, TextProtocol};
@@ -101,6 +102,9 @@ pub struct Manifest {
     /// The profile of the CPU; absent in older records.
     #[serde(default)]
     pub profile: Option<ProfileReport>,
+    /// The gain of the zeros of the written model; absent where they gain nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub zeros_gain: Option<ZerosGain>,
     /// The file of masks; absent without `--save-masks`.
     #[serde(default)]
     pub masks: Option<String>,

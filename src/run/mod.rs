@@ -26,6 +26,7 @@
 //! | `recovery` | the record of a recovery training: settings as resolved, losses, held-out measurements |
 //! | `state` | `unfinished.json`: the finished work of a run that has not ended, so that a later process can continue it |
 //! | `verification` | the verification of a written model, as the record has it |
+//! | `zeros_gain` | bytes and speed of a model without its zeros |
 //! | `width_drop` | the record of dropped width: sizes before and after, and what was lost |
 
 pub mod allocation;
@@ -51,6 +52,7 @@ pub mod recovery;
 pub mod state;
 pub mod verification;
 pub mod width_drop;
+pub mod zeros_gain;
 
 pub use allocation::AllocationReport;
 pub use events::{Event, Events, Silent, Stopped, Unfinished};
@@ -69,3 +71,4 @@ pub use quantization::QuantizationReport;
 pub use recovery::RecoveryReport;
 pub use state::RunState;
 pub use width_drop::WidthDropReport;
+pub use zeros_gain::ZerosGain;

@@ -16,9 +16,9 @@ use super::device_worker::DeviceWorker;
 use super::engine::CopyAhead;
 use super::hidden_states::HiddenStates;
 use super::pass::{Pass, ResultOrder, lock};
-use crate::linalg::Workspace;
 use crate::linalg::profile::Watch;
 use crate::linalg::select::Quota;
+use crate::linalg::{CodedActivations, Workspace};
 use crate::model::head::HeadChunk;
 use crate::model::on_device::{GramSums, LogSumExpPart, SampleSums, TakeGram};
 use crate::model::{DecoderLayer, LayerContext, LinearId, Observer};
@@ -60,6 +60,12 @@ impl<'a> Compute<'a> {
     #[must_use]
     pub(super) fn dealing_samples(self, deals_samples: bool) -> Self {
         Self { deals_samples, ..self }
+    }
+
+    /// The same with these activations of products of 8-bit codes on the CPU.
+    #[must_use]
+    pub(super) fn with_coded_activations(self, activations: CodedActivations) -> Self {
+        Self { context: self.context.with_coded_activations(activations), ..self }
     }
 
     /// The scratch memory of the CPU, for products outside a layer.

@@ -11,7 +11,7 @@ use super::device_worker::{DeviceWorker, WorkingDevice};
 use super::engine::{Engine, Simulated};
 use super::ledger::{Ledger, Refusals};
 use crate::bytes::ByteSize;
-use crate::linalg::{CodedActivations, Products, StoredDtype};
+use crate::linalg::{Products, StoredDtype};
 use crate::model::on_device::{CONTEXT, Tiling};
 use crate::model::{LayerContext, ModelConfig, Rotary};
 use crate::run::fallback::{DeviceMemoryReport, DeviceWork};
@@ -183,12 +183,12 @@ impl Devices {
         &self,
         config: &Arc<ModelConfig>,
         seqlen: usize,
-        (settings, products, activations): (&MemorySettings, Products, CodedActivations),
+        (settings, products): (&MemorySettings, Products),
         events: &'a dyn Events,
     ) -> Result<Compute<'a>> {
         let context = || -> Result<LayerContext> {
             let context = LayerContext::with_settings(config, seqlen, settings.clone());
-            Ok(context.with_products(products).with_coded_activations(activations))
+            Ok(context.with_products(products))
         };
         let workers = self.workers(config, seqlen, settings, events, &context)?;
         let compute = Compute::new(context()?, workers, self.by_layer.clone(), events);

@@ -119,8 +119,9 @@ impl Sweep<'_> {
     ) -> Result<SweepReport> {
         let Reporter { clock, events } = self.reporter;
         let config = &self.source.config;
-        let arithmetic = (&self.settings, self.products, self.activations);
-        let mut compute = self.devices.compute(config, self.seqlen, arithmetic, events)?;
+        let arithmetic = (&self.settings, self.products);
+        let compute = self.devices.compute(config, self.seqlen, arithmetic, events)?;
+        let mut compute = compute.with_coded_activations(self.activations);
         let mut first = 0;
         if let Some(finished) = &self.finished {
             first = finished.layers;

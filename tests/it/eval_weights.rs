@@ -120,9 +120,8 @@ fn layers_become_compact_where_no_dense_layer_fits() {
 #[test]
 fn gpus_have_dense_matrices_only() {
     let place = pruned(&RandomCheckpoint::default(), HALF);
-    let ran = place.run(&format!(
-        "eval out/model --eval-dataset test.txt --seqlen 64 --weights compact --simulate {}"
-    ));
+    let line = r#"eval out/model --eval-dataset test.txt --seqlen 64 --simulate {"gpus":["2GiB"]}"#;
+    let ran = place.run(&format!("{line} --weights compact"));
     assert_eq!(ran.code, 2, "{}", ran.stderr);
     assert!(
         ran.stderr.contains("--weights: GPUs compute with dense matrices only"),

@@ -94,7 +94,12 @@ fn a_2_of_4_model_shows_its_pattern_and_is_a_pruned_copy() {
     let place = pruned("--sparsity-type 2:4");
     let ran = place.run("inspect out/model --against m");
     assert_eq!((ran.code, ran.stderr.as_str()), (0, ""));
-    assert_snapshot("inspect-2of4.txt", &ran.stdout);
+    // The speed is this machine's.
+    let settled = ran.stdout.lines().map(|line| match line.split_once("generate`: ") {
+        Some((programs, _)) => format!("{programs}generate`: …\n"),
+        None => format!("{line}\n"),
+    });
+    assert_snapshot("inspect-2of4.txt", &settled.collect::<String>());
     let fits = ran.stdout.lines().all(|line| line.chars().count() <= 80);
     assert!(fits, "{}", ran.stdout);
 

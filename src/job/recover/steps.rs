@@ -13,7 +13,7 @@ use super::saved::{self, TrainingHead};
 use crate::adapter::TrainedAdapter;
 use crate::data::{ExampleOrder, Examples};
 use crate::failure::Failure;
-use crate::linalg::{CodedActivations, Products, StoredDtype};
+use crate::linalg::{Products, StoredDtype};
 use crate::model::on_device::candle_dtype;
 use crate::model::{ModelConfig, text_settings};
 use crate::recovery::optimizers::{Schedule, TrainingStep};
@@ -174,7 +174,7 @@ impl<'a> Training<'a> {
         settings.keep_packed &= recovery.settings.per_step() > 1;
         // The weights of a layer are made when it is needed, so devices copy none ahead.
         settings.prefetch = false;
-        let arithmetic = (&settings, model.products, CodedActivations::default());
+        let arithmetic = (&settings, model.products);
         let devices = job.open_devices()?;
         let compute = devices.compute(config, model.seqlen, arithmetic, self.events)?;
         let teacher = recovery.teacher.as_ref().map(|teacher| {
