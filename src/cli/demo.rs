@@ -70,7 +70,8 @@ fn explanation(args: &DemoArgs) -> String {
         "Perplexity says how many tokens the model hesitates between; less is better.\n\
          Magnitude drops the smallest weights, Wanda those that matter least to the\n\
          activations they meet. Ladder adjusts the weights that stay, and a recovery\n\
-         trains them, with the dense model as the teacher. Zeros alone change neither\n\
-         the size of the files nor the speed of inference.\n{kept}"
+         trains them, with the dense model as the teacher. Zeros take room and time\n\
+         until `prune pack` and `prune generate` leave them out; other programs keep\n\
+         them. `prune generate --bench` measures a model of your own.\n{kept}"
     )
 }

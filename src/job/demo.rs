@@ -1,4 +1,4 @@
-//! `prune demo`: the main job on the model inside the binary, several times, a recovery, and a sentence by each result.
+//! `prune demo`: the main job on the model inside the binary, several times, a recovery, a sentence by each result, and a packed result.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 
+use super::demo_packing;
 use super::run::{prune, recover};
 use crate::checkpoint::Checkpoint;
 use crate::data::{DatasetSpec, Tokenizer};
@@ -56,6 +57,9 @@ const RUNS: [DemoRun; 9] = [
     DemoRun::Prune("ladder", 0.5, TWO_OF_FOUR),
 ];
 
+/// The run whose model is packed: many zeros, and sentences that a reader follows.
+const PACKED: DemoRun = DemoRun::Prune("wanda", 0.6, FREE);
+
 /// Samples of the recovery.
 const RECOVERY_SAMPLES: u32 = 64;
 
@@ -85,7 +89,7 @@ const TEXT_CACHE: &str = "text-cache";
 /// Longest sentence, in tokens.
 const SENTENCE_TOKENS: usize = 40;
 
-/// Prunes the embedded model in several ways, trains one result, and lets each write a sentence.
+/// Prunes the embedded model in several ways, trains one result, packs one, and lets each write a sentence.
 ///
 /// # Errors
 /// Fails when the folder is not empty or cannot be written; see also [`prune()`].
@@ -154,9 +158,15 @@ fn prune_all(settings: &DemoSettings, root: &Path, events: &dyn Events) -> Resul
             continuation,
         });
     }
+    let started = Instant::now();
+    let [name, folder] = PACKED.names();
+    let packing = demo_packing::measure(&name, &root.join(folder), settings.threads)
+        .with_context(|| format!("in the packing of `{name}`"))?;
+    let seconds = started.elapsed().as_secs_f64();
+    events.note(format!("      {:<22}{seconds:.1} s", format!("{name}, packed")));
     // The cache is of no use after the runs; a leftover does no harm.
     let _ = std::fs::remove_dir_all(root.join(TEXT_CACHE));
-    Ok(DemoTable { parameters, prompt: embedded::PROMPT.to_owned(), rows })
+    Ok(DemoTable { parameters, prompt: embedded::PROMPT.to_owned(), rows, packing })
 }
 
 /// The main job on the embedded model, or its recovery.

@@ -9,6 +9,7 @@
 //! | `recover` | `prune recover`: the training, and the sweep that writes what was trained |
 //! | `merge` | `prune merge`: settle → outputs → pass → finish → record |
 //! | `generate`, `inspect`, `plan`, `demo`, `quantize`, `pack`, `unpack` | the other commands |
+//! | `demo_packing` | the end of `demo`: files and decoding with and without zeros |
 //! | `settle` | everything that can be wrong is checked, and nothing is written |
 //! | `settled_run`, `pass` | what a settled run has; a pass that only measures |
 //! | `inputs` | results of other runs, and the sweep that a run shares with them |
@@ -38,6 +39,7 @@
 mod allocate;
 mod conversion;
 pub mod demo;
+mod demo_packing;
 mod device_records;
 mod disk_room;
 mod eval;

@@ -182,6 +182,23 @@ pub fn total_memory() -> Option<ByteSize> {
     total
 }
 
+/// Returns the size of the processor's largest cache for data. `None` where the system does not report it.
+pub fn largest_cache() -> Option<ByteSize> {
+    caches_in(Path::new("/sys/devices/system/cpu/cpu0/cache"))
+}
+
+fn caches_in(folder: &Path) -> Option<ByteSize> {
+    let entries = std::fs::read_dir(folder).ok()?.flatten();
+    let sizes = entries.filter_map(|entry| {
+        let read = |name: &str| std::fs::read_to_string(entry.path().join(name)).ok();
+        let holds_data = read("type")?.trim() != "Instruction";
+        let size = read("size")?;
+        let kib: u64 = size.trim().strip_suffix('K')?.parse().ok()?;
+        holds_data.then_some(ByteSize(kib.saturating_mul(1024)))
+    });
+    sizes.max()
+}
+
 fn meminfo_available(text: &str) -> Option<ByteSize> {
     meminfo(text, "MemAvailable:")
 }
@@ -284,6 +301,24 @@ mod tests {
             meminfo_available("MemTotal: 9 kB\nMemAvailable:   2048 kB\n"),
             Some(ByteSize(2 << 20))
         );
+    }
+
+    #[test]
+    fn the_largest_cache_that_holds_data_counts() {
+        let folder = tempfile::tempdir().unwrap();
+        assert_eq!(caches_in(folder.path()), None);
+        assert_eq!(caches_in(&folder.path().join("none")), None);
+        for (name, kind, size) in [
+            ("index0", "Data\n", "32K\n"),
+            ("index1", "Instruction\n", "65536K\n"),
+            ("index2", "Unified\n", "2048K\n"),
+        ] {
+            let index = folder.path().join(name);
+            std::fs::create_dir(&index).unwrap();
+            std::fs::write(index.join("type"), kind).unwrap();
+            std::fs::write(index.join("size"), size).unwrap();
+        }
+        assert_eq!(caches_in(folder.path()), Some(ByteSize(2 << 20)));
     }
 
     #[test]

@@ -190,6 +190,25 @@ fn rounded(number: f64) -> String {
     format!("{:.*}", usize::try_from(-digits).unwrap_or(0), (number / unit).round() * unit)
 }
 
+/// Checks the block under the table. Speeds vary; the bytes do not.
+#[track_caller]
+fn assert_dense_against_packed(stdout: &str) {
+    let block: Vec<&str> =
+        stdout.lines().skip_while(|line| !line.contains(" without zeros ")).take(4).collect();
+    assert_eq!(block.len(), 4, "{stdout}");
+    let numbers = |line: &str| -> Vec<f64> {
+        line.split_whitespace().filter_map(|word| word.parse().ok()).collect()
+    };
+    assert_eq!(block[0].split_whitespace().next(), Some("wanda"), "{stdout}");
+    assert!(block[1].ends_with("    2.02 MiB    1.14 MiB         0.56"), "{stdout}");
+    // 990,720 of 2,108,160 bytes less, and more for the places of rows.
+    let read = numbers(block[2]);
+    assert!(read.len() == 3 && read[0] == 2.01 && (0.53..0.57).contains(&read[2]), "{stdout}");
+    let speeds = numbers(block[3]);
+    assert!(block[3].starts_with("tokens/s of decoding ") && speeds.len() == 3, "{stdout}");
+    assert!(speeds.iter().all(|&number| number > 0.0), "{stdout}");
+}
+
 #[test]
 fn the_demo_shows_what_wanda_keeps_and_what_ladder_and_recovery_repair() -> Result<()> {
     let temporary = tempfile::tempdir()?;
@@ -210,6 +229,7 @@ fn the_demo_shows_what_wanda_keeps_and_what_ladder_and_recovery_repair() -> Resu
         .lines()
         .skip_while(|line| !line.starts_with("model "))
         .skip(1)
+        .take_while(|line| !line.is_empty())
         .filter(|line| !line.starts_with(' '))
         .map(|line| {
             let words: Vec<&str> = line[22..].split_whitespace().collect();
@@ -239,6 +259,8 @@ fn the_demo_shows_what_wanda_keeps_and_what_ladder_and_recovery_repair() -> Resu
         perplexity("dense") < recovered && 1.05 * recovered < perplexity("wanda 60 %"),
         "{stdout}"
     );
+
+    assert_dense_against_packed(&stdout);
 
     let sentence = stdout
         .lines()
