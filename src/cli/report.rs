@@ -20,10 +20,13 @@ use crate::report::page::Report;
 use crate::run::command_line::quoted;
 use crate::run::grid::GRID_FILE;
 use crate::run::manifest::SCHEMA;
-use crate::run::{Events, Manifest};
+use crate::run::{Events, GenerationReport, Manifest};
 
 /// The page's name in the report's folder.
 const PAGE: &str = "report.html";
+
+/// The object of `prune generate --bench --json`, which a user puts into the run's folder.
+const SPEED: &str = "speed.json";
 
 /// Run folders that a message names, at most.
 const RUNS_NAMED: usize = 3;
@@ -69,7 +72,7 @@ pub fn command(args: &ReportArgs, console: &Console) -> Result<()> {
     let named: Vec<NamedRun> = names(&runs)
         .into_iter()
         .zip(runs)
-        .map(|(name, run)| NamedRun { name, manifest: run.manifest })
+        .map(|(name, run)| NamedRun { name, manifest: run.manifest, speed: run.speed })
         .collect();
     let report = Report::of(&named)?;
     std::fs::create_dir_all(&out)
@@ -90,6 +93,7 @@ pub fn command(args: &ReportArgs, console: &Console) -> Result<()> {
 struct Found {
     folder: PathBuf,
     manifest: Manifest,
+    speed: Option<GenerationReport>,
 }
 
 /// Reads every run once, whatever it is called.
@@ -104,7 +108,9 @@ fn load(paths: &[PathBuf], console: &Console) -> Result<Vec<Found>> {
         }
         seen.push(identity);
         let manifest = read(&file)?;
-        runs.push(Found { folder, manifest });
+        // The page of a single run has no chart of speeds.
+        let speed = if paths.len() > 1 { speed(&folder)? } else { None };
+        runs.push(Found { folder, manifest, speed });
     }
     Ok(runs)
 }
@@ -212,6 +218,33 @@ fn read(file: &Path) -> Result<Manifest> {
             .into());
     }
     Ok(serde_json::from_value(value).map_err(|error| no_manifest(error.to_string()))?)
+}
+
+/// Reads the measured speed of a run; `None` without the file.
+///
+/// # Errors
+/// Fails for a file that is not the object of `prune generate --json`, and for a speed that is no positive number.
+fn speed(folder: &Path) -> Result<Option<GenerationReport>> {
+    let file = folder.join(SPEED);
+    if !file.exists() {
+        return Ok(None);
+    }
+    let (shown, model) = (file.display(), folder.join("model"));
+    let broken = |why: String| {
+        let again = typed(std::slice::from_ref(&model));
+        let into = typed(std::slice::from_ref(&file));
+        Failure::new(format!("`{shown}` has no speed of decoding")).detail(why).hint(format!(
+            "make it again: prune generate {again} --prompt \"Once upon a time\" --bench --json > {into}, or remove it"
+        ))
+    };
+    let bytes = input::read(&file, LARGEST_RECORD, Expected::Json)
+        .map_err(|error| input::with_remedy(broken(error.to_string()), &error))?;
+    let report: GenerationReport =
+        serde_json::from_slice(&bytes).map_err(|error| broken(error.to_string()))?;
+    match report.tokens_per_second {
+        Some(rate) if rate > 0.0 => Ok(Some(report)),
+        _ => Err(broken("`tokens_per_second` is not a positive number".to_string()).into()),
+    }
 }
 
 /// The last part of each folder's name; as many parts more as make all of them differ.

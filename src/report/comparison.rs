@@ -4,10 +4,10 @@
 //! equal evaluation text, tokenizer, windows, window length and model layout. Inside it, runs that differ only in their ratio form a
 //! [`Series`].
 
-use crate::run::Manifest;
+use crate::run::{GenerationReport, Manifest};
 
 /// The largest relative difference of dense perplexities that are of the same weights and arithmetic.
-const SAME_DENSE: f64 = 1e-3;
+pub(super) const SAME_DENSE: f64 = 1e-3;
 
 /// A finished run and its name on the page.
 #[derive(Debug, Clone)]
@@ -16,6 +16,8 @@ pub struct NamedRun {
     pub name: String,
     /// Its `run.json`.
     pub manifest: Manifest,
+    /// Its `speed.json`; `None` where the folder has none.
+    pub speed: Option<GenerationReport>,
 }
 
 /// The runs of a page in groups that can be compared.
@@ -222,7 +224,7 @@ mod tests {
     fn run(name: &str, method: &str, ratio: f64, perplexity: f64) -> NamedRun {
         let mut manifest = made_up::manifest(method, ratio);
         made_up::evaluated(&mut manifest, 10.0, perplexity);
-        NamedRun { name: name.into(), manifest }
+        NamedRun { name: name.into(), manifest, speed: None }
     }
 
     #[test]

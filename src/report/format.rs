@@ -27,6 +27,18 @@ impl Table {
         table
     }
 
+    /// The table without these columns where they have no value.
+    pub(super) fn without_empty(mut self, columns: &[&str]) -> Self {
+        for at in (0..self.columns.len()).rev() {
+            let is_empty = self.rows.iter().all(|row| row[at] == DASH);
+            if is_empty && columns.contains(&self.columns[at].as_str()) {
+                self.columns.remove(at);
+                self.rows.iter_mut().for_each(|row| drop(row.remove(at)));
+            }
+        }
+        self
+    }
+
     /// The table as Markdown, ending in a newline.
     pub(super) fn markdown(&self) -> String {
         let rule = vec!["---".to_string(); self.columns.len()];
@@ -46,9 +58,12 @@ pub(super) fn markdown(text: &str) -> String {
     printable(text).replace('&', "&amp;").replace('<', "&lt;").replace('|', "\\|")
 }
 
+/// The cell of a missing value.
+const DASH: &str = "–";
+
 /// A value in a table that may lack it.
 pub(super) fn or_dash<T>(value: Option<T>, text: impl FnOnce(T) -> String) -> String {
-    value.map_or_else(|| "–".to_string(), text)
+    value.map_or_else(|| DASH.to_string(), text)
 }
 
 /// Six decimals, for shares and errors in tables.

@@ -3,8 +3,8 @@
 
 use serde_json::{Value, json};
 
-use crate::run::Manifest;
 use crate::run::manifest::{PerplexityReport, SCHEMA};
+use crate::run::{GenerationReport, Manifest};
 
 const MATRICES: [&str; 7] = [
     "self_attn.q_proj",
@@ -73,4 +73,18 @@ pub(super) fn recovered(manifest: &mut Manifest) {
         "examples": [4, 2], "new_zeros": 0});
     manifest.pruning = None;
     manifest.recovery = serde_json::from_value(recovery).expect("a recovery");
+}
+
+/// The speed of a model with compact weights; `compare` has the name and the speed of the second model.
+pub(super) fn speed(
+    model: &str,
+    tokens_per_second: f64,
+    compare: Option<(&str, f64)>,
+) -> GenerationReport {
+    let compare = compare.map(|(model, rate)| speed(model, rate, None));
+    let report = json!({"prune_version": "0.2.0", "model": model, "prompt": "a", "text": "b", "prompt_ids": [1], "ids": [2, 3],
+        "finish": "max_tokens", "temperature": 0.0, "top_p": null, "top_k": null, "seed": 0, "prompt_tokens_per_second": 100.0,
+        "tokens_per_second": tokens_per_second, "weights": "compact", "layers_in_memory": 2, "layers_streamed": 0, "budget": null,
+        "predicted": 1 << 25, "peak_anonymous": null, "threads": 2, "decoding": null, "warnings": [], "compare": compare});
+    serde_json::from_value(report).expect("a result of prune generate")
 }

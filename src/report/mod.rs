@@ -14,6 +14,7 @@
 //! | `merges` | the parts of table and page that only merges have |
 //! | `recoveries` | the parts of the table that only recovery trainings have |
 //! | `comparison` | groups of runs that may share a chart |
+//! | `costs` | bytes and speeds of the models of several runs |
 //! | `settings`, `format` | tables; escaped text, durations, moments |
 //! | `demo_table` | the result of `prune demo`, as records and as a table of at most 80 columns |
 //! | `plan` | the table of a plan, printed before a run and by `prune plan` |
@@ -23,6 +24,7 @@
 pub mod card;
 pub mod cards;
 pub mod comparison;
+pub mod costs;
 pub mod demo_table;
 mod format;
 pub mod front_matter;

@@ -10,10 +10,11 @@ use anyhow::Result;
 use minijinja::{AutoEscape, Environment, Value, context};
 
 use super::comparison::{NamedRun, RunComparison, method_label};
+use super::costs::ComparableCosts;
 use super::format::{Table, escape, finite, millions};
 use super::grid;
 use super::merges;
-use super::plots::{Figure, heat, memory, perplexity, phases, training};
+use super::plots::{Figure, costs, heat, memory, perplexity, phases, training};
 use super::settings;
 use crate::run::Manifest;
 use crate::run::grid::GridRecord;
@@ -42,7 +43,7 @@ impl Report {
         };
         let comparison = (runs.len() > 1).then(|| {
             let comparison = RunComparison::of(runs);
-            let figures = charts(&comparison);
+            let figures = [charts(&comparison), cost_charts(runs)].concat();
             keep("", &figures);
             compared(comparison, figures, settings::side_by_side(runs))
         });
@@ -114,6 +115,22 @@ fn charts(comparison: &RunComparison<'_>) -> Vec<Figure> {
             figure.name += &format!("-{number}");
         }
         Some(figure)
+    });
+    figures.collect()
+}
+
+/// The charts of perplexity over bytes and over speed. Charts of several groups are numbered.
+fn cost_charts(runs: &[NamedRun]) -> Vec<Figure> {
+    let groups = ComparableCosts::of(runs);
+    let is_numbered = groups.len() > 1;
+    let figures = (1..).zip(&groups).flat_map(|(number, group)| {
+        let drawn = [costs::bytes(group), costs::speed(group)];
+        drawn.into_iter().flatten().map(move |mut figure| {
+            if is_numbered {
+                figure.name += &format!("-{number}");
+            }
+            figure
+        })
     });
     figures.collect()
 }
@@ -223,7 +240,7 @@ mod tests {
     fn run(name: &str, method: &str, ratio: f64) -> NamedRun {
         let mut manifest = made_up::manifest(method, ratio);
         made_up::evaluated(&mut manifest, 10.0, 10.0 + 20.0 * ratio);
-        NamedRun { name: name.into(), manifest }
+        NamedRun { name: name.into(), manifest, speed: None }
     }
 
     fn names(report: &Report) -> Vec<&str> {
@@ -270,6 +287,7 @@ mod tests {
             names(&report),
             [
                 "perplexity.svg",
+                "perplexity-bytes.svg",
                 "x-a-b-sparsity.svg",
                 "x-a-b-phases.svg",
                 "x-a-b-memory.svg",

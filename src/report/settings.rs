@@ -4,12 +4,13 @@ use super::comparison::{NamedRun, method_label};
 use minijinja::Value;
 
 use super::format::{
-    Table, duration, escape, finite, minute, or_dash, preformatted, six_digits, with_seed,
+    Table, duration, escape, finite, minute, or_dash, preformatted, six_digits, three_digits,
+    with_seed,
 };
-use super::{merges, table};
+use super::{costs, merges, table};
 use crate::run::command_line::quoted;
 use crate::run::manifest::MatrixReport;
-use crate::run::{Manifest, TextProtocol};
+use crate::run::{GenerationReport, Manifest, TextProtocol};
 
 /// Names and values of a run's settings and protocol: the table at the end of the run, and the facts that it has no room for. A
 /// value that is markup is marked as safe.
@@ -80,9 +81,12 @@ fn protocol(text: &TextProtocol) -> String {
     format!("{dataset}: {path}; {windows} windows of {seqlen} tokens{}", with_seed(text))
 }
 
+/// Columns that a table without these values lacks.
+const COST_COLUMNS: [&str; 3] = ["bytes", "without zeros", "tokens/s"];
+
 /// Runs side by side, a row each. The perplexity comes first: a narrow screen shows the first columns.
 pub(super) fn side_by_side(runs: &[NamedRun]) -> Table {
-    Table::of(runs.iter().map(|NamedRun { name, manifest }| {
+    let table = Table::of(runs.iter().map(|NamedRun { name, manifest, speed }| {
         let dense = manifest.dense_perplexity();
         let pruned = manifest.perplexity.pruned.map(|report| report.perplexity);
         let (pruning, error) = (manifest.pruning.as_ref(), mean_output_error(manifest));
@@ -95,11 +99,21 @@ pub(super) fn side_by_side(runs: &[NamedRun]) -> Table {
             ("dense perplexity", or_dash(dense, finite)),
             ("pruned / dense", or_dash(pruned.zip(dense), |(one, other)| finite(one / other))),
             ("mean output error", or_dash(error, |error| format!("{error:.3}"))),
+            ("bytes", or_dash(costs::bytes_of_result(manifest), |bytes| bytes.to_string())),
+            ("without zeros", or_dash(costs::without_zeros(manifest), |bytes| bytes.to_string())),
+            ("tokens/s", or_dash(speed.as_ref(), decoding_speed)),
             ("time", duration(manifest.seconds)),
             ("peak memory", or_dash(manifest.peak_anonymous, |peak| peak.to_string())),
             ("dtype", manifest.arithmetic.dtype.clone()),
         ]
-    }))
+    }));
+    table.without_empty(&COST_COLUMNS)
+}
+
+/// The speed of decoding, with the form of the weights.
+fn decoding_speed(speed: &GenerationReport) -> String {
+    let rate = or_dash(speed.tokens_per_second, three_digits);
+    format!("{rate} ({})", speed.weights)
 }
 
 /// The mean over all matrices with a measured error, with equal weights.
@@ -169,7 +183,7 @@ mod tests {
     #[test]
     fn the_columns_of_texts_are_those_that_the_style_sheet_aligns_left() {
         let manifest = made_up::manifest("wanda", 0.5);
-        let columns = side_by_side(&[NamedRun { name: "a".into(), manifest }]).columns;
+        let columns = side_by_side(&[NamedRun { name: "a".into(), manifest, speed: None }]).columns;
         let style = include_str!("page.css");
         let left = style.lines().find(|line| line.contains("nth-child(2)")).unwrap();
         assert!(left.ends_with("{ text-align: left; }"), "{left}");
@@ -186,9 +200,10 @@ mod tests {
     fn the_table_has_no_dense_perplexity_of_a_recovery() {
         let mut manifest = made_up::manifest("wanda", 0.5);
         made_up::evaluated(&mut manifest, 10.0, 15.0);
-        let pruned = NamedRun { name: "pruned".into(), manifest: manifest.clone() };
+        let pruned = NamedRun { name: "pruned".into(), manifest: manifest.clone(), speed: None };
         made_up::recovered(&mut manifest);
-        let recovered = NamedRun { name: "recovered".into(), manifest };
+        let speed = Some(made_up::speed("out/a/model", 12.34, None));
+        let recovered = NamedRun { name: "recovered".into(), manifest, speed };
         let table = side_by_side(&[pruned, recovered]);
         let cells = |column: &str| -> Vec<&str> {
             let at = table.columns.iter().position(|of| of == column).unwrap();
@@ -197,6 +212,9 @@ mod tests {
         assert_eq!(cells("perplexity"), ["15.0000", "15.0000"]);
         assert_eq!(cells("dense perplexity"), ["10.0000", "–"]);
         assert_eq!(cells("pruned / dense"), ["1.5000", "–"]);
+        assert_eq!(cells("bytes"), ["5.47 KiB", "5.47 KiB"]);
+        assert_eq!(cells("without zeros"), ["2.91 KiB", "2.91 KiB"]);
+        assert_eq!(cells("tokens/s"), ["–", "12.3 (compact)"]);
     }
 
     #[test]

@@ -2,6 +2,8 @@
 
 use std::fs;
 
+use prune::demo::embedded;
+
 use crate::support::Place;
 
 /// A place with the runs `wanda`, `magnitude` (both sides evaluated) in `runs/`.
@@ -341,4 +343,74 @@ fn runs_without_pruning_have_the_names_of_what_they_did() {
         assert_eq!(page.contains("<pre>merge_method: linear\n"), is_merge, "{run}");
         assert!(!page.contains("\\n"), "{run}");
     }
+}
+
+/// Two runs on the demo model, the first with a measured speed of its model and of the dense model.
+fn timed_runs() -> Place {
+    let place = Place::empty();
+    embedded::write_model(&place.path("dense")).expect("a new folder");
+    for (method, ratio) in [("wanda", "0.6"), ("magnitude", "0.5")] {
+        let ran = place.run(&format!(
+            "--model dense --prune-method {method} --sparsity-ratio {ratio} --dataset demo --nsamples 2 --eval-dataset demo \
+             --eval-windows 2 --eval both --save runs/{method}"
+        ));
+        assert_eq!(ran.code, 0, "{}", ran.stderr);
+    }
+    let ran = place.run(
+        "generate runs/wanda/model --compare dense --prompt One --max-tokens 8 --bench --json",
+    );
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    fs::write(place.path("runs/wanda/speed.json"), ran.stdout).expect("a new file");
+    place
+}
+
+#[test]
+fn perplexity_is_drawn_over_bytes_and_over_measured_speeds() {
+    let place = timed_runs();
+    let ran = place.run("report runs/wanda runs/magnitude");
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    let page = fs::read_to_string(place.path("report/report.html")).expect("it was written");
+    assert_self_contained(&page);
+    assert_well_formed_pictures(&page);
+    for column in ["bytes", "without zeros", "tokens&#x2f;s"] {
+        assert!(page.contains(&format!("<th scope=\"col\">{column}</th>")), "no `{column}`");
+    }
+    // The tensors of the demo model, and a bit per weight in place of 50 % of 921,600 weights.
+    assert!(page.contains("<td>2.01 MiB</td><td>1.24 MiB</td><td>–</td>"), "{page}");
+    let picture =
+        |name: &str| fs::read_to_string(place.path("report").join(name)).expect("it was written");
+    let bytes = picture("perplexity-bytes.svg");
+    for name in ["wanda", "magnitude", "dense"] {
+        assert!(bytes.contains(&format!(">{name}</text>")), "no `{name}`");
+    }
+    // `magnitude` has no speed.
+    let speed = picture("perplexity-speed.svg");
+    assert!(speed.contains(">wanda</text>") && speed.contains(">dense</text>"), "{speed}");
+    assert!(!speed.contains("magnitude"), "{speed}");
+
+    let file = place.path("runs/wanda/speed.json");
+    let whole = fs::read_to_string(&file).expect("written above");
+    let no_speed = whole.replace("\"tokens_per_second\"", "\"speed\"");
+    for (broken, why) in
+        [("", "EOF"), ("{}", "missing field"), (&no_speed, "not a positive number")]
+    {
+        fs::write(&file, broken).expect("replaced");
+        let ran = place.run("report runs/wanda runs/magnitude");
+        assert_eq!(ran.code, 1, "{}", ran.stderr);
+        for part in [
+            "`runs/wanda/speed.json` has no speed of decoding",
+            why,
+            "hint: make it again: prune generate runs/wanda/model --prompt \"Once upon a time\" --bench --json > \
+             runs/wanda/speed.json, or remove it",
+        ] {
+            assert!(ran.stderr.contains(part), "no `{part}` in {}", ran.stderr);
+        }
+    }
+    fs::remove_file(&file).expect("removed");
+    let again = place.run("report runs/wanda runs/magnitude --out again");
+    assert_eq!(again.code, 0, "{}", again.stderr);
+    assert!(
+        !again.stdout.contains("perplexity-speed.svg")
+            && again.stdout.contains("perplexity-bytes.svg")
+    );
 }

@@ -57,11 +57,7 @@ fn draw(mut series: Vec<ChartSeries>, dense: &[f64], caption: String) -> Option<
     let (least, sparsest) = range(points.iter().map(|point| point.0))?;
     let perplexities = points.iter().map(|point| point.1).chain(dense.iter().copied());
     let (lowest, highest) = range(perplexities)?;
-    let (y, y_name) = if highest / lowest > WIDE {
-        (Axis::logarithmic(lowest, highest), "perplexity, logarithmic (lower is better)")
-    } else {
-        (Axis::around(lowest, highest, 5), "perplexity (lower is better)")
-    };
+    let (y, y_name) = axis(lowest, highest);
     series.extend(dense.iter().map(|&dense| {
         ChartSeries::new(format!("dense: {dense:.4}"), SeriesForm::Level, [(least, dense)])
     }));
@@ -76,6 +72,15 @@ fn draw(mut series: Vec<ChartSeries>, dense: &[f64], caption: String) -> Option<
     }
     .draw();
     Some(Figure { name: "perplexity".into(), caption, svg })
+}
+
+/// The axis of perplexities, and its name.
+pub(super) fn axis(lowest: f64, highest: f64) -> (Axis, &'static str) {
+    if highest / lowest > WIDE {
+        (Axis::logarithmic(lowest, highest), "perplexity, logarithmic (lower is better)")
+    } else {
+        (Axis::around(lowest, highest, 5), "perplexity (lower is better)")
+    }
 }
 
 fn describe(series: &[ChartSeries], dense: &[f64]) -> String {
@@ -101,7 +106,7 @@ mod tests {
             .map(|(index, &perplexity)| {
                 let mut manifest = made_up::manifest("wanda", 0.3 + 0.1 * index as f64);
                 made_up::evaluated(&mut manifest, 10.0, perplexity);
-                NamedRun { name: format!("run {index}"), manifest }
+                NamedRun { name: format!("run {index}"), manifest, speed: None }
             })
             .collect();
         let comparison = RunComparison::of(&runs);

@@ -255,7 +255,7 @@ proptest! {
         let record = spoilt(&GOOD.record, seed);
         if let Ok(manifest) = serde_json::from_slice::<Manifest>(&record) {
             let other = serde_json::from_slice(&GOOD.record).expect("a good record");
-            let run = |name: &str, manifest| NamedRun { name: name.into(), manifest };
+            let run = |name: &str, manifest| NamedRun { name: name.into(), manifest, speed: None };
             let runs = [run("a", manifest), run("b", other)];
             let _ = Report::of(&runs[..1]);
             let _ = Report::of(&runs);
