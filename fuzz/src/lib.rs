@@ -70,7 +70,7 @@ pub fn write_packed(folder: &Path) {
     }
     settings.evaluation.eval = EvalSides::None;
     settings.output.save_model = Some(halved.clone());
-    prune::job::prune(settings, &Silent).expect("a small model");
+    prune::job::prune(settings, &Silent, None).expect("a small model");
     let packed = PackSettings {
         output: ConversionSettings {
             model: halved,

@@ -19,6 +19,7 @@ use crate::packed::PackedValues;
 use crate::placement::{Residency, inventory};
 use crate::report::demo_table::DemoPacking;
 use crate::run::Silent;
+use crate::runtime::LayerSource;
 use crate::settings::{ConversionSettings, PackSettings};
 
 /// Passes of decoding in each form; the fastest counts.
@@ -56,7 +57,12 @@ pub(super) fn measure(name: &str, run: &Path, threads: Option<u16>) -> Result<De
     let shares = KeptShares::sampled(&*checkpoint, &config)?;
     let load = |forms| -> Result<Generator> {
         let residency = Residency::all(config.num_hidden_layers);
-        Generator::load(checkpoint.clone(), Arc::clone(&config), residency, forms, &Silent)
+        let layers = LayerSource {
+            source: checkpoint.clone(),
+            config: Arc::clone(&config),
+            forms: Arc::new(forms),
+        };
+        Generator::load(layers, residency, &Silent)
     };
     let compact = WeightForms::new(WeightForm::Compact, shares);
     let mut generators = [load(WeightForms::dense())?, load(compact)?];
