@@ -26,7 +26,8 @@
 //! | --- | --- |
 //! | `backward` | gradients of causal attention, from the gradient of a loss with respect to its contexts |
 //! | `blocks` | attention by products of packed factors, for kernels that round or split them |
-//! | `one_query` | attention of one token, for text generation: a row of scores per head, without blocks |
+//! | `cached_rows` | products of one token's queries with cached keys, and sums of cached values, on one thread |
+//! | `one_query` | attention of one token, for text generation: pieces of positions, put together in their order |
 //! | `scheme` | heads, a sequence, and the interface of `blocks` and `panels` |
 //! | `panels` | attention by f32 multiply-adds |
 //!
@@ -35,6 +36,7 @@
 
 pub mod backward;
 mod blocks;
+mod cached_rows;
 mod one_query;
 mod panels;
 mod scheme;
@@ -163,35 +165,42 @@ mod tests {
 
     /// Straight from the formula, in f64.
     fn plain(heads: Heads, scoring: Scoring, [q, k, v]: [&[f32]; 3]) -> Vec<f64> {
+        let queries = q.chunks(heads.num_heads * heads.head_dim).enumerate();
+        queries.flat_map(|(i, q)| plain_query(heads, scoring, i, [q, k, v])).collect()
+    }
+
+    /// The context of the query at position `i`.
+    pub(super) fn plain_query(
+        heads: Heads,
+        scoring: Scoring,
+        i: usize,
+        [q, k, v]: [&[f32]; 3],
+    ) -> Vec<f64> {
         let Heads { num_heads, num_key_value_heads, head_dim } = heads;
-        let (qw, kw) = (num_heads * head_dim, num_key_value_heads * head_dim);
-        let seqlen = q.len() / qw;
+        let kw = num_key_value_heads * head_dim;
         let mut out = vec![0.0; q.len()];
         for h in 0..num_heads {
             let kh = h / (num_heads / num_key_value_heads);
-            for i in 0..seqlen {
-                let visible =
-                    (0..=i).filter(|j| scoring.window.is_none_or(|window| j + window > i));
-                let scores: Vec<(usize, f64)> = visible
-                    .map(|j| {
-                        let dot: f64 = (0..head_dim)
-                            .map(|d| {
-                                f64::from(q[i * qw + h * head_dim + d])
-                                    * f64::from(k[j * kw + kh * head_dim + d])
-                            })
-                            .sum();
-                        let score = dot * f64::from(scoring.scale);
-                        let cap = scoring.soft_cap.map(f64::from);
-                        (j, cap.map_or(score, |cap| cap * (score / cap).tanh()))
-                    })
-                    .collect();
-                let largest = scores.iter().map(|(_, s)| *s).fold(f64::NEG_INFINITY, f64::max);
-                let sum: f64 = scores.iter().map(|(_, s)| (s - largest).exp()).sum();
-                for &(j, s) in &scores {
-                    for d in 0..head_dim {
-                        out[i * qw + h * head_dim + d] +=
-                            (s - largest).exp() / sum * f64::from(v[j * kw + kh * head_dim + d]);
-                    }
+            let visible = (0..=i).filter(|j| scoring.window.is_none_or(|window| j + window > i));
+            let scores: Vec<(usize, f64)> = visible
+                .map(|j| {
+                    let dot: f64 = (0..head_dim)
+                        .map(|d| {
+                            f64::from(q[h * head_dim + d])
+                                * f64::from(k[j * kw + kh * head_dim + d])
+                        })
+                        .sum();
+                    let score = dot * f64::from(scoring.scale);
+                    let cap = scoring.soft_cap.map(f64::from);
+                    (j, cap.map_or(score, |cap| cap * (score / cap).tanh()))
+                })
+                .collect();
+            let largest = scores.iter().map(|(_, s)| *s).fold(f64::NEG_INFINITY, f64::max);
+            let sum: f64 = scores.iter().map(|(_, s)| (s - largest).exp()).sum();
+            for &(j, s) in &scores {
+                for d in 0..head_dim {
+                    out[h * head_dim + d] +=
+                        (s - largest).exp() / sum * f64::from(v[j * kw + kh * head_dim + d]);
                 }
             }
         }
@@ -287,7 +296,7 @@ mod tests {
     }
 
     /// Queries, keys and values between -2 and 2.
-    fn waves(heads: Heads, seqlen: usize) -> [Vec<f32>; 3] {
+    pub(super) fn waves(heads: Heads, seqlen: usize) -> [Vec<f32>; 3] {
         let wave = |heads_of: usize, pace: f32| -> Vec<f32> {
             (0..seqlen * heads_of * heads.head_dim).map(|i| 2.0 * (i as f32 * pace).sin()).collect()
         };

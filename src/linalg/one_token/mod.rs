@@ -29,6 +29,7 @@ use super::compact::CompactMatrix;
 use super::parts::TASK_BYTES;
 use super::stored::{StoredDtype, StoredMatrix};
 pub(super) use input::{Input, InputForm};
+pub(super) use rows::ask_for;
 use rows::{Instructions, PartRows, RowTask, Rows};
 
 /// Returns whether this CPU multiplies bf16 pairs in the products of one token.

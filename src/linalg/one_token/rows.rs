@@ -198,11 +198,11 @@ fn multiply_pairs<V: Step<bf16, bf16>>(v: V, task: RowTask<'_>) {
 
 /// Asks for the cache line at a distance behind a reference. The address need not exist.
 #[inline(always)]
-fn ask_for<T>(from: &T, bytes: usize) {
+pub(in super::super) fn ask_for<T: ?Sized>(from: &T, bytes: usize) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: a prefetch of any address reads nothing.
     unsafe {
-        let at = std::ptr::from_ref(from).wrapping_byte_add(bytes);
+        let at = std::ptr::from_ref(from).cast::<u8>().wrapping_add(bytes);
         std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast());
     }
     #[cfg(not(target_arch = "x86_64"))]
