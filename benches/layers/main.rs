@@ -22,7 +22,7 @@ use prune::linalg::attention::{self, Heads, Scoring};
 use prune::linalg::linear::SingleToken;
 use prune::linalg::matmul::{Threads, View, matmul};
 use prune::linalg::peak;
-use prune::linalg::product::Kernel;
+use prune::linalg::product::{Kernel, Values};
 use prune::linalg::{Linear, ProductContext, Products, StoredDtype, StoredMatrix, tensor};
 use prune::model::{DecoderLayer, InputId, LayerContext, ModelConfig, Observer};
 use prune::pruning::{self, ColumnSquares, METHODS, Pattern, Request, Statistics, Target};
@@ -217,8 +217,8 @@ fn attention_of(criterion: &mut Criterion<OfPeak>, kernel: Kernel) {
         let mut out = vec![0.0; q.len()];
         group.bench_function(name, |bencher| {
             bencher.iter(|| {
-                attention::Causal { kernel, heads, scoring, past: 0, q: &q, k: &k, v: &v }
-                    .context(&mut out)
+                let (k, v) = (Values::F32(&k), Values::F32(&v));
+                attention::Causal { kernel, heads, scoring, past: 0, q: &q, k, v }.context(&mut out)
             })
         });
     }

@@ -9,7 +9,7 @@ use crate::checkpoint::WeightSource;
 use crate::linalg::{CodedActivations, Products, StoredDtype, Weight};
 use crate::model::footprint::SamplePass;
 use crate::model::{
-    Dtypes, Embedding, Head, KvCache, LayerContext, ModelConfig, WeightForms, footprint,
+    CacheDtype, Dtypes, Embedding, Head, KvCache, LayerContext, ModelConfig, WeightForms, footprint,
 };
 use crate::placement::{Residency, Sizes};
 use crate::run::{Events, MemorySettings};
@@ -35,6 +35,8 @@ pub struct DecodingArithmetic {
     pub products: Products,
     /// Activations of products with 8-bit codes.
     pub activations: CodedActivations,
+    /// Keys and values of earlier tokens.
+    pub cache: CacheDtype,
 }
 
 /// A sequence, and the machine that computes it.
@@ -44,8 +46,8 @@ pub struct SequenceShape {
     pub capacity: usize,
     /// Worker threads.
     pub threads: usize,
-    /// Arithmetic of products.
-    pub products: Products,
+    /// Arithmetic.
+    pub arithmetic: DecodingArithmetic,
 }
 
 /// The state after some tokens: keys and values of every layer, and the logits after the last token.
@@ -92,10 +94,10 @@ impl Generator {
         shape: SequenceShape,
         held: ByteSize,
     ) -> Sizes {
-        let SequenceShape { capacity, threads, products } = shape;
+        let SequenceShape { capacity, threads, arithmetic } = shape;
         let pass = SamplePass {
             config,
-            kernel: products.of_activations(),
+            kernel: arithmetic.products.of_activations(),
             seqlen: PROMPT_BLOCK.min(capacity),
             threads,
             settings: &settings(),
@@ -104,7 +106,7 @@ impl Generator {
             layers: config.num_hidden_layers,
             layer: footprint::layer_weights(config, dtypes.layers, &MemorySettings::default()),
             head: footprint::head_weight(config, dtypes.head),
-            kv_cache: KvCache::bytes(config, capacity, PROMPT_BLOCK),
+            kv_cache: KvCache::bytes(config, arithmetic.cache, capacity, PROMPT_BLOCK),
             workspace: footprint::generation(&pass, dtypes.layers, capacity),
             held,
         }
@@ -160,7 +162,7 @@ impl Generator {
             "a sequence of {capacity} tokens does not fit the model's {positions} positions"
         );
         Ok(Sequence {
-            cache: KvCache::new(&self.config, capacity, PROMPT_BLOCK)?,
+            cache: KvCache::new(&self.config, self.arithmetic.cache, capacity, PROMPT_BLOCK)?,
             context: LayerContext::with_settings(&self.config, capacity, settings())
                 .with_products(self.arithmetic.products)
                 .with_coded_activations(self.arithmetic.activations),

@@ -148,9 +148,9 @@ impl Writer {
         let arithmetic = DecodingArithmetic {
             products: if asks_for_bf16 { model.products } else { Products::F32 },
             activations: settings.weights.activations,
+            cache: settings.weights.kv_cache,
         };
-        let (threads, products) = (model.threads, arithmetic.products);
-        let shape = SequenceShape { capacity, threads, products };
+        let shape = SequenceShape { capacity, threads: model.threads, arithmetic };
         let sizes = Generator::sizes(&model.config, model.dtypes(), shape, held);
         let room = MemoryRoom { sizes, budget: budget.unwrap_or(ByteSize(u64::MAX)) };
         let SettledWeights { forms, residency } =
@@ -243,6 +243,7 @@ impl Writer {
             top_k: sampling.top_k,
             seed: sampling.seed,
             weights: self.model.forms.form().name().to_string(),
+            kv_cache: self.arithmetic.cache.name().to_string(),
             layers_in_memory: self.residency.resident(),
             layers_streamed: self.residency.streamed(),
             budget: self.budget,

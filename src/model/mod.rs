@@ -60,7 +60,7 @@ pub use context::LayerContext;
 pub use embedding::{EMBEDDING, Embedding};
 pub use footprint::{Dtypes, stored_dtypes};
 pub use head::{HEAD, Head};
-pub use kv_cache::{KvCache, LayerCache};
+pub use kv_cache::{CacheDtype, KvCache, LayerCache};
 pub use layer::DecoderLayer;
 pub use layer::sizes::KeptActivations;
 pub use linears::{InputId, InputMap, LinearId, LinearRole};

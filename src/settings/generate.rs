@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use super::device::DeviceSettings;
 use super::model::ModelSettings;
-use crate::generation::{CodedActivations, Sampling, WeightForm};
+use crate::generation::{CacheDtype, CodedActivations, Sampling, WeightForm};
 
 /// Settings of `prune generate`.
 #[derive(Debug, Clone)]
@@ -42,6 +42,10 @@ pub struct WeightSettings {
     /// Activations that 8-bit weights are multiplied with
     #[arg(long, value_name = "DTYPE", default_value = "int8")]
     pub activations: CodedActivations,
+
+    /// Element type of the cached keys and values
+    #[arg(long, value_name = "DTYPE", default_value = "f32")]
+    pub kv_cache: CacheDtype,
 }
 
 /// A choice of `--weights`.

@@ -1,6 +1,7 @@
 //! `prune generate`: its tokens equal candle's, with and without a cache, from memory and from disk.
 
 mod command;
+mod decoding;
 mod weights;
 
 use std::fs;
@@ -12,10 +13,10 @@ use prune::checkpoint::Checkpoint;
 use prune::data::Tokenizer;
 use prune::demo::embedded;
 use prune::generation::{
-    FinishReason, Generated, GenerationRequest, Generator, PROMPT_BLOCK, Sampler, Sampling,
-    SequenceShape, generate,
+    DecodingArithmetic, FinishReason, Generated, GenerationRequest, Generator, PROMPT_BLOCK,
+    Sampler, Sampling, SequenceShape, generate,
 };
-use prune::linalg::{Products, StoredDtype};
+use prune::linalg::StoredDtype;
 use prune::model::{Dtypes, ModelConfig};
 use prune::placement::Residency;
 use prune::run::Silent;
@@ -160,7 +161,8 @@ fn logits_behind_a_cache_are_those_of_the_whole_sequence() -> Result<()> {
 fn some_layers_in_memory_and_some_from_disk_write_the_same() -> Result<()> {
     let folder = sharp(&RandomCheckpoint { num_hidden_layers: 5, ..RandomCheckpoint::default() })?;
     let config = ModelConfig::load(folder.path())?;
-    let shape = SequenceShape { capacity: 30, threads: 2, products: Products::F32 };
+    let shape =
+        SequenceShape { capacity: 30, threads: 2, arithmetic: DecodingArithmetic::default() };
     let dtypes = Dtypes::all(StoredDtype::F32);
     let sizes = Generator::sizes(&config, dtypes, shape, prune::bytes::ByteSize(0));
     let expected = written(

@@ -126,10 +126,9 @@ impl Scheme for BlockScratch {
         let Heads { num_key_value_heads, head_dim, .. } = source.heads;
         let width = num_key_value_heads * head_dim;
         let lengths = source.lengths(0);
-        let factor = |values| Strided::rows(Values::F32(values), width).at(0, key_head * head_dim);
         for keys in source.key_blocks(queries_of(rectangles)) {
             let block = source.place(&keys);
-            let k = factor(source.k).at(keys.start, 0);
+            let k = Strided::rows(source.k, width).at(keys.start, key_head * head_dim);
             let mut packed = &mut self.k[block * lengths.k..][..lengths.k];
             for slab in slabs(source.kernel, head_dim) {
                 let lines = source.kernel.column_lines(keys.len(), slab.len());
@@ -137,8 +136,7 @@ impl Scheme for BlockScratch {
                 packed = behind;
                 source.kernel.pack_columns(k.at(0, slab.start), keys.len(), slab.len(), now);
             }
-            let v = Strided::transposed(Values::F32(source.v), width)
-                .at(key_head * head_dim, keys.start);
+            let v = Strided::transposed(source.v, width).at(key_head * head_dim, keys.start);
             let packed = &mut self.v[block * lengths.v..][..lengths.v];
             source.kernel.pack_columns(v, head_dim, keys.len(), packed);
         }

@@ -5,22 +5,23 @@
 
 use pulp::Simd;
 
-use super::super::one_token::ask_for;
+use super::super::one_token::{StoredWeight, ask_for};
 use super::scheme::Heads;
 
 /// Bytes between the rows that are multiplied and the rows that are asked for.
 const AHEAD: usize = 4 << 10;
+const LINE: usize = 64;
 
 /// Elements of a head that are multiplied together.
 pub(super) const LANES: usize = 16;
 
 /// Keys or values of a layer, token by token.
 #[derive(Clone, Copy)]
-pub(super) struct CachedRows<'a> {
+pub(super) struct CachedRows<'a, E> {
     pub heads: Heads,
     pub keys: usize,
     /// `[keys, num_key_value_heads * head_dim]`.
-    pub rows: &'a [f32],
+    pub rows: &'a [E],
 }
 
 /// scores = queries·keysᵀ, without a scale.
@@ -29,7 +30,12 @@ pub(super) struct CachedRows<'a> {
 /// * `queries`: `[num_heads, head_dim]`, each filled with zeros up to whole lanes
 /// * `scores`: `[num_heads, keys]`
 #[inline(always)]
-pub(super) fn scores<S: Simd>(simd: S, keys: CachedRows<'_>, queries: &[f32], scores: &mut [f32]) {
+pub(super) fn scores<S: Simd, E: StoredWeight>(
+    simd: S,
+    keys: CachedRows<'_, E>,
+    queries: &[f32],
+    scores: &mut [f32],
+) {
     in_blocks(simd, keys, Scores { queries, scores, keys: keys.keys });
 }
 
@@ -39,9 +45,9 @@ pub(super) fn scores<S: Simd>(simd: S, keys: CachedRows<'_>, queries: &[f32], sc
 /// * `weights`: `[num_heads, keys]`
 /// * `context`: `[num_heads, head_dim]`, each filled up to whole lanes
 #[inline(always)]
-pub(super) fn add_weighted<S: Simd>(
+pub(super) fn add_weighted<S: Simd, E: StoredWeight>(
     simd: S,
-    values: CachedRows<'_>,
+    values: CachedRows<'_, E>,
     weights: &[f32],
     context: &mut [f32],
 ) {
@@ -50,84 +56,95 @@ pub(super) fn add_weighted<S: Simd>(
 
 /// `R` rows of a key head, of which the first has this number, and `Q` query heads of it from `head` on.
 #[derive(Clone, Copy)]
-struct HeadRows<'a, const R: usize, const Q: usize> {
-    rows: [&'a [f32]; R],
+struct HeadRows<'a, E, const R: usize, const Q: usize> {
+    rows: [&'a [E]; R],
     first: usize,
     head: usize,
 }
 
 /// Work on rows and query heads, in `N` registers for the lanes.
 trait RowWork {
-    fn run<S: Simd, const N: usize, const R: usize, const Q: usize>(
+    fn run<S: Simd, E: StoredWeight, const N: usize, const R: usize, const Q: usize>(
         &mut self,
         simd: S,
-        rows: HeadRows<'_, R, Q>,
+        rows: HeadRows<'_, E, R, Q>,
     );
 }
 
 /// Runs work with as many rows and query heads at a time as the CPU has registers for.
 #[inline(always)]
-fn in_blocks<S: Simd, W: RowWork>(simd: S, rows: CachedRows<'_>, mut work: W) {
+fn in_blocks<S: Simd, E: StoredWeight, W: RowWork>(simd: S, rows: CachedRows<'_, E>, mut work: W) {
     match S::F32_LANES {
-        16 => blocks::<S, W, 1, 4, 4>(simd, rows, &mut work),
-        8 => blocks::<S, W, 2, 2, 2>(simd, rows, &mut work),
-        4 => blocks::<S, W, 4, 2, 2>(simd, rows, &mut work),
-        _ => blocks::<S, W, LANES, 1, 1>(simd, rows, &mut work),
+        16 => blocks::<S, E, W, 1, 4, 4>(simd, rows, &mut work),
+        8 => blocks::<S, E, W, 2, 2, 2>(simd, rows, &mut work),
+        4 => blocks::<S, E, W, 4, 2, 2>(simd, rows, &mut work),
+        _ => blocks::<S, E, W, LANES, 1, 1>(simd, rows, &mut work),
     }
 }
 
 #[inline(always)]
-fn blocks<S: Simd, W: RowWork, const N: usize, const R: usize, const Q: usize>(
+fn blocks<S: Simd, E: StoredWeight, W: RowWork, const N: usize, const R: usize, const Q: usize>(
     simd: S,
-    rows: CachedRows<'_>,
+    rows: CachedRows<'_, E>,
     work: &mut W,
 ) {
     let whole = rows.keys / R * R;
     for first in (0..whole).step_by(R) {
-        heads::<S, W, N, R, Q>(simd, rows, first, work);
+        heads::<S, E, W, N, R, Q>(simd, rows, first, work);
     }
     for first in whole..rows.keys {
-        heads::<S, W, N, 1, Q>(simd, rows, first, work);
+        heads::<S, E, W, N, 1, Q>(simd, rows, first, work);
     }
 }
 
 #[inline(always)]
-fn heads<S: Simd, W: RowWork, const N: usize, const R: usize, const Q: usize>(
+fn heads<S: Simd, E: StoredWeight, W: RowWork, const N: usize, const R: usize, const Q: usize>(
     simd: S,
-    CachedRows { heads, rows, .. }: CachedRows<'_>,
+    CachedRows { heads, rows, .. }: CachedRows<'_, E>,
     first: usize,
     work: &mut W,
 ) {
     let Heads { num_heads, num_key_value_heads, head_dim } = heads;
     let (width, queries) = (num_key_value_heads * head_dim, num_heads / num_key_value_heads);
     for key_head in 0..num_key_value_heads {
-        let mut of_head: [&[f32]; R] = [&[]; R];
+        let mut of_head: [&[E]; R] = [&[]; R];
         for (row, of_head) in of_head.iter_mut().enumerate() {
             *of_head = &rows[(first + row) * width + key_head * head_dim..][..head_dim];
             // Short rows of a few tokens share a page, in which the CPU's prefetcher follows too few streams: without this, 4 key heads
             // of 64 take 1.4 times as long.
-            of_head.chunks(LANES).for_each(|line| ask_for(line, AHEAD));
+            of_head.chunks(LINE / size_of::<E>()).for_each(|line| ask_for(line, AHEAD));
         }
         let (own, end) = (key_head * queries, (key_head + 1) * queries);
         let whole = own + queries / Q * Q;
         for head in (own..whole).step_by(Q) {
-            work.run::<S, N, R, Q>(simd, HeadRows { rows: of_head, first, head });
+            work.run::<S, E, N, R, Q>(simd, HeadRows { rows: of_head, first, head });
         }
         for head in whole..end {
-            work.run::<S, N, R, 1>(simd, HeadRows { rows: of_head, first, head });
+            work.run::<S, E, N, R, 1>(simd, HeadRows { rows: of_head, first, head });
         }
     }
 }
 
 /// Some lanes of a row in registers, with zeros after its end.
 #[inline(always)]
-fn widened<S: Simd, const N: usize>(simd: S, row: &[f32], at: usize) -> [S::f32s; N] {
-    match row[at..].first_chunk() {
-        Some(chunk) => registers(simd, chunk),
+fn widened<S: Simd, E: StoredWeight, const N: usize>(
+    simd: S,
+    row: &[E],
+    at: usize,
+) -> [S::f32s; N] {
+    let mut lanes = [0.0; LANES];
+    match row[at..].first_chunk::<LANES>() {
+        Some(chunk) => {
+            for (lane, value) in lanes.iter_mut().zip(chunk) {
+                *lane = value.wide();
+            }
+            registers(simd, &lanes)
+        }
         None => {
-            let mut chunk = [0.0; LANES];
-            chunk[..row.len() - at].copy_from_slice(&row[at..]);
-            registers(simd, &chunk)
+            for (lane, value) in lanes.iter_mut().zip(&row[at..]) {
+                *lane = value.wide();
+            }
+            registers(simd, &lanes)
         }
     }
 }
@@ -162,10 +179,10 @@ struct Scores<'a> {
 
 impl RowWork for Scores<'_> {
     #[inline(always)]
-    fn run<S: Simd, const N: usize, const R: usize, const Q: usize>(
+    fn run<S: Simd, E: StoredWeight, const N: usize, const R: usize, const Q: usize>(
         &mut self,
         simd: S,
-        HeadRows { rows, first, head }: HeadRows<'_, R, Q>,
+        HeadRows { rows, first, head }: HeadRows<'_, E, R, Q>,
     ) {
         let padded = rows[0].len().next_multiple_of(LANES);
         let queries = &self.queries[head * padded..(head + Q) * padded];
@@ -176,7 +193,7 @@ impl RowWork for Scores<'_> {
                 *key = widened(simd, row, at);
             }
             for (query, sums) in sums.iter_mut().enumerate() {
-                let query = widened::<S, N>(simd, queries, query * padded + at);
+                let query = widened::<S, f32, N>(simd, queries, query * padded + at);
                 for (sums, key) in sums.iter_mut().zip(&keys) {
                     for ((sum, key), query) in sums.iter_mut().zip(key).zip(query) {
                         *sum = simd.mul_add_e_f32s(*key, query, *sum);
@@ -201,10 +218,10 @@ struct WeightedSums<'a> {
 
 impl RowWork for WeightedSums<'_> {
     #[inline(always)]
-    fn run<S: Simd, const N: usize, const R: usize, const Q: usize>(
+    fn run<S: Simd, E: StoredWeight, const N: usize, const R: usize, const Q: usize>(
         &mut self,
         simd: S,
-        HeadRows { rows, first, head }: HeadRows<'_, R, Q>,
+        HeadRows { rows, first, head }: HeadRows<'_, E, R, Q>,
     ) {
         let padded = rows[0].len().next_multiple_of(LANES);
         let context = &mut self.context[head * padded..(head + Q) * padded];

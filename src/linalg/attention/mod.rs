@@ -161,6 +161,7 @@ fn share<S: Scheme>(source: &Inputs<'_>, out: &mut [f32], columns: Columns) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::product::Values::F32;
     use super::*;
 
     /// Straight from the formula, in f64.
@@ -238,7 +239,7 @@ mod tests {
                 let allowed = if kernel.is_bf16() { 2.0 / 512.0 + 1e-4 } else { 1e-5 };
                 for (first, last) in [(0, seqlen), (0, 1), (700, 990), (1023, 1100), (999, 1000)] {
                     let q = &q[first * width..last * width];
-                    let [k, v] = [k, v].map(|values| &values[..last * 16]);
+                    let [k, v] = [k, v].map(|values| F32(&values[..last * 16]));
                     let mut out = vec![f32::NAN; q.len()];
                     let source = Causal { kernel, heads, scoring, past: first, q, k, v };
                     source.context(&mut out);
@@ -252,6 +253,7 @@ mod tests {
                 }
             }
             let kernel = Kernel::Fused;
+            let (k, v) = (F32(k), F32(v));
             let source = Inputs { kernel, heads, scoring, past: 0, seqlen, keys: seqlen, q, k, v };
             let mut out = vec![f32::NAN; q.len()];
             share::<blocks::BlockScratch>(&source, &mut out, Columns { width, first: 0 });
@@ -269,12 +271,14 @@ mod tests {
         let scoring = Scoring { window: Some(window), ..Scoring::of_width(8) };
         for kernel in Kernel::all() {
             let mut out = vec![f32::NAN; q.len()];
-            Causal { kernel, heads, scoring, past: 0, q: &q, k: &k, v: &v }.context(&mut out);
+            Causal { kernel, heads, scoring, past: 0, q: &q, k: F32(&k), v: F32(&v) }
+                .context(&mut out);
             assert!(out.iter().all(|value| value.is_finite()), "{kernel:?}");
             let last = (seqlen - window) * 8..seqlen * 8;
             let [q, k, v] = [&q, &k, &v].map(|values| &values[last.clone()]);
             let mut alone = vec![f32::NAN; q.len()];
             let scoring = Scoring::of_width(8);
+            let (k, v) = (F32(k), F32(v));
             Causal { kernel, heads, scoring, past: 0, q, k, v }.context(&mut alone);
             for (got, alone) in out[(seqlen - 1) * 8..].iter().zip(&alone[(window - 1) * 8..]) {
                 assert!((got - alone).abs() < 1e-2, "{kernel:?}: {got} {alone}");
@@ -338,7 +342,8 @@ mod tests {
             let is_whole = |kernel: &Kernel| !matches!(kernel, Kernel::Split(..3));
             for kernel in Kernel::all().into_iter().filter(is_whole) {
                 let mut out = vec![f32::NAN; q.len()];
-                Causal { kernel, heads, scoring, past: 0, q: &q, k: &k, v: &v }.context(&mut out);
+                Causal { kernel, heads, scoring, past: 0, q: &q, k: F32(&k), v: F32(&v) }
+                    .context(&mut out);
                 if !kernel.is_bf16() {
                     is_close(&out, &exact, "the whole sequence");
                 }
@@ -358,8 +363,8 @@ mod tests {
                 seqlen,
                 keys: seqlen,
                 q: &q,
-                k: &k,
-                v: &v,
+                k: F32(&k),
+                v: F32(&v),
             };
             let (query_width, key_width) = (num_heads * head_dim, num_key_value_heads * head_dim);
             let all = Columns { width: query_width, first: 0 };
@@ -369,7 +374,7 @@ mod tests {
             for (first, last) in [(0, 1), (seqlen - 1, seqlen), (seqlen / 2, seqlen)] {
                 let own = first * query_width..last * query_width;
                 let mut part = vec![f32::NAN; own.len()];
-                let (k, v) = (&k[..last * key_width], &v[..last * key_width]);
+                let (k, v) = (F32(&k[..last * key_width]), F32(&v[..last * key_width]));
                 let q = &q[own.clone()];
                 Causal { kernel: Kernel::Fused, heads, scoring, past: first, q, k, v }
                     .context(&mut part);
@@ -391,7 +396,7 @@ mod tests {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
                 let mut out = vec![0.0; q.len()];
                 pool.install(|| {
-                    Causal { kernel, heads, scoring, past: 0, q: &q, k: &k, v: &v }
+                    Causal { kernel, heads, scoring, past: 0, q: &q, k: F32(&k), v: F32(&v) }
                         .context(&mut out)
                 });
                 out
@@ -405,7 +410,7 @@ mod tests {
             };
             let (q, k, v) = (part(&q, 80, 240), part(&k, 40, 120), part(&v, 40, 120));
             let heads = Heads { num_heads: 4, num_key_value_heads: 2, head_dim };
-            Causal { kernel, heads, scoring, past: 0, q: &q, k: &k, v: &v }
+            Causal { kernel, heads, scoring, past: 0, q: &q, k: F32(&k), v: F32(&v) }
                 .context_columns(&mut some, Columns { width: 240, first: 80 });
             assert!(part(&one, 80, 240) == part(&some, 80, 240), "{kernel:?}, {scoring:?}");
         }

@@ -17,7 +17,9 @@ use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::super::exp;
+use super::super::one_token::StoredWeight;
 use super::super::parts::parts;
+use super::super::product::Values;
 use super::cached_rows::{self, CachedRows, LANES};
 use super::scheme::{Causal, Heads, Scoring};
 
@@ -34,9 +36,18 @@ struct PieceSums {
     sum: f64,
 }
 
-/// Computes the attention of the last token.
+/// Computes the attention of the last token. Keys and values are widened in registers.
 pub(super) fn one_query(source: Causal<'_>, out: &mut [f32]) {
-    let Causal { heads, scoring, past, q, k, v, .. } = source;
+    match (source.k, source.v) {
+        (Values::F32(k), Values::F32(v)) => of_values(source, k, v, out),
+        (Values::F16(k), Values::F16(v)) => of_values(source, k, v, out),
+        (Values::Bf16(k), Values::Bf16(v)) => of_values(source, k, v, out),
+        _ => panic!("keys and values share a dtype"),
+    }
+}
+
+fn of_values<E: StoredWeight>(source: Causal<'_>, k: &[E], v: &[E], out: &mut [f32]) {
+    let Causal { heads, scoring, past, q, .. } = source;
     let Heads { num_heads, num_key_value_heads, head_dim } = heads;
     let key_width = num_key_value_heads * head_dim;
     assert!(
@@ -73,21 +84,21 @@ fn pieces_of(keys: usize, query_width: usize) -> impl ExactSizeIterator<Item = R
 }
 
 /// All heads over the keys of a piece.
-struct Piece<'a> {
+struct Piece<'a, E> {
     heads: Heads,
     scoring: Scoring,
     /// `[num_heads, head_dim]`, each filled up to whole lanes.
     queries: &'a [f32],
     /// `[keys, num_key_value_heads * head_dim]`.
-    k: &'a [f32],
-    v: &'a [f32],
+    k: &'a [E],
+    v: &'a [E],
     /// Zeros, in the shape of the queries; becomes c.
     context: &'a mut [f32],
     /// For every head.
     sums: &'a mut [PieceSums],
 }
 
-impl WithSimd for Piece<'_> {
+impl<E: StoredWeight> WithSimd for Piece<'_, E> {
     type Output = ();
 
     #[inline(always)]
@@ -148,8 +159,11 @@ impl WithSimd for Together<'_> {
 #[cfg(test)]
 mod tests {
     use super::super::super::product::Kernel;
+    use super::super::Columns;
     use super::super::tests::{plain_query, waves};
     use super::*;
+    use Values::F32;
+    use half::bf16;
 
     /// Key heads that all queries share, or few queries share, of widths with and without whole lanes.
     fn shapes() -> [Heads; 4] {
@@ -178,7 +192,15 @@ mod tests {
             for (keys, scoring) in [(1, usual), (130, usual), (701, usual), (701, other)] {
                 let [mut q, k, v] = waves(heads, keys);
                 let q = q.split_off((keys - 1) * width);
-                let source = Causal { kernel, heads, scoring, past: keys - 1, q: &q, k: &k, v: &v };
+                let source = Causal {
+                    kernel,
+                    heads,
+                    scoring,
+                    past: keys - 1,
+                    q: &q,
+                    k: F32(&k),
+                    v: F32(&v),
+                };
                 let one = with_threads(1, source);
                 assert!(one == with_threads(2, source) && one == with_threads(5, source));
                 let exact = plain_query(heads, scoring, keys - 1, [&q, &k, &v]);
@@ -187,6 +209,37 @@ mod tests {
                     let apart = (f64::from(*got) - exact).abs();
                     assert!(apart < 3e-5, "{heads:?} {keys} {scoring:?}: {got} {exact}");
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn bf16_keys_and_values_give_the_bits_of_their_numbers_in_f32() {
+        let kernel = Kernel::Fused;
+        for heads in shapes() {
+            let keys = 300;
+            let [mut q, k, v] = waves(heads, keys);
+            let q = q.split_off((keys - 1) * heads.num_heads * heads.head_dim);
+            let narrow = [&k, &v].map(|x| x.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>());
+            let wide = narrow.each_ref().map(|x| x.iter().map(|x| x.to_f32()).collect::<Vec<_>>());
+            let scoring = Scoring::of_width(heads.head_dim);
+            let of = |k, v| {
+                let source = Causal { kernel, heads, scoring, past: keys - 1, q: &q, k, v };
+                let mut blocks = vec![f32::NAN; q.len()];
+                let columns = Columns { width: q.len(), first: 0 };
+                source.context_columns(&mut blocks, columns);
+                [with_threads(2, source), blocks]
+            };
+            let rounded = of(Values::Bf16(&narrow[0]), Values::Bf16(&narrow[1]));
+            assert!(rounded == of(F32(&wide[0]), F32(&wide[1])), "{heads:?}");
+            // Rounding changes keys and values, of up to 2, by 2⁻⁹ of themselves, and so a score by δ, which changes a probability by
+            // less than e^2δ − 1.
+            let largest = q.chunks(heads.head_dim).map(|q| q.iter().map(|q| q.abs()).sum::<f32>());
+            let delta = 2.0 / 512.0 * scoring.scale * largest.fold(0.0, f32::max);
+            let bound = 2.0 * ((2.0 * delta).exp() - 1.0) + 2.0 / 512.0 + 1e-5;
+            let exact = of(F32(&k), F32(&v));
+            for (rounded, exact) in rounded.concat().iter().zip(exact.concat().iter()) {
+                assert!((rounded - exact).abs() < bound, "{heads:?}: {rounded} {exact}");
             }
         }
     }
@@ -208,8 +261,8 @@ mod tests {
                 scoring,
                 past: keys - 1,
                 q: &q,
-                k: &k,
-                v: &v,
+                k: F32(&k),
+                v: F32(&v),
             };
             assert_eq!(with_threads(2, source), vec![largest as f32 + 1.0; width]);
         }
@@ -240,7 +293,7 @@ mod tests {
             for (padded, q) in queries.chunks_mut(padded).zip(last.chunks(heads.head_dim)) {
                 padded[..heads.head_dim].copy_from_slice(q);
             }
-            let by = |run: &dyn Fn(Piece<'_>)| {
+            let by = |run: &dyn Fn(Piece<'_, f32>)| {
                 let mut context = vec![0.0; queries.len()];
                 let mut sums = vec![PieceSums { largest: 0.0, sum: 0.0 }; heads.num_heads];
                 let scoring = Scoring::of_width(heads.head_dim);

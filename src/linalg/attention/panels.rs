@@ -146,9 +146,9 @@ impl Scheme for PanelScratch {
         let width = num_key_value_heads * head_dim;
         let keys = source.keys_of(queries_of(rectangles), KEYS_AT_ONCE);
         let column = key_head * head_dim;
-        let k = Strided::rows(Values::F32(source.k), width).at(keys.start, column);
+        let k = Strided::rows(source.k, width).at(keys.start, column);
         interleave(k, keys.len(), head_dim, self.block.0, &mut self.k);
-        let v = Strided::transposed(Values::F32(source.v), width).at(column, keys.start);
+        let v = Strided::transposed(source.v, width).at(column, keys.start);
         interleave(v, head_dim, keys.len(), self.block.0, &mut self.v);
         self.keys = keys;
     }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::super::exp;
-use super::super::product::Kernel;
+use super::super::product::{Kernel, Values};
 use super::super::rectangles::Rectangle;
 
 /// The head counts and width of an attention layer.
@@ -87,9 +87,9 @@ pub struct Causal<'a> {
     /// Queries `[seqlen, num_heads * head_dim]`, rotary positions applied.
     pub q: &'a [f32],
     /// Keys `[past + seqlen, num_key_value_heads * head_dim]`.
-    pub k: &'a [f32],
-    /// Values, in the shape of the keys.
-    pub v: &'a [f32],
+    pub k: Values<'a>,
+    /// Values, in the shape and the dtype of the keys.
+    pub v: Values<'a>,
 }
 
 /// The inputs of all tasks.
@@ -104,8 +104,8 @@ pub(super) struct Inputs<'a> {
     /// Tokens visible to the last query.
     pub(super) keys: usize,
     pub(super) q: &'a [f32],
-    pub(super) k: &'a [f32],
-    pub(super) v: &'a [f32],
+    pub(super) k: Values<'a>,
+    pub(super) v: Values<'a>,
 }
 
 impl Inputs<'_> {

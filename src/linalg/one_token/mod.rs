@@ -31,6 +31,7 @@ use super::stored::{StoredDtype, StoredMatrix};
 pub(super) use input::{Input, InputForm};
 pub(super) use rows::ask_for;
 use rows::{Instructions, PartRows, RowTask, Rows};
+pub(super) use vectors::StoredWeight;
 
 /// Returns whether this CPU multiplies bf16 pairs in the products of one token.
 pub fn has_pairs() -> bool {

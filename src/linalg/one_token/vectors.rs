@@ -64,7 +64,7 @@ pub(super) trait Step<E, X>: Vectors {
 }
 
 /// A stored weight.
-pub(super) trait StoredWeight: Copy + Default + Send + Sync {
+pub(in super::super) trait StoredWeight: Copy + Default + Send + Sync {
     fn wide(self) -> f32;
 }
 

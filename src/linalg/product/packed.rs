@@ -108,7 +108,7 @@ pub enum Values<'a> {
 }
 
 impl<'a> Values<'a> {
-    pub(super) fn len(&self) -> usize {
+    pub(in super::super) fn len(&self) -> usize {
         match self {
             Self::F32(values) => values.len(),
             Self::F16(values) => values.len(),

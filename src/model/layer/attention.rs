@@ -22,6 +22,7 @@ use crate::linalg::attention::backward::{AttentionGradients, AttentionInputs, ca
 use crate::linalg::attention::{Causal, Columns, Heads};
 use crate::linalg::elementwise;
 use crate::linalg::linear::{LinearOutput, forward_all};
+use crate::linalg::product::Values;
 use crate::linalg::profile::Part;
 use crate::model::linears::{InputId, LinearRole};
 use crate::model::norms::NormRole;
@@ -114,6 +115,7 @@ impl DecoderLayer {
                 let (k, v) = (cache.keys(), cache.values());
                 Causal { kernel, heads, scoring, past, q, k, v }.context(attended);
             } else {
+                let (k, v) = (Values::F32(k), Values::F32(v));
                 let columns = Columns { width: layout.query_width(), first: queries.start };
                 Causal { kernel, heads, scoring, past: 0, q, k, v }
                     .context_columns(attended, columns);

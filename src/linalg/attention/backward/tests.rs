@@ -1,5 +1,6 @@
 //! Gradients of attention against the formulas in f64.
 
+use super::super::super::product::Values;
 use super::super::{Causal, Scoring};
 use super::inputs::KEYS;
 use super::*;
@@ -65,7 +66,8 @@ fn run(
     [q, k, v, dc]: [&[f32]; 4],
 ) -> [Vec<f32>; 3] {
     let mut context = vec![f32::NAN; q.len()];
-    Causal { kernel, heads, scoring, past: 0, q, k, v }.context(&mut context);
+    Causal { kernel, heads, scoring, past: 0, q, k: Values::F32(k), v: Values::F32(v) }
+        .context(&mut context);
     let [mut dq, mut dk, mut dv] = [q, k, v].map(|values| vec![f32::NAN; values.len()]);
     let seqlen = q.len() / (heads.num_heads * heads.head_dim);
     let mut partial = vec![f32::NAN; partial_elements(heads, seqlen)];

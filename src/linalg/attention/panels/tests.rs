@@ -1,6 +1,7 @@
 //! Comparison of the panels that blocks of different CPUs give.
 
 use super::super::super::product::Kernel;
+use super::super::super::product::Values::F32;
 use super::super::super::rectangles;
 use super::super::{Causal, Scoring};
 use super::*;
@@ -35,7 +36,7 @@ fn blocks_of_any_shape_give_the_same_bits() {
     let kernel = Kernel::Fused;
     let usual = Scoring::of_width(20);
     let by = |block: (usize, usize), scoring: Scoring| {
-        let (q, k, v) = (&q, &k, &v);
+        let (q, k, v) = (&q, F32(&k), F32(&v));
         let source = Inputs { kernel, heads, scoring, past: 0, seqlen, keys: seqlen, q, k, v };
         let mut out = vec![f32::NAN; seqlen * 20];
         let rows: Vec<_> = (0..seqlen)
@@ -59,7 +60,8 @@ fn blocks_of_any_shape_give_the_same_bits() {
             let narrow = by((6, 16), scoring);
             assert_eq!(narrow, by((8, 48), scoring), "{scoring:?}");
             let mut here = vec![f32::NAN; seqlen * 20];
-            Causal { kernel, heads, scoring, past: 0, q: &q, k: &k, v: &v }.context(&mut here);
+            Causal { kernel, heads, scoring, past: 0, q: &q, k: F32(&k), v: F32(&v) }
+                .context(&mut here);
             assert_eq!(narrow, here, "{scoring:?}");
         }
     }
@@ -78,7 +80,7 @@ fn panels_have_the_bits_of_plain_loops() {
     let (k, v) = (wave(keys * head_dim, 0.37), wave(keys * head_dim, 0.53));
     let mut out = vec![f32::NAN; seqlen * width];
     let (kernel, scoring) = (Kernel::Fused, Scoring::of_width(head_dim));
-    Causal { kernel, heads, scoring, past, q: &q, k: &k, v: &v }.context(&mut out);
+    Causal { kernel, heads, scoring, past, q: &q, k: F32(&k), v: F32(&v) }.context(&mut out);
 
     let is_one_step = Kernel::Fused.name().ends_with("in one step");
     let plus = |sum: f32, x: f32, w: f32| {

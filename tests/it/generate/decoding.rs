@@ -1,0 +1,107 @@
+//! `prune generate --kv-cache`: what is rounded changes memory, and logits by little.
+
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::Result;
+use prune::checkpoint::Checkpoint;
+use prune::generation::{CacheDtype, DecodingArithmetic, Generator, PROMPT_BLOCK};
+use prune::linalg::StoredDtype;
+use prune::model::{KvCache, ModelConfig, WeightForms};
+use prune::placement::Residency;
+use prune::run::{GenerationReport, Silent};
+use prune::synthetic::RandomCheckpoint;
+
+use crate::oracle::{distance, prompt};
+use crate::support::Place;
+
+fn open(folder: &Path, forms: WeightForms, arithmetic: DecodingArithmetic) -> Result<Generator> {
+    let config = Arc::new(ModelConfig::load(folder)?);
+    let checkpoint = Arc::new(Checkpoint::open(folder)?);
+    let residency = Residency::all(config.num_hidden_layers);
+    Ok(Generator::load(checkpoint, config, residency, forms, &Silent)?.with_arithmetic(arithmetic))
+}
+
+/// The logits after a prompt, and after three tokens behind it, with this number of threads.
+fn logits(folder: &Path, cache: CacheDtype, threads: usize) -> Result<Vec<Vec<f32>>> {
+    let arithmetic = DecodingArithmetic { cache, ..DecodingArithmetic::default() };
+    let mut generator = open(folder, WeightForms::dense(), arithmetic)?;
+    let tokens = prompt(200, 320);
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build()?;
+    pool.install(|| {
+        let mut sequence = generator.begin(tokens.len() + 3)?;
+        let mut logits = vec![generator.read(&mut sequence, &tokens)?.to_vec()];
+        for token in [7, 1, 200] {
+            logits.push(generator.read(&mut sequence, &[token])?.to_vec());
+        }
+        Ok(logits)
+    })
+}
+
+#[test]
+fn a_bf16_cache_changes_logits_by_little_and_threads_by_nothing() -> Result<()> {
+    let place = Place::empty();
+    // 2048 elements of queries are two pieces of positions or more.
+    let shape = RandomCheckpoint {
+        num_attention_heads: 16,
+        num_key_value_heads: 4,
+        head_dim: Some(128),
+        max_position_embeddings: 2048,
+        ..RandomCheckpoint::default()
+    };
+    shape.write(&place.path("m"), &Silent)?;
+    let of = |cache, threads| logits(&place.path("m"), cache, threads);
+    let (exact, rounded) = (of(CacheDtype::F32, 1)?, of(CacheDtype::Bf16, 1)?);
+    assert!(exact == of(CacheDtype::F32, 2)? && rounded == of(CacheDtype::Bf16, 2)?);
+    assert!(exact != rounded, "bf16 rounds");
+    for (rounded, exact) in rounded.iter().zip(&exact) {
+        let largest = exact.iter().fold(0f32, |max, logit| max.max(logit.abs()));
+        let apart = distance(rounded, exact) / largest;
+        // A layer's values are off by 2⁻⁹ of themselves. Scores of a random model are below 1, so their errors change probabilities by
+        // 2 · 2⁻⁹ at most. The context is a part of the states that a layer adds to.
+        let bound = shape.num_hidden_layers as f32 * 3.0 / 512.0;
+        assert!(apart < bound, "{apart:e}");
+    }
+    Ok(())
+}
+
+/// `prune generate` as JSON.
+fn report(place: &Place, more: &str) -> GenerationReport {
+    let ran = place.run(&format!("generate --model m --use-cpu --max-tokens 3 --json {more}"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    serde_json::from_str(&ran.stdout).expect("one JSON object")
+}
+
+#[test]
+fn a_bf16_cache_takes_half_the_memory_as_planned() -> Result<()> {
+    let place = Place::empty();
+    let shape = RandomCheckpoint {
+        dtype: StoredDtype::Bf16,
+        num_hidden_layers: 4,
+        num_attention_heads: 4,
+        num_key_value_heads: 4,
+        head_dim: Some(128),
+        max_position_embeddings: 2048,
+        ..RandomCheckpoint::default()
+    };
+    shape.write(&place.path("m"), &Silent)?;
+    fs::write(place.path("prompt"), "a".repeat(600))?;
+    let of = |cache| report(&place, &format!("--prompt-file prompt --kv-cache {cache}"));
+    let (exact, rounded) = (of("f32"), of("bf16"));
+    assert_eq!((exact.kv_cache.as_str(), rounded.kv_cache.as_str()), ("f32", "bf16"));
+    let config = ModelConfig::load(&place.path("m"))?;
+    let capacity = rounded.prompt_ids.len() + 3;
+    assert!(capacity > 600, "a token for each letter");
+    let cache = KvCache::bytes(&config, CacheDtype::Bf16, capacity, PROMPT_BLOCK);
+    // What the process holds at the start differs from run to run by less than a MiB.
+    let apart = |saved: f64| (saved - cache.0 as f64).abs() / cache.0 as f64;
+    let saved = exact.predicted.0 as f64 - rounded.predicted.0 as f64;
+    assert!(apart(saved) < 0.1, "planned {saved} less, the cache takes {cache}");
+    if let (Some(exact), Some(peak)) = (exact.peak_anonymous, rounded.peak_anonymous) {
+        let saved = exact.0 as f64 - peak.0 as f64;
+        assert!(apart(saved) < 0.25, "measured {saved} less, the cache takes {cache}");
+        assert!(peak <= rounded.predicted, "{peak} of {}", rounded.predicted);
+    }
+    Ok(())
+}
