@@ -15,7 +15,9 @@ use crate::generation::Sampling;
 use crate::hub::HubRepo;
 use crate::input::{self, Expected};
 use crate::job;
-use crate::settings::{DeviceSettings, GenerateSettings, ModelSettings, WeightSettings};
+use crate::settings::{
+    DecodingSettings, DeviceSettings, GenerateSettings, ModelSettings, WeightSettings,
+};
 
 /// Shown below the flags.
 pub(super) const EXAMPLES: &str = "\
@@ -55,6 +57,9 @@ pub struct GenerateArgs {
 
     #[command(flatten, next_help_heading = "Writing")]
     weights: WeightSettings,
+
+    #[command(flatten, next_help_heading = "Writing")]
+    decoding: DecodingSettings,
 
     #[command(flatten)]
     device: DeviceSettings,
@@ -139,6 +144,7 @@ impl GenerateArgs {
             ignore_eos: self.sampling.ignore_eos || self.sampling.bench,
             bench: self.sampling.bench,
             weights: self.weights,
+            decoding: self.decoding,
         })
     }
 

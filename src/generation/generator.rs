@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 
 use crate::bytes::ByteSize;
 use crate::checkpoint::WeightSource;
-use crate::linalg::{CodedActivations, Products, StoredDtype, Weight};
+use crate::linalg::{CodedActivations, Products, Weight};
 use crate::model::footprint::SamplePass;
 use crate::model::{
     CacheDtype, Dtypes, Embedding, Head, KvCache, LayerContext, ModelConfig, WeightForms, footprint,
@@ -66,7 +66,7 @@ impl Generator {
     pub fn load(layers: LayerSource, residency: Residency, events: &dyn Events) -> Result<Self> {
         let (source, config) = (Arc::clone(&layers.source), Arc::clone(&layers.config));
         Embedding::open(&*source, &config)?;
-        let head = Head::load(&*source, &config).context("in the head")?;
+        let head = Head::load_in(&*source, &config, layers.forms.head()).context("in the head")?;
         let layers = LayerStore::load(layers, residency, events)?;
         Ok(Self { source, config, layers, head, arithmetic: DecodingArithmetic::default() })
     }
@@ -113,24 +113,26 @@ impl Generator {
     }
 
     /// The sizes of a model whose matrices are held in these forms, from the sizes with matrices as stored. In addition to the matrices
-    /// there are the rows that are restored for a product of many tokens, or made compact while a matrix is read.
+    /// there are the rows that are restored for a product of many tokens, or made compact while a matrix is read. The rows of a head that
+    /// is rounded are freed before a layer is read.
     pub fn sizes_in(
         config: &ModelConfig,
-        dtype: StoredDtype,
+        dtypes: Dtypes,
         forms: &WeightForms,
         dense: Sizes,
     ) -> Sizes {
+        let of_matrices = |forms: &WeightForms| forms.layer_bytes(config, dtypes.layers).0;
+        let matrices = of_matrices(&WeightForms::dense());
+        let [head, rounded] = forms.head_bytes(config, dtypes.head);
         // A shorter sequence takes less.
         let block = PROMPT_BLOCK;
-        let of_matrices = |forms: &WeightForms| forms.layer_bytes(config, dtype).0;
-        let matrices = of_matrices(&WeightForms::dense());
-        Sizes {
-            layer: ByteSize(dense.layer.0 - matrices + of_matrices(forms)),
-            workspace: dense.workspace
-                + forms.restored_bytes(config, dtype)
-                + forms.rounded_bytes(config, block, block.min(settings().mlp_tokens)),
-            ..dense
-        }
+        let workspace = dense.workspace
+            + forms.restored_bytes(config, dtypes.layers)
+            + forms.rounded_bytes(config, block, block.min(settings().mlp_tokens));
+        let layer = ByteSize(dense.layer.0 - matrices + of_matrices(forms));
+        let later = layer + dense.kv_cache;
+        let workspace = workspace.max(ByteSize(rounded.0.saturating_sub(later.0)));
+        Sizes { layer, head, workspace, ..dense }
     }
 
     /// The model's configuration.

@@ -21,7 +21,7 @@ pub mod sentence;
 pub mod stop;
 
 pub use crate::linalg::CodedActivations;
-pub use crate::model::{CacheDtype, WeightForm};
+pub use crate::model::{CacheDtype, HeadForm, WeightForm};
 pub use bench::decoding_speed;
 pub use generate::{FinishReason, Generated, GenerationRequest, generate};
 pub use generator::{DecodingArithmetic, Generator, PROMPT_BLOCK, Sequence, SequenceShape};

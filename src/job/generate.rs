@@ -148,13 +148,13 @@ impl Writer {
         let arithmetic = DecodingArithmetic {
             products: if asks_for_bf16 { model.products } else { Products::F32 },
             activations: settings.weights.activations,
-            cache: settings.weights.kv_cache,
+            cache: settings.decoding.kv_cache,
         };
         let shape = SequenceShape { capacity, threads: model.threads, arithmetic };
         let sizes = Generator::sizes(&model.config, model.dtypes(), shape, held);
         let room = MemoryRoom { sizes, budget: budget.unwrap_or(ByteSize(u64::MAX)) };
         let SettledWeights { forms, residency } =
-            weight_choice::settle(&model, settings.weights.weights, arithmetic, room, events)?;
+            weight_choice::settle(&model, settings, arithmetic, room, events)?;
         if settings.bench && residency.streamed() > 0 {
             return Err(Failure::new(format!(
                 "--bench: {} of {} layers do not fit into memory and are read from disk for every token",
@@ -243,6 +243,7 @@ impl Writer {
             top_k: sampling.top_k,
             seed: sampling.seed,
             weights: self.model.forms.form().name().to_string(),
+            head: self.model.forms.head().name().to_string(),
             kv_cache: self.arithmetic.cache.name().to_string(),
             layers_in_memory: self.residency.resident(),
             layers_streamed: self.residency.streamed(),

@@ -9,8 +9,7 @@ use super::located::OpenedWeights;
 use super::opened::check_seqlen;
 use super::plan::{Subject, inventory};
 use crate::bytes::ByteSize;
-use crate::generation::{Generator, SequenceShape};
-use crate::linalg::Products;
+use crate::generation::{DecodingArithmetic, Generator, SequenceShape};
 use crate::model::shapes::SHAPES;
 use crate::model::{KeptShares, WeightForm, WeightForms};
 use crate::placement::Residency;
@@ -47,14 +46,15 @@ pub fn generation_table(
             }
             zeros => KeptShares::uniform(&config, 1.0 - zeros.unwrap_or(ASSUMED_ZEROS)),
         };
-        let shape = SequenceShape { capacity, threads: cpu.threads, products: Products::F32 };
+        let arithmetic = DecodingArithmetic::default();
+        let shape = SequenceShape { capacity, threads: cpu.threads, arithmetic };
         let held = memory::resident().map_or(ByteSize::ZERO, |resident| resident.anonymous);
         let dense = Generator::sizes(&config, dtypes, shape, held);
         for form in [WeightForm::Dense, WeightForm::Compact, WeightForm::Int8] {
             let forms = WeightForms::new(form, shares.clone());
             let sizes = match form {
                 WeightForm::Dense => dense,
-                _ => Generator::sizes_in(&config, dtypes.layers, &forms, dense),
+                _ => Generator::sizes_in(&config, dtypes, &forms, dense),
             };
             let budget = cpu.memory.unwrap_or(ByteSize(u64::MAX));
             let residency = Residency::settle(&sizes, budget).ok();

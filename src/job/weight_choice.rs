@@ -17,7 +17,7 @@ use crate::model::{DecoderLayer, KeptShares, WeightForm, WeightForms};
 use crate::packed::PackedValues;
 use crate::placement::{Residency, Sizes};
 use crate::run::{Events, Plan, WeightsHeld};
-use crate::settings::{DeviceChoice, Settings, WeightChoice, WeightSettings};
+use crate::settings::{DeviceChoice, GenerateSettings, Settings, WeightChoice, WeightSettings};
 
 /// The forms of a model's matrices, and where its layers rest.
 pub(super) struct SettledWeights {
@@ -40,36 +40,45 @@ pub(super) struct MemoryRoom {
 /// Fails when a matrix cannot be read, and where a single layer does not fit.
 pub(super) fn settle(
     model: &OpenedModel,
-    choice: WeightChoice,
+    settings: &GenerateSettings,
     arithmetic: DecodingArithmetic,
     MemoryRoom { sizes, budget }: MemoryRoom,
     events: &dyn Events,
 ) -> Result<SettledWeights> {
+    let (choice, head) = (settings.weights.weights, settings.decoding.head);
+    let dtypes = model.dtypes();
+    let dense = WeightForms::dense().with_head(head);
+    let with_dense = Generator::sizes_in(&model.config, dtypes, &dense, sizes);
+    if with_dense.head < sizes.head {
+        let (name, stored) = (head.name(), sizes.head);
+        events.note(format!("head         {name}: {} instead of {stored}", with_dense.head));
+    }
     let settled = |forms: WeightForms, sizes: &Sizes| -> Result<SettledWeights> {
         Ok(SettledWeights { residency: Residency::settle(sizes, budget)?, forms })
     };
     let Some(smaller) = SmallerForm::of(model, choice, events)? else {
-        return settled(WeightForms::dense(), &sizes);
+        return settled(dense, &with_dense);
     };
     let SmallerForm { forms, zeros, bytes } = smaller;
-    let form = forms.form().name();
-    let compact = Generator::sizes_in(&model.config, model.dtypes().layers, &forms, sizes);
-    if choice != WeightChoice::Auto || forms.form() == WeightForm::Int8 {
-        events.note(format!("weights      {form}: {bytes}, {zeros}"));
+    let (form, forms) = (forms.form(), forms.with_head(head));
+    let name = form.name();
+    let compact = Generator::sizes_in(&model.config, dtypes, &forms, sizes);
+    if choice != WeightChoice::Auto || form == WeightForm::Int8 {
+        events.note(format!("weights      {name}: {bytes}, {zeros}"));
         return settled(forms, &compact);
     }
-    let dense_fits = Residency::settle(&sizes, budget).is_ok_and(|rest| rest.streamed() == 0);
+    let dense_fits = Residency::settle(&with_dense, budget).is_ok_and(|rest| rest.streamed() == 0);
     if !dense_fits {
-        events.note(format!("weights      {form}: {bytes}, which do not fit; {zeros}"));
+        events.note(format!("weights      {name}: {bytes}, which do not fit; {zeros}"));
         return settled(forms, &compact);
     }
     let times = of_first_layer(model, &forms, arithmetic)?;
     let measured = format!("{times:.2} times as fast as dense here");
     if times < 1.0 {
-        events.note(format!("weights      dense: {form} is {measured}, and {bytes}"));
-        return settled(WeightForms::dense(), &sizes);
+        events.note(format!("weights      dense: {name} is {measured}, and {bytes}"));
+        return settled(dense, &with_dense);
     }
-    events.note(format!("weights      {form}: {bytes}, {measured}; {zeros}"));
+    events.note(format!("weights      {name}: {bytes}, {measured}; {zeros}"));
     settled(forms, &compact)
 }
 

@@ -4,6 +4,8 @@
 //! bytes = rows · (8·⌈columns/64⌉ + 4) + kept · bytes of a value  [+ rows · 2·⌈columns/128⌉ scales of 8-bit codes]
 //! ```
 //!
+//! A matrix of [`KeptForm::AllCodes`] has a code for every weight, zeros included, and no bit per weight.
+//!
 //! Kept is a weight whose bits are not all 0, so −0 and the payload of a NaN stay. A matrix of b-bit values with a share z of zeros
 //! takes 1 + (1 − z)·b bits per weight. 8-bit codes are symmetric, with a scale for a row's 128 columns: w ≈ scale · code, |code| ≤ 127.
 //!
@@ -32,6 +34,8 @@ pub enum KeptForm {
     Stored(StoredDtype),
     /// 8-bit codes.
     Codes,
+    /// 8-bit codes of all weights, zeros included.
+    AllCodes,
 }
 
 /// A matrix `[rows, columns]` without its zeros.
@@ -51,8 +55,9 @@ pub struct CompactPart {
     rows: usize,
     /// Words of a row's mask.
     words: usize,
-    /// `[rows, words]`: 1 = kept, the lowest bit is the lowest column. Bits behind the last column are 0.
+    /// `[rows, words]`, or `[words]` that all rows share: 1 = kept, the lowest bit is the lowest column. Bits behind the last column are 0.
     masks: Vec<u64>,
+    keeps_all: bool,
     /// The first value of each row, and the end of the last row.
     starts: Vec<u32>,
     values: KeptValues,
@@ -99,7 +104,13 @@ impl CompactPart {
 
     #[inline(always)]
     pub(super) fn mask(&self, row: usize) -> &[u64] {
-        &self.masks[row * self.words..(row + 1) * self.words]
+        let first = if self.keeps_all { 0 } else { row * self.words };
+        &self.masks[first..first + self.words]
+    }
+
+    /// True if the values have all weights, zeros included.
+    pub(super) fn keeps_all(&self) -> bool {
+        self.keeps_all
     }
 
     #[inline(always)]
@@ -139,6 +150,11 @@ impl CompactMatrix {
             .flat_map(|(number, part)| part.tasks().into_iter().map(move |rows| (number, rows)));
         let tasks = tasks.collect();
         Ok(Self { rows, columns, form, tasks, parts: parts.into() })
+    }
+
+    /// Rows of the largest part.
+    pub fn rows_of_part(rows: usize, columns: usize) -> usize {
+        rows_at_once(columns).min(rows)
     }
 
     /// Output features.
@@ -185,18 +201,20 @@ impl CompactMatrix {
     pub fn dtype(&self) -> StoredDtype {
         match self.form {
             KeptForm::Stored(dtype) => dtype,
-            KeptForm::Codes => StoredDtype::F32,
+            KeptForm::Codes | KeptForm::AllCodes => StoredDtype::F32,
         }
     }
 
     /// Bytes of a matrix with this number of kept weights.
     pub fn bytes(rows: usize, columns: usize, kept: usize, form: KeptForm) -> ByteSize {
-        let row = size_of::<u64>() * columns.div_ceil(WORD) + size_of::<u32>();
-        let (value, scales) = match form {
-            KeptForm::Stored(dtype) => (dtype.bytes(), 0),
-            KeptForm::Codes => (1, size_of::<f16>() * columns.div_ceil(int8::GROUP)),
+        let mask = size_of::<u64>() * columns.div_ceil(WORD);
+        let scales = size_of::<f16>() * columns.div_ceil(int8::GROUP);
+        let (row, value) = match form {
+            KeptForm::Stored(dtype) => (mask, dtype.bytes()),
+            KeptForm::Codes => (mask + scales, 1),
+            KeptForm::AllCodes => (scales, 1),
         };
-        ByteSize((rows * (row + scales) + kept * value) as u64)
+        ByteSize((rows * (row + size_of::<u32>()) + kept * value) as u64)
     }
 
     /// The tasks of a product, in the order of the rows: a part, and rows of it.
@@ -278,22 +296,28 @@ impl CompactPart {
     pub fn of(dense: &StoredMatrix, form: KeptForm) -> Result<Self> {
         let (rows, columns) = (dense.rows(), dense.columns());
         let each = dense.dtype().bytes();
-        if form == KeptForm::Codes {
+        if !matches!(form, KeptForm::Stored(_)) {
             check_codes(dense)?;
         }
-        let of_mask = mask_bytes(columns);
+        let keeps_all = form == KeptForm::AllCodes;
+        let mut all = vec![u8::MAX; mask_bytes(columns)];
+        if let Some(last) = all.last_mut() {
+            *last >>= 8 * mask_bytes(columns) - columns;
+        }
         let slabs = (0..rows).step_by(ROWS_AT_ONCE).collect::<Vec<_>>().into_par_iter();
         let slabs = slabs.map(|first| {
             let mut slab = Slab::default();
-            let (mut wide, mut mask) = (vec![0.0; columns], vec![0; of_mask]);
+            let (mut wide, mut mask) = (vec![0.0; columns], all.clone());
             for row in first..rows.min(first + ROWS_AT_ONCE) {
                 let bytes = &dense.as_bytes()[row * columns * each..(row + 1) * columns * each];
-                mark(each, bytes, &mut mask);
-                slab.mask.extend_from_slice(&mask);
+                if !keeps_all {
+                    mark(each, bytes, &mut mask);
+                    slab.mask.extend_from_slice(&mask);
+                }
                 slab.counts.push(kept(&mask));
                 match form {
                     KeptForm::Stored(_) => gather(each, bytes, &mask, &mut slab.values),
-                    KeptForm::Codes => {
+                    KeptForm::Codes | KeptForm::AllCodes => {
                         dense.widen_rows(row, &mut wide);
                         int8::encode(&wide, &mask, &mut slab.scales, &mut slab.values);
                     }
@@ -309,10 +333,11 @@ impl CompactPart {
             Some(*end)
         });
         let offsets: Vec<usize> = std::iter::once(0).chain(ends).collect();
+        let masks = if keeps_all { vec![&all[..]] } else { joined(|slab| &slab.mask) };
         Self::from_slices(
             [rows, columns],
             form,
-            &joined(|slab| &slab.mask),
+            &masks,
             &offsets,
             [&joined(|slab| &slab.values), &joined(|slab| &slab.scales)],
         )
@@ -351,7 +376,9 @@ impl CompactPart {
     ) -> Result<Self> {
         let words = columns.div_ceil(WORD);
         assert_eq!(offsets.len(), rows + 1, "an offset for every row");
-        let mut wide_masks = Vec::with_capacity(rows * words);
+        let keeps_all = form == KeptForm::AllCodes;
+        let of_masks = if keeps_all { words } else { rows * words };
+        let mut wide_masks = Vec::with_capacity(of_masks);
         for mask in masks.iter().flat_map(|masks| masks.chunks_exact(mask_bytes(columns).max(1))) {
             wide_masks.extend(mask.chunks(8).map(|bytes| {
                 let mut word = [0; 8];
@@ -359,14 +386,14 @@ impl CompactPart {
                 u64::from_le_bytes(word)
             }));
         }
-        assert_eq!(wide_masks.len(), rows * words, "a mask for every row");
+        assert_eq!(wide_masks.len(), of_masks, "a mask for every row, or for all");
         let kept = offsets[rows];
         let starts = offsets.iter().map(|&at| at as u32).collect();
         let values = match form {
             KeptForm::Stored(StoredDtype::F32) => KeptValues::F32(joined(values, kept)?),
             KeptForm::Stored(StoredDtype::F16) => KeptValues::F16(joined(values, kept)?),
             KeptForm::Stored(StoredDtype::Bf16) => KeptValues::Bf16(joined(values, kept)?),
-            KeptForm::Codes => {
+            KeptForm::Codes | KeptForm::AllCodes => {
                 let blocks = columns.div_ceil(int8::GROUP);
                 let mut of_scales = joined(scales, rows * blocks)?;
                 of_scales.truncate(rows * blocks);
@@ -377,7 +404,7 @@ impl CompactPart {
                 })
             }
         };
-        Ok(Self { rows, words, masks: wide_masks, starts, values })
+        Ok(Self { rows, words, masks: wide_masks, keeps_all, starts, values })
     }
 
     /// Ranges of rows with about as many bytes each.
@@ -387,8 +414,8 @@ impl CompactPart {
             KeptValues::F16(_) | KeptValues::Bf16(_) => 2,
             KeptValues::Codes(_) => 1,
         };
-        let bytes_to =
-            |row: usize| row * self.words * size_of::<u64>() + self.start(row) * value_bytes;
+        let of_mask = if self.keeps_all { 0 } else { self.words * size_of::<u64>() };
+        let bytes_to = |row: usize| row * of_mask + self.start(row) * value_bytes;
         let mut tasks = Vec::new();
         let mut first = 0;
         for end in 1..=self.rows {
@@ -461,7 +488,7 @@ fn check_codes(dense: &StoredMatrix) -> Result<()> {
     if !largest.is_finite() || !int8::fits(largest) {
         return Err(Failure::new("a matrix has no 8-bit codes")
             .detail(format!("its largest weight is {largest}; from 2^-10 to 2^15 there are scales"))
-            .hint("use --weights compact")
+            .hint("leave int8 out of --weights and --head")
             .into());
     }
     Ok(())

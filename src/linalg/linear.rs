@@ -297,7 +297,8 @@ fn multiply(
     let mut input = std::mem::take(&mut context.input);
     let is_rounded = |weight: &Weight| match weight {
         Weight::Compact(matrix) => {
-            matrix.form() == KeptForm::Codes && context.activations == CodedActivations::Int8
+            let is_coded = matches!(matrix.form(), KeptForm::Codes | KeptForm::AllCodes);
+            is_coded && context.activations == CodedActivations::Int8
         }
         Weight::Held(_) | Weight::AtRest(_) => false,
     };

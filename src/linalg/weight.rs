@@ -353,8 +353,8 @@ impl Weight {
             Self::Held(matrix) => Some(one_token::form_of(matrix.dtype(), rounds)),
             Self::Compact(matrix) => Some(match (matrix.form(), context.activations) {
                 (KeptForm::Stored(dtype), _) => one_token::form_of(dtype, rounds),
-                (KeptForm::Codes, CodedActivations::F32) => InputForm::Wide,
-                (KeptForm::Codes, CodedActivations::Int8) => InputForm::Codes,
+                (KeptForm::Codes | KeptForm::AllCodes, CodedActivations::F32) => InputForm::Wide,
+                (KeptForm::Codes | KeptForm::AllCodes, CodedActivations::Int8) => InputForm::Codes,
             }),
             Self::AtRest(_) => None,
         }

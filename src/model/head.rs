@@ -14,13 +14,14 @@ use super::config::ModelConfig;
 use super::context::LayerContext;
 use super::embedding::EMBEDDING;
 use super::norms::NormWeight;
-use super::reading::{matrix_at_rest, read_matrix, read_vector};
+use super::reading::{matrix_at_rest, read_compact, read_matrix, read_vector};
+use super::weight_form::HeadForm;
 use crate::bytes::ByteSize;
 use crate::checkpoint::WeightSource;
 use crate::linalg::linear::{LinearOutput, SingleToken, forward_all};
 use crate::linalg::parts::{LEAST_ROWS, largest_part, parts};
 use crate::linalg::profile::Part;
-use crate::linalg::{Linear, StoredMatrix, Weight, elementwise, tensor};
+use crate::linalg::{KeptForm, Linear, StoredMatrix, Weight, elementwise, tensor};
 
 /// The largest number of tokens whose logits fit `bytes` of f32, at least 1; `vocabulary` logits per token.
 pub fn logit_rows(bytes: ByteSize, vocabulary: usize) -> usize {
@@ -129,6 +130,25 @@ impl Head {
         let (name, rows) = (Self::tensor_name(config), config.vocab_size);
         let weight = read_matrix(source, name, rows, config.hidden_size)?;
         Self::with_weight(source, config, weight.into(), None)
+    }
+
+    /// Reads norm and head, the head in this form. An embedding that is the head is not changed.
+    ///
+    /// # Errors
+    /// Fails as [`Head::open`], and for 8-bit codes of weights that have none.
+    pub fn load_in(
+        source: &dyn WeightSource,
+        config: &ModelConfig,
+        form: HeadForm,
+    ) -> Result<Self> {
+        let (name, shape) = (Self::tensor_name(config), [config.vocab_size, config.hidden_size]);
+        match form {
+            HeadForm::Stored => Self::load(source, config),
+            HeadForm::Int8 => {
+                let matrix = read_compact(source, name, shape, KeptForm::AllCodes)?;
+                Self::with_weight(source, config, Weight::Compact(matrix), None)
+            }
+        }
     }
 
     /// Reads the norm. The head stays in the checkpoint; `rows_at_once` rows of it are in memory at a time.

@@ -25,7 +25,7 @@
 //! | `spec` | a decoder layer as data: its sizes, the linears and norms it has, and the numbers of its arithmetic |
 //! | `tensors` | the tensors of a model by name and shape, as the family's record has them |
 //! | `training_footprint` | memory that layers and head share in a training of the whole model |
-//! | `weight_form` | the form of a generating model's matrices in memory: with their zeros, or without them |
+//! | `weight_form` | the form of a generating model's matrices in memory: with their zeros, or without them; the head as stored, or in 8-bit codes |
 
 pub mod backward;
 pub mod config;
@@ -72,4 +72,4 @@ pub use rotary::Rotary;
 pub use smaller::{KeptLayers, Width};
 pub use spec::LayerSpec;
 pub use tensors::{ModelTensor, TensorRole};
-pub use weight_form::{KeptShares, WeightForm, WeightForms};
+pub use weight_form::{HeadForm, KeptShares, WeightForm, WeightForms};

@@ -36,7 +36,7 @@ pub(crate) fn read_matrix(
     Ok(matrix)
 }
 
-/// Reads a `[rows, columns]` weight without its zeros, some rows at a time.
+/// Reads a `[rows, columns]` weight in compact form, some rows at a time.
 pub(super) fn read_compact(
     source: &dyn WeightSource,
     name: &str,
@@ -49,11 +49,13 @@ pub(super) fn read_compact(
     CompactMatrix::of_parts(rows, columns, form, |rows| {
         // A packed checkpoint may have the rows in this form.
         let mut part = None;
-        source.kept_rows(entry, rows.clone(), form == KeptForm::Codes, &mut |stored| {
-            let KeptRows { mask, offsets, values, scales } = stored;
-            let shape = [rows.len(), columns];
-            part = Some(CompactPart::of_kept(shape, form, mask, offsets, [values, scales]));
-        })?;
+        if form != KeptForm::AllCodes {
+            source.kept_rows(entry, rows.clone(), form == KeptForm::Codes, &mut |stored| {
+                let KeptRows { mask, offsets, values, scales } = stored;
+                let shape = [rows.len(), columns];
+                part = Some(CompactPart::of_kept(shape, form, mask, offsets, [values, scales]));
+            })?;
+        }
         if let Some(part) = part {
             return part;
         }

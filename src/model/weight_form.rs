@@ -1,4 +1,4 @@
-//! The form of a generating model's matrices in memory: with their zeros, or without them.
+//! The form of a generating model's matrices in memory: with their zeros, or without them; the head as stored, or in 8-bit codes.
 //!
 //! A matrix is held without its zeros only where that takes fewer bytes. The share of kept weights is estimated from some rows of every
 //! matrix, spread over it, so a plan needs no pass over the checkpoint.
@@ -6,6 +6,8 @@
 use std::collections::BTreeMap;
 
 use anyhow::Result;
+use clap::ValueEnum;
+use serde::Serialize;
 
 use super::config::ModelConfig;
 use super::linears::LinearId;
@@ -47,6 +49,48 @@ impl WeightForm {
     }
 }
 
+/// The form of the head's matrix in memory.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum HeadForm {
+    /// As stored
+    #[default]
+    Stored,
+    /// Rounded to 8 bits, a scale per row and 128 columns: another text
+    Int8,
+}
+
+impl HeadForm {
+    /// The name on the command line and in records.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Stored => "stored",
+            Self::Int8 => "int8",
+        }
+    }
+
+    /// The memory of a head that is stored in this dtype.
+    pub fn bytes(self, config: &ModelConfig, dtype: StoredDtype) -> ByteSize {
+        let (rows, columns) = (config.vocab_size, config.hidden_size);
+        match self {
+            Self::Stored => ByteSize::of(rows * columns, dtype.bytes()),
+            Self::Int8 => CompactMatrix::bytes(rows, columns, rows * columns, KeptForm::AllCodes),
+        }
+    }
+
+    /// The memory of rows that are rounded while the head is read: as stored, and their codes twice.
+    fn rounded_bytes(self, config: &ModelConfig, dtype: StoredDtype) -> ByteSize {
+        let (rows, columns) = (config.vocab_size, config.hidden_size);
+        match self {
+            Self::Stored => ByteSize::ZERO,
+            Self::Int8 => {
+                let rows = CompactMatrix::rows_of_part(rows, columns);
+                ByteSize::of(rows * columns, dtype.bytes() + 2)
+            }
+        }
+    }
+}
+
 /// The estimated share of kept weights of every matrix of the decoder.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct KeptShares(Vec<BTreeMap<LinearId, f64>>);
@@ -82,22 +126,34 @@ impl KeptShares {
     }
 }
 
-/// The form of every matrix of a model in memory.
+/// The form of every matrix of a model in memory, and of the head.
 #[derive(Debug, Clone, PartialEq)]
 pub struct WeightForms {
     form: WeightForm,
     shares: KeptShares,
+    head: HeadForm,
 }
 
 impl WeightForms {
     /// All matrices as stored.
     pub const fn dense() -> Self {
-        Self { form: WeightForm::Dense, shares: KeptShares(Vec::new()) }
+        Self::new(WeightForm::Dense, KeptShares(Vec::new()))
     }
 
     /// Matrices in this form where it takes fewer bytes.
-    pub fn new(form: WeightForm, shares: KeptShares) -> Self {
-        Self { form, shares }
+    pub const fn new(form: WeightForm, shares: KeptShares) -> Self {
+        Self { form, shares, head: HeadForm::Stored }
+    }
+
+    /// The same forms with the head in this form.
+    #[must_use]
+    pub fn with_head(self, head: HeadForm) -> Self {
+        Self { head, ..self }
+    }
+
+    /// The form of the head.
+    pub fn head(&self) -> HeadForm {
+        self.head
     }
 
     /// The form that was asked for.
@@ -158,6 +214,11 @@ impl WeightForms {
             ByteSize::of(tokens * id.shape(config).1, size_of::<f32>())
         });
         inputs.max().unwrap_or_default()
+    }
+
+    /// The memory of the head, and of its rows while it is read.
+    pub fn head_bytes(&self, config: &ModelConfig, dtype: StoredDtype) -> [ByteSize; 2] {
+        [self.head.bytes(config, dtype), self.head.rounded_bytes(config, dtype)]
     }
 
     /// The memory of rows that are restored for a product of many tokens, or made compact while a matrix is read.

@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use super::device::DeviceSettings;
 use super::model::ModelSettings;
-use crate::generation::{CacheDtype, CodedActivations, Sampling, WeightForm};
+use crate::generation::{CacheDtype, CodedActivations, HeadForm, Sampling, WeightForm};
 
 /// Settings of `prune generate`.
 #[derive(Debug, Clone)]
@@ -28,6 +28,8 @@ pub struct GenerateSettings {
     pub ignore_eos: bool,
     /// The form of the weights in memory.
     pub weights: WeightSettings,
+    /// Head, keys and values in memory.
+    pub decoding: DecodingSettings,
     /// `--bench`: the speed is compared with the memory's.
     pub bench: bool,
 }
@@ -42,6 +44,14 @@ pub struct WeightSettings {
     /// Activations that 8-bit weights are multiplied with
     #[arg(long, value_name = "DTYPE", default_value = "int8")]
     pub activations: CodedActivations,
+}
+
+/// The memory that every token reads beside the decoder's matrices.
+#[derive(Debug, Clone, Copy, Default, Args)]
+pub struct DecodingSettings {
+    /// Form of the head's matrix in memory
+    #[arg(long, value_name = "FORM", default_value = "stored")]
+    pub head: HeadForm,
 
     /// Element type of the cached keys and values
     #[arg(long, value_name = "DTYPE", default_value = "f32")]

@@ -39,7 +39,7 @@ pub use conversion::ConversionSettings;
 pub use defaults::{DATASET, NSAMPLES, PRUNE_METHOD, SEQLEN};
 pub use device::{DeviceChoice, DeviceMapChoice, DeviceSettings, HiddenStatesChoice, check_device};
 pub use evaluation::{EvalSides, EvaluationSettings};
-pub use generate::{GenerateSettings, WeightChoice, WeightSettings};
+pub use generate::{DecodingSettings, GenerateSettings, WeightChoice, WeightSettings};
 pub use grid::{GridSettings, GridShard, ShardOrder};
 pub use layer_drop::{DropCount, LayerDropSettings};
 pub use merge::{MergeEval, MergeSettings, PIECE_ELEMENTS, SaliencySource};

@@ -173,10 +173,12 @@ where
             KeptValues::F32(values) => kept(v, rows, values, x, out),
             KeptValues::F16(values) => kept(v, rows, values, x, out),
             KeptValues::Bf16(values) => kept(v, rows, values, x, out),
-            KeptValues::Codes(codes) if form == InputForm::Codes => {
-                codes_by_codes(v, rows, codes, input, out);
-            }
-            KeptValues::Codes(codes) => codes_by_floats(v, rows, codes, x, out),
+            KeptValues::Codes(codes) => match (form, rows.part.keeps_all()) {
+                (InputForm::Codes, false) => codes_by_codes::<V, false>(v, rows, codes, input, out),
+                (InputForm::Codes, true) => codes_by_codes::<V, true>(v, rows, codes, input, out),
+                (_, false) => codes_by_floats::<V, false>(v, rows, codes, x, out),
+                (_, true) => codes_by_floats::<V, true>(v, rows, codes, x, out),
+            },
         },
     }
 }
@@ -276,9 +278,10 @@ fn kept<V: Step<E, X>, E, X>(
     }
 }
 
-/// Products of 8-bit codes with activations in f32.
+/// Products of 8-bit codes with activations in f32. With `ALL` the masks are constant, so that nothing is expanded; behind the last column
+/// the activations are zeros.
 #[inline(always)]
-fn codes_by_floats<V: Step<i8, f32>>(
+fn codes_by_floats<V: Step<i8, f32>, const ALL: bool>(
     v: V,
     PartRows { part, first }: PartRows<'_>,
     codes: &Codes,
@@ -293,7 +296,8 @@ fn codes_by_floats<V: Step<i8, f32>>(
             let mut block = v.zero();
             ask_for(&codes.values[at], AHEAD);
             for (kept, x) in kept.iter().zip(x) {
-                block = v.kept(block, window(&codes.values, at), *kept, &x.0);
+                let kept = if ALL { u64::MAX } else { *kept };
+                block = v.kept(block, window(&codes.values, at), kept, &x.0);
                 at += kept.count_ones() as usize;
             }
             sums = v.plus_scaled(sums, block, wide_scale(*scale));
@@ -302,9 +306,9 @@ fn codes_by_floats<V: Step<i8, f32>>(
     }
 }
 
-/// Products of 8-bit codes with activations as 8-bit codes.
+/// Products of 8-bit codes with activations as 8-bit codes. `ALL` as for [`codes_by_floats`].
 #[inline(always)]
-fn codes_by_codes<V: Vectors>(
+fn codes_by_codes<V: Vectors, const ALL: bool>(
     v: V,
     PartRows { part, first }: PartRows<'_>,
     codes: &Codes,
@@ -318,7 +322,10 @@ fn codes_by_codes<V: Vectors>(
         for ((kept, (x, x_scale)), scale) in blocks.zip(codes.scales_of(row)) {
             let window = window::<i8, CODES>(&codes.values, at);
             ask_for(window, AHEAD);
-            let kept = [kept[0], kept.get(1).copied().unwrap_or(0)];
+            let kept = match ALL {
+                true => [u64::MAX; 2],
+                false => [kept[0], kept.get(1).copied().unwrap_or(0)],
+            };
             let scale = wide_scale(*scale) * x_scale;
             sums = v.plus_codes(sums, kept, CodeFactors { codes: window, x, scale });
             at += (kept[0].count_ones() + kept[1].count_ones()) as usize;

@@ -168,8 +168,15 @@ fn eight_bit_codes_are_within_half_a_step_and_multiply_either_input() {
         }
         let of_codes = StoredMatrix::from_f32(StoredDtype::F32, rows, columns, &wide);
         let exact = exact(&of_codes, &x);
+        let all = compact(&matrix, KeptForm::AllCodes);
+        assert_eq!(bits(&restored(&all)), bits(&wide));
+        assert_eq!(all.kept(), rows * columns);
         for (number, by) in Instructions::all().into_iter().enumerate() {
             let what = format!("set {number}, {rows} x {columns}");
+            for form in [InputForm::Wide, InputForm::Codes] {
+                let of = |matrix| bits(&product_of_kept(by, matrix, &input, form));
+                assert_eq!(of(&all), of(&coded), "{what}, stored zeros");
+            }
             let floats = product_of_kept(by, &coded, &input, InputForm::Wide);
             assert_close(&floats, &exact, columns, 1e-6, &what);
             // Activations are rounded to steps of at most 0.5 / 127, an error of a quarter of a step on average.
