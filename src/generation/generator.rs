@@ -127,7 +127,7 @@ impl Generator {
         // A shorter sequence takes less.
         let block = PROMPT_BLOCK;
         let workspace = dense.workspace
-            + forms.restored_bytes(config, dtypes.layers)
+            + forms.made_bytes(config, dtypes.layers)
             + forms.rounded_bytes(config, block, block.min(settings().mlp_tokens));
         let layer = ByteSize(dense.layer.0 - matrices + of_matrices(forms));
         let later = layer + dense.kv_cache;

@@ -221,20 +221,30 @@ impl WeightForms {
         [self.head.bytes(config, dtype), self.head.rounded_bytes(config, dtype)]
     }
 
-    /// The memory of rows that are restored for a product of many tokens, or made compact while a matrix is read.
+    /// The memory of rows that are restored for a product of many tokens.
     pub fn restored_bytes(&self, config: &ModelConfig, dtype: StoredDtype) -> ByteSize {
-        let element = match self.form {
-            WeightForm::Dense => 0,
-            // The rows as stored, and what is kept of them.
-            WeightForm::Compact => 2 * dtype.bytes(),
-            // The rows as stored with their codes and masks, or restored in f32.
-            WeightForm::Int8 => (dtype.bytes() + 2).max(size_of::<f32>()),
-        };
-        let rows = config.linears().map(|id| {
-            let (rows, columns) = id.shape(config);
-            Linear::rows_at_once(columns, rows) * columns
-        });
-        ByteSize::of(rows.max().unwrap_or(0), element)
+        rows_bytes(
+            config,
+            match self.form {
+                WeightForm::Dense => 0,
+                WeightForm::Compact => dtype.bytes(),
+                WeightForm::Int8 => size_of::<f32>(),
+            },
+        )
+    }
+
+    /// The memory of rows that are made compact while a matrix is read. It is enough for rows that are restored.
+    pub fn made_bytes(&self, config: &ModelConfig, dtype: StoredDtype) -> ByteSize {
+        rows_bytes(
+            config,
+            match self.form {
+                WeightForm::Dense => 0,
+                // The rows as stored, and what is kept of them.
+                WeightForm::Compact => 2 * dtype.bytes(),
+                // The rows as stored with their codes and masks, or restored in f32.
+                WeightForm::Int8 => (dtype.bytes() + 2).max(size_of::<f32>()),
+            },
+        )
     }
 
     /// The bytes of a matrix without its zeros, and as stored.
@@ -252,6 +262,15 @@ impl WeightForms {
         let compact = CompactMatrix::bytes(rows, columns, kept, form);
         Some((compact, ByteSize::of(rows * columns, dtype.bytes())))
     }
+}
+
+/// The memory of the rows of a matrix that are used at once, with elements of this size.
+fn rows_bytes(config: &ModelConfig, element: usize) -> ByteSize {
+    let rows = config.linears().map(|id| {
+        let (rows, columns) = id.shape(config);
+        Linear::rows_at_once(columns, rows) * columns
+    });
+    ByteSize::of(rows.max().unwrap_or(0), element)
 }
 
 /// The share of weights of some rows whose bits are not all 0.

@@ -52,9 +52,11 @@ pub struct GenerationReport {
     pub tokens_per_second: Option<f64>,
     /// The form of the decoder's matrices in memory: `dense`, `compact` or `int8`.
     pub weights: String,
-    /// The form of the head's matrix in memory: `stored` or `int8`.
+    /// The form of the head's matrix in memory: `stored` or `int8`; empty in older records.
+    #[serde(default)]
     pub head: String,
-    /// The element type of cached keys and values: `f32` or `bf16`.
+    /// The element type of cached keys and values: `f32` or `bf16`; empty in older records.
+    #[serde(default)]
     pub kv_cache: String,
     /// Layers kept in memory.
     pub layers_in_memory: usize,

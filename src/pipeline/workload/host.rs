@@ -159,7 +159,7 @@ impl<'r> Host<'r> {
         // A model with a single layer has no next layer.
         if settings.prefetch && run.config.num_hidden_layers > 1 {
             // Its rows are made compact.
-            let rows = run.forms.restored_bytes(run.config, run.dtypes.layers);
+            let rows = run.forms.made_bytes(run.config, run.dtypes.layers);
             all.push(part(PartKind::NextLayer, layer + rows));
         }
         all.push(self.context(false));

@@ -13,6 +13,7 @@ use prune::linalg::{CodedActivations, StoredDtype};
 use prune::model::{KvCache, ModelConfig, WeightForms};
 use prune::placement::Residency;
 use prune::run::{GenerationReport, Silent};
+use prune::runtime::LayerSource;
 use prune::synthetic::RandomCheckpoint;
 
 use crate::oracle::{distance, prompt};
@@ -22,7 +23,8 @@ fn open(folder: &Path, forms: WeightForms, arithmetic: DecodingArithmetic) -> Re
     let config = Arc::new(ModelConfig::load(folder)?);
     let checkpoint = Arc::new(Checkpoint::open(folder)?);
     let residency = Residency::all(config.num_hidden_layers);
-    Ok(Generator::load(checkpoint, config, residency, forms, &Silent)?.with_arithmetic(arithmetic))
+    let layers = LayerSource { source: checkpoint, config, forms: Arc::new(forms) };
+    Ok(Generator::load(layers, residency, &Silent)?.with_arithmetic(arithmetic))
 }
 
 /// The logits after a prompt, and after three tokens behind it, with this number of threads.
