@@ -120,12 +120,12 @@ impl Generator {
         dtypes: Dtypes,
         forms: &WeightForms,
         dense: Sizes,
+        capacity: usize,
     ) -> Sizes {
         let of_matrices = |forms: &WeightForms| forms.layer_bytes(config, dtypes.layers).0;
         let matrices = of_matrices(&WeightForms::dense());
         let [head, rounded] = forms.head_bytes(config, dtypes.head);
-        // A shorter sequence takes less.
-        let block = PROMPT_BLOCK;
+        let block = PROMPT_BLOCK.min(capacity);
         let workspace = dense.workspace
             + forms.made_bytes(config, dtypes.layers)
             + forms.rounded_bytes(config, block, block.min(settings().mlp_tokens));

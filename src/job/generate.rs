@@ -152,7 +152,8 @@ impl Writer {
         };
         let shape = SequenceShape { capacity, threads: model.threads, arithmetic };
         let sizes = Generator::sizes(&model.config, model.dtypes(), shape, held);
-        let room = MemoryRoom { sizes, budget: budget.unwrap_or(ByteSize(u64::MAX)) };
+        let budget_or_all = budget.unwrap_or(ByteSize(u64::MAX));
+        let room = MemoryRoom { sizes, budget: budget_or_all, capacity };
         let SettledWeights { forms, residency } =
             weight_choice::settle(&model, settings, arithmetic, room, events)?;
         if settings.bench && residency.streamed() > 0 {

@@ -54,7 +54,7 @@ pub fn generation_table(
             let forms = WeightForms::new(form, shares.clone());
             let sizes = match form {
                 WeightForm::Dense => dense,
-                _ => Generator::sizes_in(&config, dtypes, &forms, dense),
+                _ => Generator::sizes_in(&config, dtypes, &forms, dense, capacity),
             };
             let budget = cpu.memory.unwrap_or(ByteSize(u64::MAX));
             let residency = Residency::settle(&sizes, budget).ok();

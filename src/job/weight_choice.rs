@@ -29,12 +29,14 @@ pub(super) struct SettledWeights {
 pub(super) struct MemoryRoom {
     pub sizes: Sizes,
     pub budget: ByteSize,
+    /// Tokens of the sequence.
+    pub capacity: usize,
 }
 
 /// Settles the form of the matrices and the place of the layers of a generating model, and tells the choice.
 ///
 /// # Arguments
-/// * `room`: the sizes with dense matrices, and the memory that may be used
+/// * `room`: the sizes with dense matrices, the memory that may be used, and the tokens
 ///
 /// # Errors
 /// Fails when a matrix cannot be read, and where a single layer does not fit.
@@ -42,13 +44,13 @@ pub(super) fn settle(
     model: &OpenedModel,
     settings: &GenerateSettings,
     arithmetic: DecodingArithmetic,
-    MemoryRoom { sizes, budget }: MemoryRoom,
+    MemoryRoom { sizes, budget, capacity }: MemoryRoom,
     events: &dyn Events,
 ) -> Result<SettledWeights> {
     let (choice, head) = (settings.weights.weights, settings.decoding.head);
     let dtypes = model.dtypes();
     let dense = WeightForms::dense().with_head(head);
-    let with_dense = Generator::sizes_in(&model.config, dtypes, &dense, sizes);
+    let with_dense = Generator::sizes_in(&model.config, dtypes, &dense, sizes, capacity);
     if with_dense.head < sizes.head {
         let (name, stored) = (head.name(), sizes.head);
         events.note(format!("head         {name}: {} instead of {stored}", with_dense.head));
@@ -62,7 +64,7 @@ pub(super) fn settle(
     let SmallerForm { forms, zeros, bytes } = smaller;
     let (form, forms) = (forms.form(), forms.with_head(head));
     let name = form.name();
-    let compact = Generator::sizes_in(&model.config, dtypes, &forms, sizes);
+    let compact = Generator::sizes_in(&model.config, dtypes, &forms, sizes, capacity);
     if choice != WeightChoice::Auto || form == WeightForm::Int8 {
         events.note(format!("weights      {name}: {bytes}, {zeros}"));
         return settled(forms, &compact);
