@@ -66,8 +66,8 @@ pub fn unpacked(report: &UnpackingReport) -> String {
 pub(super) fn gain(gain: &ZerosGain) -> impl Iterator<Item = String> {
     let ZerosGain { dense_bytes, compact_bytes, times_as_fast } = *gain;
     let speed = times_as_fast.map(|times| {
-        let limit = if times < 1.0 { ": instructions limit it" } else { "" };
-        format!("`prune generate`: a token {times:.2} times as fast here{limit}")
+        let limit = if times < 1.0 { ", as instructions limit it" } else { "" };
+        format!("`prune generate`: {times:.2} times as fast here{limit}")
     });
     let packed = format!("`prune pack`: linears of {compact_bytes}, not {dense_bytes}");
     [Some(packed), speed, Some("other programs: no gain".to_string())].into_iter().flatten()

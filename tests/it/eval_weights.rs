@@ -68,7 +68,6 @@ fn eight_bit_weights_cost_half_a_percent_of_perplexity_at_most() {
         assert!(coded[0] != stored && coded[0] != coded[1], "{stored} {coded:?}");
         for coded in coded {
             let apart = coded / stored - 1.0;
-            println!("{model}: {stored:.4} -> {coded:.4}, {:+.3} %", 100.0 * apart);
             assert!(apart.abs() < 0.005, "{model}: {stored} {coded}");
         }
     }
