@@ -20,8 +20,8 @@ use prune::linalg::linear::SingleToken;
 use prune::linalg::one_token::choose_instructions;
 use prune::linalg::product::Kernel;
 use prune::linalg::{
-    CodedActivations, CompactMatrix, CompactPart, KeptForm, Linear, ProductContext, Products,
-    StoredDtype, StoredMatrix, Weight,
+    CodedActivations, CompactMatrix, KeptForm, Linear, ProductContext, Products, StoredDtype,
+    StoredMatrix, Weight,
 };
 
 /// Bytes of all dense matrices together: more than a last-level cache.
@@ -122,13 +122,8 @@ fn forms(count: usize, [rows, columns]: [usize; 2], zeros: f64) -> Vec<Form> {
         (0..count).map(|seed| random([rows, columns], zeros, seed as u64)).collect();
     let compact = |form: KeptForm| -> Vec<Linear> {
         let of_matrix = |matrix: &StoredMatrix| {
-            let compact = CompactMatrix::of_parts(rows, columns, form, |range| {
-                let mut part = StoredMatrix::zeros(StoredDtype::Bf16, range.len(), columns)?;
-                let bytes = &matrix.as_bytes()[2 * columns * range.start..2 * columns * range.end];
-                part.as_bytes_mut().copy_from_slice(bytes);
-                CompactPart::of(&part, form)
-            });
-            Linear::new(Weight::Compact(compact.expect("finite weights")), None)
+            let compact = CompactMatrix::of(matrix, form).expect("finite weights");
+            Linear::new(Weight::Compact(compact), None)
         };
         dense.iter().map(of_matrix).collect()
     };

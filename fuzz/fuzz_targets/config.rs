@@ -21,10 +21,12 @@ prune_fuzz::target!(input, {
         let _ = footprint::layer_weights(&config, StoredDtype::F32, &settings);
         let _ = footprint::score(&config, StoredDtype::F32, 1024, &settings);
         if config.head_dim <= 1 << 10 {
-            let rotary = Rotary::new(&config, 16);
-            let mut x = vec![1.0; 16 * config.head_dim];
-            rotary.apply(&mut x, 0, 1, config.head_dim).expect("the tables fit");
-            assert!(x.iter().all(|x| x.is_finite()), "{config:?}");
+            for rope in &config.ropes {
+                let rotary = Rotary::new(rope, 16);
+                let mut x = vec![1.0; 16 * config.head_dim];
+                rotary.apply(&mut x, 0, 1, config.head_dim).expect("the tables fit");
+                assert!(x.iter().all(|x| x.is_finite()), "{config:?}");
+            }
         }
     }
     prune_fuzz::open("m");

@@ -7,6 +7,7 @@ use std::sync::{Arc, LazyLock};
 
 use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::data::{self, DatasetSpec, Draw, Role, Source, TextCache, Tokenizer};
+use prune::eval::Inspected;
 use prune::model::{DecoderLayer, Head, KeptShares, ModelConfig, WeightForm, WeightForms};
 use prune::packed::{PackedSource, PackedValues};
 use prune::run::Silent;
@@ -132,7 +133,8 @@ pub fn open(model: &str) {
         }
     }
     let _ = Head::check(&checkpoint, &config);
-    let _ = prune::eval::inspect(&checkpoint, &config, Some(&checkpoint), &Silent);
+    let inspected = Inspected::whole(&checkpoint);
+    let _ = prune::eval::inspect(&inspected, &config, Some(&checkpoint), &Silent);
     let mut bytes = Vec::new();
     for entry in checkpoint.tensors() {
         assert!(entry.bytes <= 1 << 24, "{entry:?}");
@@ -154,7 +156,7 @@ pub fn read_text(name: Option<&str>, path: &Path) {
     }
     if let Ok(source) = Source::find(&spec, Role::Evaluation) {
         let _ = source.check();
-        let _ = data::evaluation(&source, tokenizer, 16, None, &cache, &Silent);
+        let _ = source.evaluation(tokenizer, 16, None, &cache, &Silent);
     }
 }
 

@@ -22,7 +22,7 @@ use crate::run::pruning_record::PRUNING_FILE;
 use crate::run::{Events, Inspection, Manifest, PruningRecord};
 
 /// Memory for the measurement of the gain.
-const MEASURING: ByteSize = ByteSize(128 << 20);
+const MEASURING: ByteSize = ByteSize(192 << 20);
 
 /// Measures the sparsity of the checkpoint in `folder`, and compares it with the dense model `against`.
 pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Result<Inspection> {

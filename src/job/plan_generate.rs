@@ -12,7 +12,7 @@ use crate::bytes::ByteSize;
 use crate::generation::{DecodingArithmetic, Generator, SequenceShape};
 use crate::model::shapes::SHAPES;
 use crate::model::{KeptShares, WeightForm, WeightForms};
-use crate::placement::Residency;
+use crate::placement::{Residency, USABLE};
 use crate::report::generation_plan::GenerationRow;
 use crate::run::Events;
 use crate::runtime::memory;
@@ -34,6 +34,10 @@ pub fn generation_table(
         PlanSubject::Table => SHAPES.iter().map(Subject::of).collect::<Result<_>>()?,
         _ => vec![Subject::of_settings(settings, events)?],
     };
+    // As `prune generate` takes it.
+    let usable = cpu.memory.map(|memory| ByteSize((memory.0 as f64 * USABLE) as u64));
+    let given = settings.run.device.budget().cpu();
+    let budget = given.or(usable).unwrap_or(ByteSize(u64::MAX));
     let mut rows = Vec::new();
     for subject in subjects {
         let Subject { name, config, dtypes, .. } = subject;
@@ -56,7 +60,6 @@ pub fn generation_table(
                 WeightForm::Dense => dense,
                 _ => Generator::sizes_in(&config, dtypes, &forms, dense, capacity),
             };
-            let budget = cpu.memory.unwrap_or(ByteSize(u64::MAX));
             let residency = Residency::settle(&sizes, budget).ok();
             let weights = ByteSize(sizes.layer.0 * sizes.layers as u64) + sizes.head;
             rows.push(GenerationRow {

@@ -18,7 +18,7 @@ use crate::run::manifest::{
     SparsityReport,
 };
 use crate::run::profile::PeakReport;
-use crate::run::{Events, Moment, RecoveryReport, ZerosGain};
+use crate::run::{Events, Moment, Phase, RecoveryReport, ZerosGain};
 use crate::runtime::{Clock, SweepReport};
 
 /// Memory of a finished run's process, beside its measurements.
@@ -85,9 +85,11 @@ impl SettledRun {
         results: RunResults,
         recorder: &Recorder<'_>,
     ) -> Result<Manifest> {
-        self.model.clock.mark(Moment::End, recorder);
-        let mut manifest = self.manifest(results)?;
-        manifest.zeros_gain = self.zeros_gain(&manifest);
+        // Inside a phase, so that its memory is measured and compared with the plan.
+        let clock = &self.model.clock;
+        let zeros_gain = clock.measure(Phase::SaveAndVerify, || self.zeros_gain(&results));
+        clock.mark(Moment::End, recorder);
+        let manifest = Manifest { zeros_gain, ..self.manifest(results)? };
         warn_of_infinite(&manifest, recorder);
         close(manifest, &self.folder, outputs.state.as_ref(), recorder)
     }
@@ -145,9 +147,9 @@ impl SettledRun {
     }
 
     /// The gain of the zeros of the written model. A run that is finished does not fail for a measurement.
-    fn zeros_gain(&self, manifest: &Manifest) -> Option<ZerosGain> {
-        let folder = self.folder.model.as_ref().filter(|_| manifest.output.is_some())?;
-        manifest.sparsity.filter(|of| of.zeros > 0)?;
+    fn zeros_gain(&self, results: &RunResults) -> Option<ZerosGain> {
+        let folder = self.folder.model.as_ref().filter(|_| results.output.is_some())?;
+        results.layers.as_deref().map(sparsity).filter(|of| of.zeros > 0)?;
         let source = Checkpoint::open(folder).ok()?;
         let room = self.plan.cpu().map_or(ByteSize::ZERO, |cpu| cpu.peak);
         let room = ByteSize(room.0.saturating_sub(PROCESS.0)).max(ALWAYS);

@@ -109,8 +109,15 @@ pub(super) fn settle_sweep(
             .into());
     }
     let is_auto = choice == WeightChoice::Auto;
+    let given = device.memory_settings.as_ref();
+    let by_matrix = given.is_some_and(|settings| settings.weights == WeightsHeld::Matrix);
+    if by_matrix && matches!(choice, WeightChoice::Compact | WeightChoice::Int8) {
+        return Err(Failure::usage("--weights: matrices that stay on the disk are dense")
+            .hint("leave --weights out, or `\"weights\": \"matrix\"` out of --memory-settings")
+            .into());
+    }
     let holds_layers = |plan: Plan| plan.memory_settings.weights == WeightsHeld::Layer;
-    if is_auto && (on_gpus || plan(model).is_ok_and(holds_layers)) {
+    if is_auto && (on_gpus || by_matrix || plan(model).is_ok_and(holds_layers)) {
         return Ok(());
     }
     let choice = if is_auto { WeightChoice::Compact } else { choice };

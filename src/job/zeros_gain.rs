@@ -12,7 +12,7 @@ use crate::checkpoint::WeightSource;
 use crate::generation::DecodingArithmetic;
 use crate::linalg::linear::SingleToken;
 use crate::linalg::{
-    CompactMatrix, CompactPart, KeptForm, Linear, ProductContext, StoredDtype, StoredMatrix, Weight,
+    CompactMatrix, KeptForm, Linear, ProductContext, StoredDtype, StoredMatrix, Weight,
 };
 use crate::model::{KeptShares, ModelConfig, WeightForm, WeightForms};
 use crate::run::ZerosGain;
@@ -44,9 +44,12 @@ pub(super) fn measured(
     if compact_bytes >= dense_bytes {
         return Ok(None);
     }
-    // The rows, and at most as many bytes without zeros.
-    let dense = sampled_rows(source, config, SAMPLE.min(ByteSize(room.0 / 2)))?;
-    let compact = dense.iter().map(without_zeros).collect::<Result<Vec<_>>>()?;
+    // The rows, at most as many bytes without zeros, and copies of the rows that become compact.
+    let dense = sampled_rows(source, config, SAMPLE.min(ByteSize(room.0 / 3)))?;
+    let compact = dense.iter().map(|matrix| {
+        CompactMatrix::of(matrix, KeptForm::Stored(matrix.dtype())).map(Weight::Compact)
+    });
+    let compact = compact.collect::<Result<Vec<_>>>()?;
     let [dense, compact] = [dense.into_iter().map(Weight::Held).collect(), compact]
         .map(|weights: Vec<Weight>| weights.into_iter().map(|weight| Linear::new(weight, None)));
     let (dense, compact): (Vec<_>, Vec<_>) = (dense.collect(), compact.collect());
@@ -78,18 +81,6 @@ fn sampled_rows(
         }
     }
     Ok(sampled)
-}
-
-fn without_zeros(dense: &StoredMatrix) -> Result<Weight> {
-    let (rows, columns, dtype) = (dense.rows(), dense.columns(), dense.dtype());
-    let row_bytes = columns * dtype.bytes();
-    let compact = CompactMatrix::of_parts(rows, columns, KeptForm::Stored(dtype), |rows| {
-        let mut part = StoredMatrix::zeros(dtype, rows.len(), columns)?;
-        let bytes = rows.start * row_bytes..rows.end * row_bytes;
-        part.as_bytes_mut().copy_from_slice(&dense.as_bytes()[bytes]);
-        CompactPart::of(&part, KeptForm::Stored(dtype))
-    });
-    Ok(Weight::Compact(compact?))
 }
 
 /// Times the products of a token with the same matrices in two forms. Returns how many times as fast the second form is.

@@ -89,14 +89,6 @@ impl Codes {
     }
 }
 
-/// Widens a scale, which is not negative. The library asks for the CPU's features at every conversion.
-#[inline(always)]
-pub(super) fn wide_scale(scale: f16) -> f32 {
-    // The exponents of f16 and f32 begin 112 apart. This is exact for subnormal numbers, too.
-    const BETWEEN: f32 = 5.192_297e33;
-    f32::from_bits(u32::from(scale.to_bits()) << 13) * BETWEEN
-}
-
 impl CompactPart {
     pub(super) fn values(&self) -> &KeptValues {
         &self.values
@@ -150,6 +142,16 @@ impl CompactMatrix {
             .flat_map(|(number, part)| part.tasks().into_iter().map(move |rows| (number, rows)));
         let tasks = tasks.collect();
         Ok(Self { rows, columns, form, tasks, parts: parts.into() })
+    }
+
+    /// The compact form of a matrix in memory.
+    ///
+    /// # Errors
+    /// Fails as [`CompactPart::of`].
+    pub fn of(dense: &StoredMatrix, form: KeptForm) -> Result<Self> {
+        Self::of_parts(dense.rows(), dense.columns(), form, |rows| {
+            CompactPart::of(&dense.some_rows(rows)?, form)
+        })
     }
 
     /// Rows of the largest part.

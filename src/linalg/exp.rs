@@ -130,8 +130,12 @@ fn in_lanes<S: Simd, W: InLanes>(simd: S, work: W) -> W::Output {
     }
 }
 
+/// Lanes in `N` registers.
 #[inline(always)]
-fn registers<S: Simd, const N: usize>(simd: S, lanes: &[f32; LANES]) -> [S::f32s; N] {
+pub(super) fn registers<S: Simd, const N: usize, const L: usize>(
+    simd: S,
+    lanes: &[f32; L],
+) -> [S::f32s; N] {
     let mut registers = [simd.splat_f32s(0.0); N];
     for (register, &values) in registers.iter_mut().zip(S::as_simd_f32s(lanes).0) {
         *register = values;
@@ -207,7 +211,7 @@ pub(super) fn largest_of<S: Simd>(simd: S, values: &[f32]) -> f32 {
 /// Keeps the larger value of each pair, and the old value if the new value is a NaN.
 #[inline(always)]
 fn larger_of<S: Simd, const N: usize>(simd: S, largest: &mut [S::f32s; N], values: &[f32; LANES]) {
-    for (largest, value) in largest.iter_mut().zip(registers::<S, N>(simd, values)) {
+    for (largest, value) in largest.iter_mut().zip(registers::<S, N, LANES>(simd, values)) {
         let is_larger = simd.greater_than_f32s(value, *largest);
         *largest = simd.select_f32s(is_larger, value, *largest);
     }
@@ -231,7 +235,7 @@ pub(super) fn exp_minus<S: Simd>(simd: S, values: &mut [f32], scale: f32, offset
                 let mut sums = [simd.splat_f32s(0.0); N];
                 let (chunks, rest) = block.as_chunks_mut::<LANES>();
                 for chunk in chunks {
-                    let mut values = registers::<S, N>(simd, chunk);
+                    let mut values = registers::<S, N, LANES>(simd, chunk);
                     for (values, sums) in fours(&mut values).zip(fours(&mut sums)) {
                         for value in &mut *values {
                             let x = simd.mul_add_f32s(*value, scale, offset);
@@ -245,7 +249,7 @@ pub(super) fn exp_minus<S: Simd>(simd: S, values: &mut [f32], scale: f32, offset
                     *chunk = lanes::<S, N>(values);
                 }
                 if !rest.is_empty() {
-                    let mut values = registers::<S, N>(simd, &filled(rest, 0.0));
+                    let mut values = registers::<S, N, LANES>(simd, &filled(rest, 0.0));
                     for values in fours(&mut values) {
                         for value in &mut *values {
                             let x = simd.mul_add_f32s(*value, scale, offset);
@@ -254,7 +258,7 @@ pub(super) fn exp_minus<S: Simd>(simd: S, values: &mut [f32], scale: f32, offset
                         [*values] = exps(simd, [*values]);
                     }
                     rest.copy_from_slice(&lanes::<S, N>(values)[..rest.len()]);
-                    let values = registers::<S, N>(simd, &filled(rest, 0.0));
+                    let values = registers::<S, N, LANES>(simd, &filled(rest, 0.0));
                     for (sum, value) in sums.iter_mut().zip(values) {
                         *sum = simd.add_f32s(*sum, value);
                     }

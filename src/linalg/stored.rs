@@ -246,6 +246,18 @@ impl StoredMatrix {
         }
     }
 
+    /// A copy of some rows.
+    ///
+    /// # Errors
+    /// Fails without memory.
+    pub(super) fn some_rows(&self, rows: std::ops::Range<usize>) -> Result<Self> {
+        let row_bytes = self.columns * self.dtype().bytes();
+        let mut copy = Self::zeros(self.dtype(), rows.len(), self.columns)?;
+        let bytes = &self.as_bytes()[rows.start * row_bytes..rows.end * row_bytes];
+        copy.as_bytes_mut().copy_from_slice(bytes);
+        Ok(copy)
+    }
+
     /// Widens whole rows, beginning with `first_row`, into `wide`. The conversion is exact for all three dtypes.
     ///
     /// # Panics

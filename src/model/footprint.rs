@@ -65,8 +65,9 @@ pub fn stored_dtypes(source: &dyn WeightSource, config: &ModelConfig) -> Dtypes 
 /// Bytes of an f32.
 const F32: usize = 4;
 
-/// Bytes per thread that a product of a token with cached keys packs: at most the second-level cache of a core, 2 MiB on recent servers.
-const PACKED_PER_THREAD: usize = 2 << 20;
+/// Bytes per thread while a token is computed: scores and contexts of its attention, and memory that no other part counts. An allowance:
+/// with the scores and contexts alone, measured peaks of small models pass the plan.
+const OF_A_TOKEN: usize = 2 << 20;
 
 /// Memory of a decoder layer: weights e · (2·H·Q + 2·H·K + 3·H·I), or masks of 1 bit per weight if matrices stay on disk; norms
 /// 4 · 2·H, with two norms; 4 bytes per element of a bias.
@@ -308,7 +309,7 @@ pub fn generation(pass: &SamplePass<'_>, dtype: StoredDtype, capacity: usize) ->
         + ByteSize::of(behind_a_cache, 1)
         + ByteSize::of(config.vocab_size, F32)
         + pass.products(None)
-        + ByteSize::of(threads, PACKED_PER_THREAD)
+        + ByteSize::of(threads, OF_A_TOKEN)
         + context(config, capacity)
 }
 

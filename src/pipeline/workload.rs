@@ -64,9 +64,13 @@ impl Workload for RunShape<'_> {
             if self.trains.is_some() && settings.weights != WeightsHeld::Layer {
                 return false;
             }
-            let is_dense = self.forms.form() == WeightForm::Dense;
-            let fits_gpu = fits_gpu && is_dense && settings.weights == WeightsHeld::Layer;
-            processors == Processors::Cpu || fits_gpu
+            let holds_layer = settings.weights == WeightsHeld::Layer;
+            match self.forms.form() {
+                WeightForm::Dense => processors == Processors::Cpu || (fits_gpu && holds_layer),
+                WeightForm::Compact | WeightForm::Int8 => {
+                    processors == Processors::Cpu && holds_layer
+                }
+            }
         };
         if let Some(settings) = &self.settings {
             return Vec::from_iter(Some(settings.clone()).filter(is_possible));

@@ -62,7 +62,7 @@ pub fn unpacked(report: &UnpackingReport) -> String {
     ])
 }
 
-/// What a model's zeros gain: in files and memory, in speed on this machine, and in other programs.
+/// The gain of a model's zeros in files and memory, in speed on this machine, and in other programs.
 pub(super) fn gain(gain: &ZerosGain) -> impl Iterator<Item = String> {
     let ZerosGain { dense_bytes, compact_bytes, times_as_fast } = *gain;
     let speed = times_as_fast.map(|times| {

@@ -130,6 +130,17 @@ fn gpus_have_dense_matrices_only() {
 }
 
 #[test]
+fn matrices_that_stay_on_the_disk_are_dense() {
+    let place = pruned(&RandomCheckpoint::default(), HALF);
+    let line = format!(r#"out/model {TEXT} --memory-settings {{"weights":"matrix"}}"#);
+    let by_matrix = perplexity(&eval(&place, &line).0);
+    assert_eq!(by_matrix, perplexity(&eval(&place, &format!("out/model {TEXT}")).0));
+    let ran = place.run(&format!("eval {line} --weights compact"));
+    assert_eq!(ran.code, 2, "{}", ran.stderr);
+    assert!(ran.stderr.contains("--weights: matrices that stay on the disk"), "{}", ran.stderr);
+}
+
+#[test]
 fn the_codes_of_a_packed_folder_are_used_as_they_are() {
     let place =
         pruned(&RandomCheckpoint { dtype: StoredDtype::Bf16, ..RandomCheckpoint::default() }, HALF);
@@ -175,6 +186,10 @@ fn plans_of_generation_have_a_row_for_every_form() {
     for (row, expected) in of_shape.iter().zip([13.2, 7.55, 4.43]) {
         assert!((gb(row) / expected - 1.0).abs() < 0.01, "{} of {expected}", gb(row));
     }
+    // The limit counts, as it does for text: 12.55 GiB dense, 7.2 compact, and keys and values of 1 GiB.
+    let of_limit = rows("--shape llama-2-7b --sparsity-ratio 0.5 --max-memory cpu=10GiB");
+    let streamed: Vec<_> = of_limit.iter().map(|row| row["streamed"].as_u64()).collect();
+    assert!(streamed[0] > Some(0) && streamed[1..] == [Some(0); 2], "{streamed:?}");
     let told = place.run("plan --generate").stdout;
     assert!(told.starts_with("| model | --weights | zeros |"), "{told}");
 }

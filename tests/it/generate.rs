@@ -37,6 +37,16 @@ fn open(folder: &Path, rest: fn(usize) -> Residency) -> Result<Generator> {
     Generator::load(LayerSource::as_stored(checkpoint, config), residency, &Silent)
 }
 
+/// The logits after a prompt, and after three tokens behind it.
+fn logits_of(generator: &mut Generator, prompt: &[u32]) -> Result<Vec<Vec<f32>>> {
+    let mut sequence = generator.begin(prompt.len() + 3)?;
+    let mut logits = vec![generator.read(&mut sequence, prompt)?.to_vec()];
+    for token in [7, 1, 200] {
+        logits.push(generator.read(&mut sequence, &[token])?.to_vec());
+    }
+    Ok(logits)
+}
+
 fn written(
     generator: &mut Generator,
     prompt: &[u32],

@@ -5,6 +5,7 @@
 
 use pulp::Simd;
 
+use super::super::exp::registers;
 use super::super::one_token::{StoredWeight, ask_for};
 use super::scheme::Heads;
 
@@ -149,13 +150,18 @@ fn widened<S: Simd, E: StoredWeight, const N: usize>(
     }
 }
 
+/// Some lanes of several rows.
 #[inline(always)]
-fn registers<S: Simd, const N: usize>(simd: S, lanes: &[f32; LANES]) -> [S::f32s; N] {
-    let mut registers = [simd.splat_f32s(0.0); N];
-    for (register, &values) in registers.iter_mut().zip(S::as_simd_f32s(lanes).0) {
-        *register = values;
+fn all_widened<S: Simd, E: StoredWeight, const N: usize, const R: usize>(
+    simd: S,
+    rows: [&[E]; R],
+    at: usize,
+) -> [[S::f32s; N]; R] {
+    let mut all = [[simd.splat_f32s(0.0); N]; R];
+    for (lanes, row) in all.iter_mut().zip(rows) {
+        *lanes = widened(simd, row, at);
     }
-    registers
+    all
 }
 
 /// The sum of all lanes, half by half.
@@ -188,10 +194,7 @@ impl RowWork for Scores<'_> {
         let queries = &self.queries[head * padded..(head + Q) * padded];
         let mut sums = [[[simd.splat_f32s(0.0); N]; R]; Q];
         for at in (0..padded).step_by(LANES) {
-            let mut keys = [[simd.splat_f32s(0.0); N]; R];
-            for (key, row) in keys.iter_mut().zip(rows) {
-                *key = widened(simd, row, at);
-            }
+            let keys = all_widened::<S, E, N, R>(simd, rows, at);
             for (query, sums) in sums.iter_mut().enumerate() {
                 let query = widened::<S, f32, N>(simd, queries, query * padded + at);
                 for (sums, key) in sums.iter_mut().zip(&keys) {
@@ -233,10 +236,7 @@ impl RowWork for WeightedSums<'_> {
             }
         }
         for at in (0..padded).step_by(LANES) {
-            let mut values = [[simd.splat_f32s(0.0); N]; R];
-            for (value, row) in values.iter_mut().zip(rows) {
-                *value = widened(simd, row, at);
-            }
+            let values = all_widened::<S, E, N, R>(simd, rows, at);
             for (query, weights) in weights.iter().enumerate() {
                 let context = &mut context[query * padded + at..][..LANES];
                 for (lane, sum) in S::as_mut_simd_f32s(context).0.iter_mut().enumerate() {

@@ -12,7 +12,8 @@ use std::sync::OnceLock;
 
 use half::{bf16, f16};
 
-use super::super::compact::{Codes, CompactPart, KeptValues, wide_scale};
+use super::super::compact::{Codes, CompactPart, KeptValues};
+use super::super::int8::wide_scale;
 use super::super::product::Values;
 #[cfg(target_arch = "x86_64")]
 use super::avx2::Avx2;

@@ -2,7 +2,7 @@
 
 use half::bf16;
 
-use super::super::compact::{CompactMatrix, CompactPart, KeptForm};
+use super::super::compact::{CompactMatrix, KeptForm};
 use super::super::stored::{StoredDtype, StoredMatrix};
 use super::rows::Instructions;
 use super::{Input, InputForm, compact_by, dense_by};
@@ -58,14 +58,7 @@ fn input(x: &[f32]) -> Input {
 }
 
 fn compact(matrix: &StoredMatrix, form: KeptForm) -> CompactMatrix {
-    let (dtype, columns) = (matrix.dtype(), matrix.columns());
-    CompactMatrix::of_parts(matrix.rows(), columns, form, |rows| {
-        let mut part = StoredMatrix::zeros(dtype, rows.len(), columns)?;
-        let row = columns * dtype.bytes();
-        part.as_bytes_mut().copy_from_slice(&matrix.as_bytes()[rows.start * row..rows.end * row]);
-        CompactPart::of(&part, form)
-    })
-    .unwrap()
+    CompactMatrix::of(matrix, form).unwrap()
 }
 
 fn product(by: Instructions, matrix: &StoredMatrix, x: &Input, form: InputForm) -> Vec<f32> {

@@ -16,6 +16,7 @@ use prune::run::{GenerationReport, Silent};
 use prune::runtime::LayerSource;
 use prune::synthetic::RandomCheckpoint;
 
+use super::logits_of;
 use crate::oracle::{distance, prompt};
 use crate::support::{Place, shared};
 
@@ -33,14 +34,7 @@ fn logits(folder: &Path, cache: CacheDtype, threads: usize) -> Result<Vec<Vec<f3
     let mut generator = open(folder, WeightForms::dense(), arithmetic)?;
     let tokens = prompt(200, 320);
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build()?;
-    pool.install(|| {
-        let mut sequence = generator.begin(tokens.len() + 3)?;
-        let mut logits = vec![generator.read(&mut sequence, &tokens)?.to_vec()];
-        for token in [7, 1, 200] {
-            logits.push(generator.read(&mut sequence, &[token])?.to_vec());
-        }
-        Ok(logits)
-    })
+    pool.install(|| logits_of(&mut generator, &tokens))
 }
 
 #[test]

@@ -14,6 +14,7 @@ use prune::run::{GenerationReport, Silent};
 use prune::runtime::LayerSource;
 use prune::synthetic::RandomCheckpoint;
 
+use super::logits_of;
 use crate::oracle::{distance, prompt};
 use crate::support::Place;
 
@@ -40,13 +41,7 @@ fn open(folder: &Path, form: WeightForm, arithmetic: DecodingArithmetic) -> Resu
 
 /// The logits after a prompt of more than a block, and after three tokens behind it.
 fn logits(generator: &mut Generator) -> Result<Vec<Vec<f32>>> {
-    let tokens = prompt(PROMPT_BLOCK + 5, 320);
-    let mut sequence = generator.begin(tokens.len() + 3)?;
-    let mut logits = vec![generator.read(&mut sequence, &tokens)?.to_vec()];
-    for token in [7, 1, 200] {
-        logits.push(generator.read(&mut sequence, &[token])?.to_vec());
-    }
-    Ok(logits)
+    logits_of(generator, &prompt(PROMPT_BLOCK + 5, 320))
 }
 
 #[test]
