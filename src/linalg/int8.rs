@@ -25,10 +25,8 @@ pub fn fits(largest: f32) -> bool {
 
 /// max |x|; NaN where x has a NaN.
 pub fn largest(x: &[f32]) -> f32 {
-    x.iter().fold(0.0f32, |largest, x| match x.abs() {
-        x if largest.is_nan() || x <= largest => largest,
-        x => x,
-    })
+    // Without their signs, the bits of numbers have the order of the numbers, and NaNs are behind infinity.
+    f32::from_bits(x.iter().map(|x| x.to_bits() & 0x7fff_ffff).max().unwrap_or(0))
 }
 
 /// The scale of a group with this largest magnitude, rounded up.

@@ -1,6 +1,7 @@
 //! Sums on vectors of eight f32: AVX2, FMA, F16C.
 //!
-//! Kept values are put into place eight columns at a time, by a table with a row of positions for every byte of a mask.
+//! Kept values are put into place eight columns at a time, by a table with a row of positions for every byte of a mask. Weights in bf16
+//! become f32 as even and odd columns ([`Parted`]): the instruction that widens neighbours takes the same unit as the table.
 
 #![expect(unsafe_code, reason = "intrinsics on memory of fixed length")]
 
@@ -9,7 +10,7 @@ use std::arch::x86_64::*;
 use half::{bf16, f16};
 
 use super::super::bitmask::PLACES;
-use super::vectors::{CODES, CodeFactors, GROUP, Step, Vectors};
+use super::vectors::{CODES, CodeFactors, GROUP, Parted, Step, Vectors};
 
 /// Proof that the CPU has the instructions.
 #[derive(Clone, Copy)]
@@ -46,10 +47,11 @@ static HALF_PLACES: [[u8; 16]; 256] = {
     table
 };
 
+/// The byte of a mask that begins at a column, times 16: where the row of [`HALF_PLACES`] begins, with as many bits as the byte.
 #[inline(always)]
-fn widened(halves: __m128i) -> __m256 {
-    // SAFETY: callers have an `Avx2`.
-    unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves))) }
+fn place_row(kept: u64, column: usize) -> usize {
+    let shifted = if column == 0 { kept << 4 } else { kept >> (column - 4) };
+    shifted as usize & 0xff0
 }
 
 /// Eight 16-bit values at their columns.
@@ -114,11 +116,6 @@ macro_rules! widen {
 }
 
 widen!(
-    bf16,
-    |weights: *const bf16| widened(_mm_loadu_si128(weights.cast())),
-    |values: *const bf16, byte| widened(spread_halves(values.cast(), byte))
-);
-widen!(
     f16,
     |weights: *const f16| _mm256_cvtph_ps(_mm_loadu_si128(weights.cast())),
     |values: *const f16, byte| _mm256_cvtph_ps(spread_halves(values.cast(), byte))
@@ -139,6 +136,84 @@ widen!(
         _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes))
     }
 );
+
+/// The even and the odd columns of 16 weights.
+///
+/// # Safety
+/// The CPU has the instructions.
+#[inline(always)]
+unsafe fn evens_and_odds(weights: __m256i) -> [__m256; 2] {
+    // SAFETY: as the function's own.
+    unsafe {
+        let odds = _mm256_and_si256(weights, _mm256_set1_epi32(0xffff_0000_u32.cast_signed()));
+        [_mm256_castsi256_ps(_mm256_slli_epi32::<16>(weights)), _mm256_castsi256_ps(odds)]
+    }
+}
+
+impl Avx2 {
+    /// sums + w·x over 16 columns of a group, from column 16·`part` on.
+    #[inline(always)]
+    fn plus_parted(
+        self,
+        sums: &mut [__m256; 4],
+        weights: __m256i,
+        x: &[Parted; GROUP],
+        part: usize,
+    ) {
+        let at = part / 2 * 32 + part % 2 * 8;
+        // SAFETY: `self` exists, so the CPU has the instructions; eight even columns begin at `at`, eight odd ones 16 places behind.
+        unsafe {
+            for (odd, weights) in evens_and_odds(weights).into_iter().enumerate() {
+                let x = _mm256_loadu_ps(x.as_ptr().add(at + 16 * odd).cast());
+                let sum = &mut sums[part % 2 * 2 + odd];
+                *sum = _mm256_fmadd_ps(weights, x, *sum);
+            }
+        }
+    }
+}
+
+impl Step<bf16, Parted> for Avx2 {
+    #[inline(always)]
+    fn dense(
+        self,
+        mut sums: Self::Sums,
+        weights: &[bf16; GROUP],
+        x: &[Parted; GROUP],
+    ) -> Self::Sums {
+        for part in 0..GROUP / 16 {
+            // SAFETY: 16 of 64 weights; `self` exists, so the CPU has the instructions.
+            let weights = unsafe { _mm256_loadu_si256(weights.as_ptr().add(16 * part).cast()) };
+            self.plus_parted(&mut sums, weights, x, part);
+        }
+        sums
+    }
+
+    #[inline(always)]
+    fn kept(
+        self,
+        mut sums: Self::Sums,
+        values: &[bf16; GROUP],
+        kept: u64,
+        x: &[Parted; GROUP],
+    ) -> Self::Sums {
+        let mut values = values.as_ptr();
+        for part in 0..GROUP / 16 {
+            let [low, high] = [16 * part, 16 * part + 8].map(|column| place_row(kept, column));
+            // SAFETY: before part p at most 16·p values are used, so 16 more are within 64; a row of the table has 16 bytes; `self`
+            // exists, so the CPU has the instructions.
+            let weights = unsafe {
+                let of = |values: *const bf16| _mm_loadu_si128(values.cast());
+                let place = |row: usize| _mm_loadu_si128(HALF_PLACES.as_ptr().byte_add(row).cast());
+                let behind = values.add(low.count_ones() as usize);
+                let lanes = _mm256_set_m128i(of(behind), of(values));
+                values = behind.add(high.count_ones() as usize);
+                _mm256_shuffle_epi8(lanes, _mm256_set_m128i(place(high), place(low)))
+            };
+            self.plus_parted(&mut sums, weights, x, part);
+        }
+        sums
+    }
+}
 
 impl Vectors for Avx2 {
     type Sums = [__m256; 4];

@@ -1,6 +1,7 @@
-//! Sums on vectors of 16 f32: AVX-512. Kept values are put into place by expanding instructions: of 32-bit lanes on every such CPU
-//! ([`Avx512`]), of bytes and 16-bit words with VBMI2, where products of bf16 pairs and of 8-bit codes have instructions too
-//! ([`Avx512Pairs`]).
+//! Sums on vectors of 16 f32: AVX-512. Kept values of 16 and 32 bits are put into place by an instruction that expands 32-bit lanes.
+//!
+//! What further instructions change is in a parameter: [`Base`], [`Vnni`] with products of 8-bit codes, and [`Pairs`], which expands bytes
+//! and 16-bit words (VBMI2), too, and multiplies pairs of bf16.
 
 #![expect(unsafe_code, reason = "intrinsics on memory of fixed length")]
 
@@ -12,39 +13,51 @@ use half::{bf16, f16};
 use super::avx2::Avx2;
 use super::vectors::{CODES, CodeFactors, GROUP, Step, Vectors};
 
-/// Proof that the CPU has AVX-512 with its byte, double-word and length extensions.
+/// Proof that the CPU has AVX-512 with its byte, double-word and length extensions, and what `L` proves.
 #[derive(Clone, Copy)]
-pub(super) struct Avx512(());
+pub(super) struct Avx512<L>(L);
 
-/// Proof that the CPU has VBMI2, VNNI and bf16 products, too.
+/// No further instructions.
 #[derive(Clone, Copy)]
-pub(super) struct Avx512Pairs(Avx512);
+pub(super) struct Base(());
 
-impl Avx512 {
+/// Proof that the CPU has VNNI.
+#[derive(Clone, Copy)]
+pub(super) struct Vnni(());
+
+/// Proof that the CPU has VBMI2, VNNI and bf16 products.
+#[derive(Clone, Copy)]
+pub(super) struct Pairs(Vnni);
+
+impl Avx512<Base> {
     /// The instructions, if the CPU has them.
     pub(super) fn detect() -> Option<Self> {
         let has = std::is_x86_feature_detected!("avx512f")
             && std::is_x86_feature_detected!("avx512bw")
             && std::is_x86_feature_detected!("avx512dq")
             && std::is_x86_feature_detected!("avx512vl");
-        Avx2::detect().filter(|_| has).map(|_| Self(()))
+        Avx2::detect().filter(|_| has).map(|_| Self(Base(())))
+    }
+
+    /// The instructions with VNNI, if the CPU has it.
+    pub(super) fn with_vnni(self) -> Option<Avx512<Vnni>> {
+        std::is_x86_feature_detected!("avx512vnni").then_some(Avx512(Vnni(())))
     }
 }
 
-impl Avx512Pairs {
-    /// The instructions, if the CPU has them.
-    pub(super) fn detect() -> Option<Self> {
+impl Avx512<Vnni> {
+    /// The instructions with VBMI2 and bf16 products, if the CPU has both.
+    pub(super) fn with_pairs(self) -> Option<Avx512<Pairs>> {
         let has = std::is_x86_feature_detected!("avx512bf16")
-            && std::is_x86_feature_detected!("avx512vbmi2")
-            && std::is_x86_feature_detected!("avx512vnni");
-        Avx512::detect().filter(|_| has).map(Self)
+            && std::is_x86_feature_detected!("avx512vbmi2");
+        has.then_some(Avx512(Pairs(self.0)))
     }
 }
 
 /// Implements [`Step`] for a dtype: `$wide` widens 16 elements at a pointer.
 macro_rules! widen {
     ($element:ty, $wide:expr) => {
-        impl Step<$element, f32> for Avx512 {
+        impl<L: CodeSums> Step<$element, f32> for Avx512<L> {
             #[inline(always)]
             fn dense(
                 self,
@@ -86,29 +99,6 @@ macro_rules! widen {
                 sums
             }
         }
-
-        impl Step<$element, f32> for Avx512Pairs {
-            #[inline(always)]
-            fn dense(
-                self,
-                sums: Self::Sums,
-                weights: &[$element; GROUP],
-                x: &[f32; GROUP],
-            ) -> Self::Sums {
-                self.0.dense(sums, weights, x)
-            }
-
-            #[inline(always)]
-            fn kept(
-                self,
-                sums: Self::Sums,
-                values: &[$element; GROUP],
-                kept: u64,
-                x: &[f32; GROUP],
-            ) -> Self::Sums {
-                self.0.kept(sums, values, kept, x)
-            }
-        }
     };
 }
 
@@ -122,7 +112,7 @@ widen!(i8, |at: *const i8| {
     _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(at.cast())))
 });
 
-impl Vectors for Avx512 {
+impl<L: CodeSums> Vectors for Avx512<L> {
     type Sums = [__m512; 4];
 
     #[inline(always)]
@@ -156,76 +146,174 @@ impl Vectors for Avx512 {
         kept: [u64; 2],
         factors: CodeFactors<'_>,
     ) -> Self::Sums {
-        let mut codes = factors.codes.as_ptr();
-        // SAFETY: 16 columns of 128 at a time; before part p at most 16·p codes are used, so 16 more are within 128. `self` exists, so
-        // the CPU has the instructions.
+        // SAFETY: `self` exists, so the CPU has the instructions.
         unsafe {
-            let mut parts = [_mm512_setzero_si512(); 2];
-            for part in 0..CODES / 16 {
-                let kept = (kept[part / 4] >> (16 * (part % 4))) as u16;
-                let weights = _mm512_cvtepi8_epi32(_mm_loadu_si128(codes.cast()));
-                let weights = _mm512_maskz_expand_epi32(kept, weights);
+            let mut parts = L::none();
+            let mut codes = factors.codes.as_ptr();
+            for (kept, x) in kept.into_iter().zip(factors.x.codes.as_chunks::<GROUP>().0) {
+                // 64 columns of 128 at a time; the second half begins after at most 64 codes.
+                let weights = self.0.spread(codes, kept);
+                parts = self.0.plus_products(parts, weights, load(x));
                 codes = codes.add(kept.count_ones() as usize);
-                let x = _mm512_loadu_si512(factors.x.words.as_ptr().add(16 * part).cast());
-                // The upper word of a weight, its sign, meets a 0.
-                let products = _mm512_madd_epi16(weights, x);
-                parts[part % 2] = _mm512_add_epi32(parts[part % 2], products);
             }
-            let sum = _mm512_cvtepi32_ps(_mm512_add_epi32(parts[0], parts[1]));
+            let sum = _mm512_cvtepi32_ps(self.0.sums(parts));
             sums[0] = _mm512_fmadd_ps(sum, _mm512_set1_ps(factors.scale), sums[0]);
         }
         sums
     }
 }
 
-impl Vectors for Avx512Pairs {
-    type Sums = [__m512; 4];
-
+/// Sums of products of 8-bit codes, as whole numbers in 32-bit lanes.
+pub(super) trait CodeSums: Copy {
+    /// The kept codes of 64 columns in their places, and zeros elsewhere.
+    ///
+    /// # Safety
+    /// 64 codes can be read.
     #[inline(always)]
-    fn zero(self) -> Self::Sums {
-        self.0.zero()
+    unsafe fn spread(self, codes: *const i8, kept: u64) -> __m512i {
+        // SAFETY: as the function's own: before lane l at most 16·l codes are used, so 16 more are within 64. The value exists, so the CPU
+        // has AVX-512.
+        unsafe {
+            // The place of a column in its lane is the number of kept columns before it: sums of ones in eight bytes, by three shifts,
+            // and the sum of the first eight bytes for the eight bytes behind them.
+            let ones = _mm512_mask_mov_epi8(load(&FIRST_BYTE), kept, load(&FIRST_BYTE_KEPT));
+            let sums = _mm512_add_epi8(ones, _mm512_slli_epi64::<8>(ones));
+            let sums = _mm512_add_epi8(sums, _mm512_slli_epi64::<16>(sums));
+            let sums = _mm512_add_epi8(sums, _mm512_slli_epi64::<32>(sums));
+            let first_eight = _mm512_shuffle_epi8(sums, load(&EIGHTH_BYTE));
+            let places = _mm512_add_epi8(sums, first_eight);
+            let before = |column: u32| (kept & ((1 << column) - 1)).count_ones() as usize;
+            let lane = |number: u32| _mm_loadu_si128(codes.add(before(16 * number)).cast());
+            let lanes = _mm512_castsi128_si512(lane(0));
+            let lanes = _mm512_inserti32x4::<1>(lanes, lane(1));
+            let lanes = _mm512_inserti32x4::<2>(lanes, lane(2));
+            let lanes = _mm512_inserti32x4::<3>(lanes, lane(3));
+            _mm512_maskz_shuffle_epi8(kept, lanes, places)
+        }
     }
 
+    /// Two vectors of sums.
     #[inline(always)]
-    fn plus_scaled(self, sums: Self::Sums, part: Self::Sums, scale: f32) -> Self::Sums {
-        self.0.plus_scaled(sums, part, scale)
+    fn none() -> [__m512i; 2] {
+        // SAFETY: only values that prove AVX-512 have this trait.
+        unsafe { [_mm512_setzero_si512(); 2] }
     }
 
-    #[inline(always)]
-    fn total(self, sums: Self::Sums) -> f32 {
-        self.0.total(sums)
-    }
+    /// sums + weights·x over 64 columns.
+    fn plus_products(self, sums: [__m512i; 2], weights: __m512i, x: __m512i) -> [__m512i; 2];
 
-    /// The instruction takes unsigned and signed bytes. Expanded codes have zeros that must stay zero, so x gets 128 more, and 128·Σ code
-    /// is subtracted.
+    /// The sums of products from both vectors.
+    fn sums(self, of: [__m512i; 2]) -> __m512i;
+}
+
+/// Bytes of lanes of 16: the first byte, which counts no column before it, and all other bytes.
+const fn lanes(first: i8, others: i8) -> [i8; GROUP] {
+    let mut bytes = [others; GROUP];
+    let mut lane = 0;
+    while lane < GROUP / 16 {
+        bytes[16 * lane] = first;
+        lane += 1;
+    }
+    bytes
+}
+
+/// What a column that is not kept adds to the places in its lane: the places begin at -1, as a kept column counts itself.
+static FIRST_BYTE: [i8; GROUP] = lanes(-1, 0);
+/// What a kept column adds.
+static FIRST_BYTE_KEPT: [i8; GROUP] = lanes(0, 1);
+/// For the second eight bytes of a lane the byte before them, for the first eight none.
+static EIGHTH_BYTE: [i8; GROUP] = {
+    let mut bytes = [7; GROUP];
+    let mut at = 0;
+    while at < GROUP {
+        if at % 16 < 8 {
+            bytes[at] = i8::MIN;
+        }
+        at += 1;
+    }
+    bytes
+};
+
+#[inline(always)]
+fn load(bytes: &[i8; GROUP]) -> __m512i {
+    // SAFETY: 64 bytes; callers have AVX-512.
+    unsafe { _mm512_loadu_si512(bytes.as_ptr().cast()) }
+}
+
+/// Products of 16-bit words, of the even and of the odd columns.
+impl CodeSums for Base {
     #[inline(always)]
-    fn plus_codes(
+    fn plus_products(
         self,
-        mut sums: Self::Sums,
-        kept: [u64; 2],
-        factors: CodeFactors<'_>,
-    ) -> Self::Sums {
-        let mut codes = factors.codes.as_ptr();
-        // SAFETY: 64 columns of 128 at a time; the second half begins after at most 64 codes. `self` exists, so the CPU has the
-        // instructions.
+        [even_sums, odd_sums]: [__m512i; 2],
+        weights: __m512i,
+        x: __m512i,
+    ) -> [__m512i; 2] {
+        // SAFETY: the value exists, so the CPU has the instructions.
         unsafe {
-            let shift = _mm512_set1_epi8(-128);
-            let (mut with_shift, mut of_shift) = (_mm512_setzero_si512(), _mm512_setzero_si512());
-            for (half, kept) in kept.into_iter().enumerate() {
-                let weights = _mm512_maskz_expand_epi8(kept, _mm512_loadu_si512(codes.cast()));
-                codes = codes.add(kept.count_ones() as usize);
-                let x = _mm512_loadu_si512(factors.x.codes.as_ptr().add(GROUP * half).cast());
-                with_shift = _mm512_dpbusd_epi32(with_shift, _mm512_xor_si512(x, shift), weights);
-                of_shift = _mm512_dpbusd_epi32(of_shift, shift, weights);
-            }
-            let sum = _mm512_cvtepi32_ps(_mm512_sub_epi32(with_shift, of_shift));
-            sums[0] = _mm512_fmadd_ps(sum, _mm512_set1_ps(factors.scale), sums[0]);
+            let even = |bytes| _mm512_srai_epi16::<8>(_mm512_slli_epi16::<8>(bytes));
+            let odd = |bytes| _mm512_srai_epi16::<8>(bytes);
+            [
+                _mm512_add_epi32(even_sums, _mm512_madd_epi16(even(weights), even(x))),
+                _mm512_add_epi32(odd_sums, _mm512_madd_epi16(odd(weights), odd(x))),
+            ]
         }
-        sums
+    }
+
+    #[inline(always)]
+    fn sums(self, [even, odd]: [__m512i; 2]) -> __m512i {
+        // SAFETY: the value exists, so the CPU has the instructions.
+        unsafe { _mm512_add_epi32(even, odd) }
     }
 }
 
-impl Step<bf16, bf16> for Avx512Pairs {
+/// The instruction takes unsigned and signed bytes. Expanded codes have zeros that must stay zero, so x gets 128 more, and 128·Σ code
+/// is subtracted.
+impl CodeSums for Vnni {
+    #[inline(always)]
+    fn plus_products(
+        self,
+        [with_shift, of_shift]: [__m512i; 2],
+        weights: __m512i,
+        x: __m512i,
+    ) -> [__m512i; 2] {
+        // SAFETY: the value exists, so the CPU has the instructions.
+        unsafe {
+            let shift = _mm512_set1_epi8(i8::MIN);
+            let shifted = _mm512_xor_si512(x, shift);
+            [
+                _mm512_dpbusd_epi32(with_shift, shifted, weights),
+                _mm512_dpbusd_epi32(of_shift, shift, weights),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    fn sums(self, [with_shift, of_shift]: [__m512i; 2]) -> __m512i {
+        // SAFETY: the value exists, so the CPU has the instructions.
+        unsafe { _mm512_sub_epi32(with_shift, of_shift) }
+    }
+}
+
+impl CodeSums for Pairs {
+    #[inline(always)]
+    unsafe fn spread(self, codes: *const i8, kept: u64) -> __m512i {
+        // SAFETY: as the function's own; the value exists, so the CPU has the instructions.
+        unsafe { _mm512_maskz_expand_epi8(kept, _mm512_loadu_si512(codes.cast())) }
+    }
+
+    #[inline(always)]
+    fn plus_products(self, sums: [__m512i; 2], weights: __m512i, x: __m512i) -> [__m512i; 2] {
+        self.0.plus_products(sums, weights, x)
+    }
+
+    #[inline(always)]
+    fn sums(self, of: [__m512i; 2]) -> __m512i {
+        self.0.sums(of)
+    }
+}
+
+impl Step<bf16, bf16> for Avx512<Pairs> {
     #[inline(always)]
     fn dense(self, mut sums: Self::Sums, weights: &[bf16; GROUP], x: &[bf16; GROUP]) -> Self::Sums {
         for (half, sum) in sums.iter_mut().enumerate().take(2) {

@@ -5,13 +5,15 @@ use rayon::prelude::*;
 
 use super::super::buffer_pool::grow;
 use super::super::int8::largest;
-use super::vectors::{CODES, CodedInput, GROUP};
+use super::vectors::{CODES, CodedInput, GROUP, Parted};
 
 /// The form of the input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in super::super) enum InputForm {
     /// f32.
     Wide,
+    /// f32, the even and the odd columns of each 32 apart.
+    Parted,
     /// Rounded to bf16.
     Pairs,
     /// Rounded to 8-bit codes with a scale for every 128 columns, max |x| / 127.
@@ -27,6 +29,7 @@ pub(super) struct InputGroup<X>(pub [X; GROUP]);
 #[derive(Debug, Default)]
 pub(in super::super) struct Input {
     wide: Vec<InputGroup<f32>>,
+    parted: Vec<InputGroup<Parted>>,
     pairs: Vec<InputGroup<bf16>>,
     codes: Vec<(CodedInput, f32)>,
     /// Many tokens, rounded to codes and restored.
@@ -37,10 +40,14 @@ impl Input {
     /// Takes another input. Forms that are not asked for are empty.
     pub(in super::super) fn set(&mut self, x: &[f32], has: impl Fn(InputForm) -> bool) {
         self.wide.clear();
+        self.parted.clear();
         self.pairs.clear();
         self.codes.clear();
         if has(InputForm::Wide) {
             self.wide.extend(x.chunks(GROUP).map(|x| group(x, |x| x)));
+        }
+        if has(InputForm::Parted) {
+            self.parted.extend(x.chunks(GROUP).map(parted));
         }
         if has(InputForm::Pairs) {
             self.pairs.extend(x.chunks(GROUP).map(|x| group(x, bf16::from_f32)));
@@ -72,6 +79,10 @@ impl Input {
         &self.wide
     }
 
+    pub(super) fn parted(&self) -> &[InputGroup<Parted>] {
+        &self.parted
+    }
+
     pub(super) fn pairs(&self) -> &[InputGroup<bf16>] {
         &self.pairs
     }
@@ -87,6 +98,14 @@ fn group<X: Copy + Default>(x: &[f32], of: impl Fn(f32) -> X) -> InputGroup<X> {
     group
 }
 
+fn parted(x: &[f32]) -> InputGroup<Parted> {
+    let mut group = InputGroup([Parted::default(); GROUP]);
+    for (column, x) in x.iter().enumerate() {
+        group.0[column / 32 * 32 + column % 2 * 16 + column % 32 / 2] = Parted(*x);
+    }
+    group
+}
+
 /// The inverse of a block's scale, and the scale. Of a block with an infinite number or NaN, the scale is NaN, and so is the product.
 fn code_scale(x: &[f32]) -> (f32, f32) {
     let largest = largest(x);
@@ -98,19 +117,23 @@ fn code_scale(x: &[f32]) -> (f32, f32) {
     }
 }
 
+/// 1.5 · 2²³: a sum with a small number has no digits behind the point, and its lowest byte is the whole number.
+const TO_WHOLE: f32 = 12_582_912.0;
+
 /// The code of a number, a whole number of at most 127 steps.
+#[inline(always)]
 fn code_of(x: f32, inverse: f32) -> f32 {
-    (x * inverse).round_ties_even()
+    // Without SSE 4.1, `round_ties_even` is a call of the C library.
+    (x * inverse + TO_WHOLE) - TO_WHOLE
 }
 
 /// The codes of a block and their scale.
 fn coded(x: &[f32]) -> (CodedInput, f32) {
     let (inverse, scale) = code_scale(x);
-    let mut coded = CodedInput { codes: [0; CODES], words: [[0; 2]; CODES] };
-    for ((code, word), x) in coded.codes.iter_mut().zip(&mut coded.words).zip(x) {
-        // A NaN has code 0, and its block a scale of NaN.
-        *code = code_of(*x, inverse) as i8;
-        *word = [(*code).into(), 0];
+    let mut coded = CodedInput { codes: [0; CODES] };
+    for (code, x) in coded.codes.iter_mut().zip(x) {
+        // The code of a number that is not finite has no meaning: its block has a scale of NaN.
+        *code = (x * inverse + TO_WHOLE).to_bits() as i8;
     }
     (coded, scale)
 }

@@ -38,7 +38,7 @@ pub fn has_pairs() -> bool {
     Instructions::best().has_pairs()
 }
 
-/// Takes a set of instructions for all products of one token: `portable`, `avx2`, `avx512` or `avx512-vbmi2-bf16`. For measurements, and
+/// Takes a set of instructions for all products of one token: `portable`, `avx2`, `avx512`, `avx512-vnni` or `avx512-vbmi2-bf16`. For measurements, and
 /// before the first product. Returns false where the CPU lacks the set.
 pub fn choose_instructions(name: &str) -> bool {
     Instructions::choose(name)
@@ -119,7 +119,7 @@ fn compact_by(
 /// * `rounds`: factors are rounded to bf16 where the CPU multiplies pairs
 pub(super) fn form_of(dtype: StoredDtype, rounds: bool) -> InputForm {
     match dtype {
-        StoredDtype::Bf16 if rounds && has_pairs() => InputForm::Pairs,
-        StoredDtype::F32 | StoredDtype::F16 | StoredDtype::Bf16 => InputForm::Wide,
+        StoredDtype::Bf16 => Instructions::best().form_of_bf16(rounds),
+        StoredDtype::F32 | StoredDtype::F16 => InputForm::Wide,
     }
 }

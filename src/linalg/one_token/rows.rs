@@ -18,7 +18,7 @@ use super::super::product::Values;
 #[cfg(target_arch = "x86_64")]
 use super::avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
-use super::avx512::{Avx512, Avx512Pairs};
+use super::avx512::{self, Avx512};
 use super::input::{Input, InputForm, InputGroup};
 use super::vectors::{CODES, CodeFactors, GROUP, Portable, Step, Vectors};
 
@@ -63,9 +63,11 @@ pub(super) enum Instructions {
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2),
     #[cfg(target_arch = "x86_64")]
-    Avx512(Avx512),
+    Avx512(Avx512<avx512::Base>),
     #[cfg(target_arch = "x86_64")]
-    Avx512Pairs(Avx512Pairs),
+    Avx512Vnni(Avx512<avx512::Vnni>),
+    #[cfg(target_arch = "x86_64")]
+    Avx512Pairs(Avx512<avx512::Pairs>),
 }
 
 impl Instructions {
@@ -74,8 +76,11 @@ impl Instructions {
         let mut sets = Vec::new();
         #[cfg(target_arch = "x86_64")]
         {
-            sets.extend(Avx512Pairs::detect().map(Self::Avx512Pairs));
-            sets.extend(Avx512::detect().map(Self::Avx512));
+            let base = Avx512::detect();
+            let vnni = base.and_then(Avx512::with_vnni);
+            sets.extend(vnni.and_then(Avx512::with_pairs).map(Self::Avx512Pairs));
+            sets.extend(vnni.map(Self::Avx512Vnni));
+            sets.extend(base.map(Self::Avx512));
             sets.extend(Avx2::detect().map(Self::Avx2));
         }
         sets.push(Self::Portable(Portable));
@@ -101,16 +106,29 @@ impl Instructions {
             #[cfg(target_arch = "x86_64")]
             Self::Avx512(_) => "avx512",
             #[cfg(target_arch = "x86_64")]
+            Self::Avx512Vnni(_) => "avx512-vnni",
+            #[cfg(target_arch = "x86_64")]
             Self::Avx512Pairs(_) => "avx512-vbmi2-bf16",
         }
     }
 
     /// Returns whether the set multiplies bf16 pairs.
     pub(super) fn has_pairs(self) -> bool {
-        #[cfg(target_arch = "x86_64")]
-        return matches!(self, Self::Avx512Pairs(_));
-        #[cfg(not(target_arch = "x86_64"))]
-        false
+        self.form_of_bf16(true) == InputForm::Pairs
+    }
+
+    /// The form of the input for bf16 weights.
+    ///
+    /// # Arguments
+    /// * `rounds`: factors are rounded to bf16 where the set multiplies pairs
+    pub(super) fn form_of_bf16(self, rounds: bool) -> InputForm {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Pairs(_) if rounds => InputForm::Pairs,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(_) => InputForm::Parted,
+            _ => InputForm::Wide,
+        }
     }
 
     /// Writes the products of a task.
@@ -119,16 +137,16 @@ impl Instructions {
     /// Panics when the rows do not have the task's columns, and for a form of input that the set does not multiply.
     pub(super) fn multiply(self, task: RowTask<'_>) {
         match self {
-            Self::Portable(portable) if task.form == InputForm::Pairs => {
-                multiply_pairs(portable, task)
-            }
-            Self::Portable(portable) => multiply(portable, task),
+            Self::Portable(portable) => multiply_either(portable, task),
             // SAFETY: the value exists, so the CPU has the instructions.
             #[cfg(target_arch = "x86_64")]
             Self::Avx2(avx2) => unsafe { on_avx2(avx2, task) },
             // SAFETY: the value exists, so the CPU has the instructions.
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512(avx512) => unsafe { on_avx512(avx512, task) },
+            Self::Avx512(base) => unsafe { on_avx512(base, task) },
+            // SAFETY: the value exists, so the CPU has the instructions.
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Vnni(vnni) => unsafe { on_avx512_vnni(vnni, task) },
             // SAFETY: the value exists, so the CPU has the instructions.
             #[cfg(target_arch = "x86_64")]
             Self::Avx512Pairs(pairs) => unsafe { on_avx512_pairs(pairs, task) },
@@ -139,41 +157,57 @@ impl Instructions {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c,popcnt,bmi2")]
 fn on_avx2(avx2: Avx2, task: RowTask<'_>) {
-    multiply(avx2, task);
+    multiply(avx2, task.input.parted(), task);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c,popcnt,bmi2,avx512f,avx512bw,avx512dq,avx512vl")]
-fn on_avx512(avx512: Avx512, task: RowTask<'_>) {
-    multiply(avx512, task);
+fn on_avx512(base: Avx512<avx512::Base>, task: RowTask<'_>) {
+    multiply(base, task.input.wide(), task);
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c,popcnt,bmi2,avx512f,avx512bw,avx512dq,avx512vl")]
+#[target_feature(enable = "avx512vnni")]
+fn on_avx512_vnni(vnni: Avx512<avx512::Vnni>, task: RowTask<'_>) {
+    multiply(vnni, task.input.wide(), task);
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c,popcnt,bmi2,avx512f,avx512bw,avx512dq,avx512vl")]
 #[target_feature(enable = "avx512bf16,avx512vbmi2,avx512vnni")]
-fn on_avx512_pairs(pairs: Avx512Pairs, task: RowTask<'_>) {
+fn on_avx512_pairs(pairs: Avx512<avx512::Pairs>, task: RowTask<'_>) {
+    multiply_either(pairs, task);
+}
+
+/// [`multiply`] on a set that multiplies bf16 with bf16, too.
+#[inline(always)]
+fn multiply_either<V>(v: V, task: RowTask<'_>)
+where
+    V: Step<f32, f32> + Step<f16, f32> + Step<bf16, f32> + Step<i8, f32> + Step<bf16, bf16>,
+{
     match task.form {
-        InputForm::Pairs => multiply_pairs(pairs, task),
-        InputForm::Wide | InputForm::Codes => multiply(pairs, task),
+        InputForm::Pairs => multiply(v, task.input.pairs(), task),
+        _ => multiply(v, task.input.wide(), task),
     }
 }
 
-/// Products in f32, and of 8-bit codes.
+/// Products in f32, and of 8-bit codes; products of bf16 weights with activations in `X`.
 #[inline(always)]
-fn multiply<V>(v: V, task: RowTask<'_>)
+fn multiply<V, X>(v: V, of_bf16: &[InputGroup<X>], task: RowTask<'_>)
 where
-    V: Step<f32, f32> + Step<f16, f32> + Step<bf16, f32> + Step<i8, f32>,
+    V: Step<f32, f32> + Step<f16, f32> + Step<bf16, X> + Step<i8, f32>,
 {
     let RowTask { rows, columns, input, form, out } = task;
     let x = input.wide();
     match rows {
         Rows::Dense(Values::F32(values)) => dense(v, values, columns, x, out),
         Rows::Dense(Values::F16(values)) => dense(v, values, columns, x, out),
-        Rows::Dense(Values::Bf16(values)) => dense(v, values, columns, x, out),
+        Rows::Dense(Values::Bf16(values)) => dense(v, values, columns, of_bf16, out),
         Rows::Kept(rows) => match rows.part.values() {
             KeptValues::F32(values) => kept(v, rows, values, x, out),
             KeptValues::F16(values) => kept(v, rows, values, x, out),
-            KeptValues::Bf16(values) => kept(v, rows, values, x, out),
+            KeptValues::Bf16(values) => kept(v, rows, values, of_bf16, out),
             KeptValues::Codes(codes) => match (form, rows.part.keeps_all()) {
                 (InputForm::Codes, false) => codes_by_codes::<V, false>(v, rows, codes, input, out),
                 (InputForm::Codes, true) => codes_by_codes::<V, true>(v, rows, codes, input, out),
@@ -181,21 +215,6 @@ where
                 (_, true) => codes_by_floats::<V, true>(v, rows, codes, x, out),
             },
         },
-    }
-}
-
-/// Products of bf16 pairs.
-#[inline(always)]
-fn multiply_pairs<V: Step<bf16, bf16>>(v: V, task: RowTask<'_>) {
-    let RowTask { rows, columns, input, out, .. } = task;
-    let x = input.pairs();
-    match rows {
-        Rows::Dense(Values::Bf16(values)) => dense(v, values, columns, x, out),
-        Rows::Kept(rows) => match rows.part.values() {
-            KeptValues::Bf16(values) => kept(v, rows, values, x, out),
-            _ => unreachable!("only bf16 weights have an input of pairs"),
-        },
-        Rows::Dense(_) => unreachable!("only bf16 weights have an input of pairs"),
     }
 }
 
@@ -220,6 +239,7 @@ fn dense<V: Step<E, X>, E: Copy + Default, X>(
     x: &[InputGroup<X>],
     out: &mut [f32],
 ) {
+    assert_eq!(x.len(), columns.div_ceil(GROUP), "the input has another form");
     let asks = asks_for_dense();
     for (y, row) in out.iter_mut().zip(values.chunks_exact(columns)) {
         let (groups, rest) = row.as_chunks::<GROUP>();
@@ -266,7 +286,9 @@ fn kept<V: Step<E, X>, E, X>(
     for (y, row) in out.iter_mut().zip(first..) {
         let mut at = part.start(row);
         let mut sums = v.zero();
-        for (kept, x) in part.mask(row).iter().zip(x) {
+        let mask = part.mask(row);
+        assert_eq!(x.len(), mask.len(), "the input has another form");
+        for (kept, x) in mask.iter().zip(x) {
             let window = window::<E, GROUP>(values, at);
             ask_for(kept, MASKS_AHEAD);
             (0..size_of_val(window))
@@ -322,6 +344,7 @@ fn codes_by_codes<V: Vectors, const ALL: bool>(
         let blocks = part.mask(row).chunks(2).zip(input.codes());
         for ((kept, (x, x_scale)), scale) in blocks.zip(codes.scales_of(row)) {
             let window = window::<i8, CODES>(&codes.values, at);
+            ask_for(kept, MASKS_AHEAD);
             ask_for(window, AHEAD);
             let kept = match ALL {
                 true => [u64::MAX; 2],

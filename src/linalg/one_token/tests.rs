@@ -78,6 +78,14 @@ fn product_of_kept(
     out
 }
 
+/// The form of the input for products in f32.
+fn form_in_f32(by: Instructions, dtype: StoredDtype) -> InputForm {
+    match dtype {
+        StoredDtype::Bf16 => by.form_of_bf16(false),
+        _ => InputForm::Wide,
+    }
+}
+
 /// The weights of 8-bit codes.
 fn restored(coded: &CompactMatrix) -> Vec<f32> {
     let (mut whole, mut half) = (Vec::new(), Vec::new());
@@ -113,9 +121,10 @@ fn products_equal_the_formula_with_and_without_stored_zeros() {
             let exact = exact(&matrix, &x);
             for (number, by) in Instructions::all().into_iter().enumerate() {
                 let what = format!("set {number}, {dtype:?} {rows} x {columns}");
-                let dense = product(by, &matrix, &input, InputForm::Wide);
+                let form = form_in_f32(by, dtype);
+                let dense = product(by, &matrix, &input, form);
                 assert_close(&dense, &exact, columns, 1e-6, &what);
-                let kept = product_of_kept(by, &without, &input, InputForm::Wide);
+                let kept = product_of_kept(by, &without, &input, form);
                 assert_eq!(bits(&dense), bits(&kept), "{what}");
             }
         }
@@ -207,7 +216,7 @@ fn what_is_not_finite_stays_in_its_row() {
         let without = compact(&matrix, KeptForm::Stored(dtype));
         for by in Instructions::all() {
             let x = input(&vec![1.0; columns]);
-            let out = product_of_kept(by, &without, &x, InputForm::Wide);
+            let out = product_of_kept(by, &without, &x, form_in_f32(by, dtype));
             assert_eq!([out[0], out[2]], [200.0; 2], "{dtype:?}");
             assert!(out[1].is_nan(), "{dtype:?}");
         }

@@ -34,13 +34,17 @@ pub(super) trait Vectors: Copy {
     fn plus_codes(self, sums: Self::Sums, kept: [u64; 2], factors: CodeFactors<'_>) -> Self::Sums;
 }
 
+/// An activation, in a group whose 32 columns each have the 16 even columns first and the odd columns behind them: a register of bf16
+/// weights becomes f32 by a shift, which leaves the even columns, and a mask, which leaves the odd ones.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(transparent)]
+pub(super) struct Parted(pub f32);
+
 /// Activations of a block as 8-bit codes from -127 to 127.
 #[derive(Debug, Clone, Copy)]
 #[repr(align(64))]
 pub(in super::super) struct CodedInput {
     pub codes: [i8; CODES],
-    /// The codes as 16-bit numbers, a 0 behind each.
-    pub words: [[i16; 2]; CODES],
 }
 
 /// The factors of a product of 8-bit codes.
@@ -54,7 +58,8 @@ pub(super) struct CodeFactors<'a> {
     pub scale: f32,
 }
 
-/// Products of weights that are stored as `E` with activations in `X`: f32 with f32 products, or bf16 with products of bf16 pairs.
+/// Products of weights that are stored as `E` with activations in `X`: f32 or [`Parted`] with f32 products, or bf16 with products of bf16
+/// pairs.
 pub(super) trait Step<E, X>: Vectors {
     /// sums + w·x
     fn dense(self, sums: Self::Sums, weights: &[E; GROUP], x: &[X; GROUP]) -> Self::Sums;
