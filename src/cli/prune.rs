@@ -108,7 +108,9 @@ pub fn command(args: &PruneArgs, arguments: Vec<String>, console: &Console) -> R
     }
     console.record(&manifest, &report::table::text(&manifest))?;
     console.profile(&manifest);
-    if manifest.pruning.as_ref().is_some_and(|of| !of.prunes_nothing()) {
+    let prunes = manifest.pruning.as_ref().is_some_and(|of| !of.prunes_nothing());
+    // The table says what zeros gain where that is known.
+    if prunes && manifest.zeros_gain.is_none() {
         console.note(
             "zeros alone change neither the size of the files nor the speed of inference"
                 .to_string(),

@@ -6,6 +6,8 @@
 
 use pulp::{Arch, Simd, WithSimd};
 
+use super::eight::{self, Move, Moving};
+
 /// Columns of a word of a mask.
 pub const WORD: usize = 64;
 
@@ -148,9 +150,9 @@ impl<const N: usize> WithSimd for MarkKept<'_, N> {
 /// * `element_bytes`: 1, 2 or 4
 pub fn gather(element_bytes: usize, row: &[u8], mask: &[u8], values: &mut Vec<u8>) {
     match element_bytes {
-        4 => gather_of::<4>(row, mask, values),
-        2 => gather_of::<2>(row, mask, values),
-        _ => gather_of::<1>(row, mask, values),
+        4 => eight::dispatch(Gather::<4> { row, mask, values }),
+        2 => eight::dispatch(Gather::<2> { row, mask, values }),
+        _ => eight::dispatch(Gather::<1> { row, mask, values }),
     }
 }
 
@@ -174,29 +176,36 @@ const fn kept_columns() -> [[u8; EIGHT]; 256] {
     columns
 }
 
-fn gather_of<const N: usize>(row: &[u8], mask: &[u8], values: &mut Vec<u8>) {
-    let mut at = values.len();
-    // Eight elements are written for each byte of the mask, and the next byte's overwrite those that are not kept: no branch depends on
-    // the mask.
-    values.resize(at + row.len() + EIGHT * N, 0);
-    let mut last = [[0; N]; EIGHT];
-    for (eight, &bits) in row.chunks(EIGHT * N).zip(mask) {
-        let elements = eight.as_chunks::<N>().0;
-        let elements = match elements.first_chunk::<EIGHT>() {
-            Some(elements) => elements,
-            None => {
-                last[..elements.len()].copy_from_slice(elements);
-                &last
-            }
-        };
-        let columns = &KEPT[usize::from(bits)];
-        let out = &mut values[at..at + EIGHT * N];
-        for (element, &column) in out.as_chunks_mut::<N>().0.iter_mut().zip(columns) {
-            *element = elements[usize::from(column) % EIGHT];
+struct Gather<'a, const N: usize> {
+    row: &'a [u8],
+    mask: &'a [u8],
+    values: &'a mut Vec<u8>,
+}
+
+impl<const N: usize> Moving for Gather<'_, N> {
+    #[inline(always)]
+    fn with<M: Move>(self, by: M) {
+        let Self { row, mask, values } = self;
+        let mut at = values.len();
+        // Eight elements are written for each byte of the mask, and the next byte's overwrite those that are not kept: no branch depends
+        // on the mask.
+        values.resize(at + row.len() + EIGHT * N, 0);
+        let mut last = [[0; N]; EIGHT];
+        for (eight, &bits) in row.chunks(EIGHT * N).zip(mask) {
+            let elements = eight.as_chunks::<N>().0;
+            let elements = match elements.first_chunk::<EIGHT>() {
+                Some(elements) => elements,
+                None => {
+                    last[..elements.len()].copy_from_slice(elements);
+                    &last
+                }
+            };
+            let kept = by.eight(elements, &KEPT[usize::from(bits)]);
+            values[at..at + EIGHT * N].copy_from_slice(kept.as_flattened());
+            at += N * bits.count_ones() as usize;
         }
-        at += N * bits.count_ones() as usize;
+        values.truncate(at);
     }
-    values.truncate(at);
 }
 
 /// Restores a row: elements whose bits are set come from `values` in order, all others are 0.
@@ -207,20 +216,17 @@ fn gather_of<const N: usize>(row: &[u8], mask: &[u8], values: &mut Vec<u8>) {
 /// * `row`: the bytes of the row, replaced
 pub fn scatter(element_bytes: usize, values: &[u8], mask: &[u8], row: &mut [u8]) {
     match element_bytes {
-        4 => scatter_of::<4>(values, mask, row),
-        2 => scatter_of::<2>(values, mask, row),
-        _ => scatter_of::<1>(values, mask, row),
+        4 => eight::dispatch(Scatter::<4> { values, mask, row }),
+        2 => eight::dispatch(Scatter::<2> { values, mask, row }),
+        _ => eight::dispatch(Scatter::<1> { values, mask, row }),
     }
 }
 
-/// The mark of a column that is not kept. A shuffle of bytes gives 0 for it.
-const NOT_KEPT: u8 = 0x80;
-
-/// For each byte of a mask and each of its columns: the number of kept columns before, or 0x80 for a column that is not kept.
+/// For each byte of a mask and each of its columns: the number of kept columns before, or [`eight::NONE`] for a column that is not kept.
 pub(super) static PLACES: [[u8; EIGHT]; 256] = places();
 
 const fn places() -> [[u8; EIGHT]; 256] {
-    let mut places = [[NOT_KEPT; EIGHT]; 256];
+    let mut places = [[eight::NONE; EIGHT]; 256];
     let mut bits = 0;
     while bits < 256 {
         let (mut column, mut before) = (0, 0);
@@ -236,24 +242,31 @@ const fn places() -> [[u8; EIGHT]; 256] {
     places
 }
 
-fn scatter_of<const N: usize>(values: &[u8], mask: &[u8], row: &mut [u8]) {
-    let mut values = values.as_chunks::<N>().0;
-    // The next values, then zeros: a table says for each column which of them it gets. So no branch depends on the mask.
-    let mut next = [[0; N]; 2 * EIGHT];
-    for (eight, &bits) in row.chunks_mut(EIGHT * N).zip(mask) {
-        match values.first_chunk::<EIGHT>() {
-            Some(first) => next[..EIGHT].copy_from_slice(first),
-            None => {
-                next = [[0; N]; 2 * EIGHT];
-                next[..values.len()].copy_from_slice(values);
-            }
+struct Scatter<'a, const N: usize> {
+    values: &'a [u8],
+    mask: &'a [u8],
+    row: &'a mut [u8],
+}
+
+impl<const N: usize> Moving for Scatter<'_, N> {
+    #[inline(always)]
+    fn with<M: Move>(self, by: M) {
+        let mut values = self.values.as_chunks::<N>().0;
+        let mut last;
+        for (eight, &bits) in self.row.chunks_mut(EIGHT * N).zip(self.mask) {
+            let next = match values.first_chunk::<EIGHT>() {
+                Some(next) => next,
+                None => {
+                    last = [[0; N]; EIGHT];
+                    last[..values.len()].copy_from_slice(values);
+                    &last
+                }
+            };
+            let elements = by.eight(next, &PLACES[usize::from(bits)]);
+            let elements = &elements.as_flattened()[..eight.len()];
+            eight.copy_from_slice(elements);
+            values = values.get(bits.count_ones() as usize..).unwrap_or(&[]);
         }
-        let places = &PLACES[usize::from(bits)];
-        for (element, &place) in eight.as_chunks_mut::<N>().0.iter_mut().zip(places) {
-            // A column that is not kept gets the first zero.
-            *element = next[usize::from(place & 7 | place >> 4)];
-        }
-        values = values.get(bits.count_ones() as usize..).unwrap_or(&[]);
     }
 }
 

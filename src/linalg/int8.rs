@@ -8,6 +8,8 @@
 
 use half::f16;
 
+use super::bitmask;
+
 /// Columns that share a scale.
 pub const GROUP: usize = 128;
 
@@ -39,6 +41,15 @@ fn scale_of(largest: f32) -> f16 {
     }
 }
 
+/// 1.5 · 2²³: a sum with a small number has no digits behind the point, and its lowest byte is the whole number.
+const TO_WHOLE: f32 = 12_582_912.0;
+
+/// Rounds a number of at most 127 steps to the nearest code, ties to even. Without SSE 4.1, `round_ties_even` is a call of the C library.
+#[inline(always)]
+pub(super) fn code_of(steps: f32) -> i8 {
+    (steps + TO_WHOLE).to_bits() as i8
+}
+
 /// Widens a scale, which is not negative. The library asks for the CPU's features at every conversion.
 #[inline(always)]
 pub(super) fn wide_scale(scale: f16) -> f32 {
@@ -58,12 +69,14 @@ pub fn encode(row: &[f32], mask: &[u8], scales: &mut Vec<u8>, codes: &mut Vec<u8
         let scale = scale_of(largest(group));
         scales.extend_from_slice(&scale.to_le_bytes());
         let scale = scale.to_f32();
-        for (at, weight) in group.iter().enumerate() {
-            if bits[at / 8] >> (at % 8) & 1 == 1 {
-                let code = if scale == 0.0 { 0.0 } else { (weight / scale).round_ties_even() };
-                codes.push(code.clamp(-LARGEST_CODE, LARGEST_CODE) as i8 as u8);
+        let mut all = [0; GROUP];
+        // A group whose scale is 0 has the code 0 only.
+        if scale != 0.0 {
+            for (code, weight) in all.iter_mut().zip(group) {
+                *code = code_of((weight / scale).clamp(-LARGEST_CODE, LARGEST_CODE)) as u8;
             }
         }
+        bitmask::gather(1, &all[..group.len()], bits, codes);
     }
 }
 
@@ -73,15 +86,15 @@ pub fn encode(row: &[f32], mask: &[u8], scales: &mut Vec<u8>, codes: &mut Vec<u8
 /// * `scales`: f16, one per group
 /// * `row`: replaced
 pub fn decode(codes: &[u8], scales: &[u8], mask: &[u8], row: &mut [f32]) {
-    let mut codes = codes.iter();
+    let mut at = 0;
     let groups = row.chunks_mut(GROUP).zip(mask.chunks(GROUP / 8)).zip(scales.as_chunks::<2>().0);
     for ((group, bits), &scale) in groups {
         let scale = f16::from_le_bytes(scale).to_f32();
-        for (at, weight) in group.iter_mut().enumerate() {
-            *weight = match bits[at / 8] >> (at % 8) & 1 {
-                1 => f32::from(codes.next().map_or(0, |&code| code as i8)) * scale,
-                _ => 0.0,
-            };
+        let mut all = [0; GROUP];
+        bitmask::scatter(1, codes.get(at..).unwrap_or(&[]), bits, &mut all[..group.len()]);
+        at += bitmask::kept(bits);
+        for (weight, code) in group.iter_mut().zip(all) {
+            *weight = f32::from(code.cast_signed()) * scale;
         }
     }
 }

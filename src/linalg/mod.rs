@@ -15,6 +15,7 @@
 //! | `derivatives` | derivatives of the row- and element-wise steps (`elementwise`), and of the losses, on slices and all threads |
 //! | `distillation` | the loss of a student that learns from tokens and from a teacher's logits, and its gradient |
 //! | `dynamic_map` | the dynamic maps of 8-bit numbers: 256 values in [-1, 1] or [0, 1] whose spacing grows with their size |
+//! | `eight` | eight elements at a time, moved as a table says |
 //! | `elementwise` | row- and element-wise steps of a decoder layer, on slices and all threads, into the caller's memory |
 //! | `exp` | e^x for slices, the costly part of softmax, SiLU and log-sum-exp |
 //! | `factor` | Cholesky factors and inverses of symmetric positive definite matrices, in place, block by block |
@@ -51,6 +52,7 @@ pub mod convert;
 pub mod derivatives;
 pub mod distillation;
 pub mod dynamic_map;
+mod eight;
 pub mod elementwise;
 pub mod exp;
 pub mod factor;

@@ -4,7 +4,7 @@ use half::bf16;
 use rayon::prelude::*;
 
 use super::super::buffer_pool::grow;
-use super::super::int8::largest;
+use super::super::int8::{code_of, largest};
 use super::vectors::{CODES, CodedInput, GROUP, Parted};
 
 /// The form of the input.
@@ -64,7 +64,9 @@ impl Input {
         rows.for_each(|(out, x)| {
             for (out, x) in out.chunks_mut(CODES).zip(x.chunks(CODES)) {
                 let (inverse, scale) = code_scale(x);
-                out.iter_mut().zip(x).for_each(|(out, x)| *out = code_of(*x, inverse) * scale);
+                out.iter_mut()
+                    .zip(x)
+                    .for_each(|(out, x)| *out = f32::from(code_of(x * inverse)) * scale);
             }
         });
         self.rounded.truncate(x.len());
@@ -117,23 +119,13 @@ fn code_scale(x: &[f32]) -> (f32, f32) {
     }
 }
 
-/// 1.5 · 2²³: a sum with a small number has no digits behind the point, and its lowest byte is the whole number.
-const TO_WHOLE: f32 = 12_582_912.0;
-
-/// The code of a number, a whole number of at most 127 steps.
-#[inline(always)]
-fn code_of(x: f32, inverse: f32) -> f32 {
-    // Without SSE 4.1, `round_ties_even` is a call of the C library.
-    (x * inverse + TO_WHOLE) - TO_WHOLE
-}
-
 /// The codes of a block and their scale.
 fn coded(x: &[f32]) -> (CodedInput, f32) {
     let (inverse, scale) = code_scale(x);
     let mut coded = CodedInput { codes: [0; CODES] };
     for (code, x) in coded.codes.iter_mut().zip(x) {
         // The code of a number that is not finite has no meaning: its block has a scale of NaN.
-        *code = (x * inverse + TO_WHOLE).to_bits() as i8;
+        *code = code_of(x * inverse);
     }
     (coded, scale)
 }
