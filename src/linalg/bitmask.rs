@@ -157,7 +157,7 @@ pub fn gather(element_bytes: usize, row: &[u8], mask: &[u8], values: &mut Vec<u8
 }
 
 /// For each byte of a mask: its kept columns in order, then zeros.
-const KEPT: [[u8; EIGHT]; 256] = kept_columns();
+static KEPT: [[u8; EIGHT]; 256] = kept_columns();
 
 const fn kept_columns() -> [[u8; EIGHT]; 256] {
     let mut columns = [[0; EIGHT]; 256];
@@ -190,22 +190,28 @@ impl<const N: usize> Moving for Gather<'_, N> {
         // Eight elements are written for each byte of the mask, and the next byte's overwrite those that are not kept: no branch depends
         // on the mask.
         values.resize(at + row.len() + EIGHT * N, 0);
-        let mut last = [[0; N]; EIGHT];
-        for (eight, &bits) in row.chunks(EIGHT * N).zip(mask) {
-            let elements = eight.as_chunks::<N>().0;
-            let elements = match elements.first_chunk::<EIGHT>() {
-                Some(elements) => elements,
-                None => {
-                    last[..elements.len()].copy_from_slice(elements);
-                    &last
-                }
-            };
-            let kept = by.eight(elements, &KEPT[usize::from(bits)]);
-            values[at..at + EIGHT * N].copy_from_slice(kept.as_flattened());
-            at += N * bits.count_ones() as usize;
+        let (eights, rest) = row.as_chunks::<N>().0.as_chunks::<EIGHT>();
+        for (eight, &bits) in eights.iter().zip(mask) {
+            at += gather_eight(by, eight, bits, &mut values[at..]);
+        }
+        if let (false, Some(&bits)) = (rest.is_empty(), mask.get(eights.len())) {
+            at += gather_eight(by, &padded(rest), bits, &mut values[at..]);
         }
         values.truncate(at);
     }
+}
+
+/// Writes the kept elements of eight and further bytes, and returns the bytes of the kept elements.
+#[inline(always)]
+fn gather_eight<const N: usize>(
+    by: impl Move,
+    elements: &[[u8; N]; EIGHT],
+    bits: u8,
+    out: &mut [u8],
+) -> usize {
+    let kept = by.eight(elements, &KEPT[usize::from(bits)]);
+    out[..EIGHT * N].copy_from_slice(kept.as_flattened());
+    N * bits.count_ones() as usize
 }
 
 /// Restores a row: elements whose bits are set come from `values` in order, all others are 0.
@@ -252,22 +258,38 @@ impl<const N: usize> Moving for Scatter<'_, N> {
     #[inline(always)]
     fn with<M: Move>(self, by: M) {
         let mut values = self.values.as_chunks::<N>().0;
-        let mut last;
-        for (eight, &bits) in self.row.chunks_mut(EIGHT * N).zip(self.mask) {
-            let next = match values.first_chunk::<EIGHT>() {
-                Some(next) => next,
-                None => {
-                    last = [[0; N]; EIGHT];
-                    last[..values.len()].copy_from_slice(values);
-                    &last
-                }
-            };
-            let elements = by.eight(next, &PLACES[usize::from(bits)]);
-            let elements = &elements.as_flattened()[..eight.len()];
-            eight.copy_from_slice(elements);
-            values = values.get(bits.count_ones() as usize..).unwrap_or(&[]);
+        let (eights, rest) = self.row.as_chunks_mut::<N>().0.as_chunks_mut::<EIGHT>();
+        let last = self.mask.get(eights.len());
+        for (eight, &bits) in eights.iter_mut().zip(self.mask) {
+            *eight = scatter_eight(by, &mut values, bits);
+        }
+        if let (false, Some(&bits)) = (rest.is_empty(), last) {
+            rest.copy_from_slice(&scatter_eight(by, &mut values, bits)[..rest.len()]);
         }
     }
+}
+
+/// Takes the values of eight columns, and returns the columns.
+#[inline(always)]
+fn scatter_eight<const N: usize>(
+    by: impl Move,
+    values: &mut &[[u8; N]],
+    bits: u8,
+) -> [[u8; N]; EIGHT] {
+    let places = &PLACES[usize::from(bits)];
+    let elements = match values.first_chunk::<EIGHT>() {
+        Some(next) => by.eight(next, places),
+        None => by.eight(&padded(values), places),
+    };
+    *values = values.get(bits.count_ones() as usize..).unwrap_or(&[]);
+    elements
+}
+
+/// Fewer than eight elements, and zeros after them.
+fn padded<const N: usize>(elements: &[[u8; N]]) -> [[u8; N]; EIGHT] {
+    let mut eight = [[0; N]; EIGHT];
+    eight[..elements.len()].copy_from_slice(elements);
+    eight
 }
 
 #[cfg(test)]
