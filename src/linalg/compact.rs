@@ -22,7 +22,7 @@ use super::bitmask::{WORD, gather, kept, mark, mask_bytes, scatter};
 use super::buffer_pool::grow;
 use super::int8;
 use super::parts::{TASK_BYTES, rows_at_once};
-use super::product::Values;
+use super::product::{RestoredWeight, RowBuffer, Values};
 use super::stored::{StoredDtype, StoredMatrix};
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
@@ -224,66 +224,62 @@ impl CompactMatrix {
         self.tasks.iter().map(|(part, rows)| (&self.parts[*part], rows.clone()))
     }
 
-    /// Expands rows into the buffer of their dtype, of which they become the content.
-    ///
-    /// # Arguments
-    /// * `whole`: for f32
-    /// * `half`: for the bits of f16 and bf16
-    ///
-    /// # Panics
-    /// Panics when the matrix does not have the rows.
-    pub(super) fn expand<'b>(
+    /// Calls `restore` with the part, the row in it and the memory of every row.
+    fn for_rows<E>(
         &self,
         rows: Range<usize>,
-        whole: &'b mut Vec<f32>,
-        half: &'b mut Vec<u16>,
+        out: &mut [E],
+        restore: impl Fn(&CompactPart, usize, &mut [E]),
+    ) {
+        let at_once = rows_at_once(self.columns);
+        let elements = (out.len() / rows.len().max(1)).max(1);
+        for (row, out) in rows.zip(out.chunks_exact_mut(elements)) {
+            restore(&self.parts[row / at_once], row % at_once, out);
+        }
+    }
+}
+
+impl RestoredWeight for CompactMatrix {
+    fn shape(&self) -> [usize; 2] {
+        [self.rows, self.columns]
+    }
+
+    fn restore<'b>(
+        &self,
+        rows: Range<usize>,
+        columns: Range<usize>,
+        RowBuffer { whole, half }: &'b mut RowBuffer,
     ) -> Values<'b> {
-        assert!(rows.end <= self.rows, "rows of the matrix");
-        let elements = rows.len() * self.columns;
+        assert!(rows.end <= self.rows && columns.end <= self.columns, "a part of the matrix");
+        assert!(columns.start.is_multiple_of(int8::GROUP), "parts begin with a block of codes");
+        let elements = rows.len() * columns.len();
+        let first = columns.start;
         match self.dtype() {
             StoredDtype::F32 => {
                 let out = grow(whole, elements);
                 self.for_rows(rows, out, |part, row, out| match &part.values {
-                    KeptValues::F32(values) => part.expand_row(row, values, out),
-                    KeptValues::Codes(codes) => part.expand_codes(row, codes, out),
+                    KeptValues::F32(values) => part.restore_row([row, first], values, out),
+                    KeptValues::Codes(codes) => part.restore_codes([row, first], codes, out),
                     KeptValues::F16(_) | KeptValues::Bf16(_) => unreachable!("parts share a form"),
                 });
                 Values::F32(out)
             }
-            StoredDtype::F16 | StoredDtype::Bf16 => {
+            dtype @ (StoredDtype::F16 | StoredDtype::Bf16) => {
                 let out = grow(half, elements);
-                self.for_rows(rows, out, |part, row, out| match &part.values {
-                    KeptValues::F16(values) => {
-                        part.expand_row(row, bytemuck::cast_slice::<_, u16>(values), out);
-                    }
-                    KeptValues::Bf16(values) => {
-                        part.expand_row(row, bytemuck::cast_slice::<_, u16>(values), out);
-                    }
-                    KeptValues::F32(_) | KeptValues::Codes(_) => {
-                        unreachable!("parts share a form")
-                    }
+                self.for_rows(rows, out, |part, row, out| {
+                    let values: &[u16] = match &part.values {
+                        KeptValues::F16(values) => bytemuck::cast_slice(values),
+                        KeptValues::Bf16(values) => bytemuck::cast_slice(values),
+                        _ => unreachable!("parts share a form"),
+                    };
+                    part.restore_row([row, first], values, out);
                 });
-                match self.dtype() {
+                match dtype {
                     StoredDtype::F16 => Values::F16(bytemuck::cast_slice(out)),
                     _ => Values::Bf16(bytemuck::cast_slice(out)),
                 }
             }
         }
-    }
-
-    /// Calls `expand` with the part, the row in it and the memory of every row, on all threads.
-    fn for_rows<E: Send>(
-        &self,
-        rows: Range<usize>,
-        out: &mut [E],
-        expand: impl Fn(&CompactPart, usize, &mut [E]) + Sync,
-    ) {
-        let at_once = rows_at_once(self.columns);
-        let rows_of_out = out.par_chunks_mut(self.columns.max(1)).enumerate();
-        rows_of_out.for_each(|(number, out)| {
-            let row = rows.start + number;
-            expand(&self.parts[row / at_once], row % at_once, out);
-        });
     }
 }
 
@@ -429,20 +425,27 @@ impl CompactPart {
         tasks
     }
 
-    /// The row's mask in bytes, and its values.
-    fn row_of<'v, E: bytemuck::NoUninit>(&self, row: usize, values: &'v [E]) -> (&[u8], &'v [u8]) {
-        let values = &values[self.start(row)..self.start(row + 1)];
-        (bytemuck::cast_slice(self.mask(row)), bytemuck::cast_slice(values))
+    /// The mask of a row in bytes, and its values, both from a column on that is a multiple of 64.
+    fn row_from<'v, E: bytemuck::NoUninit>(
+        &self,
+        [row, column]: [usize; 2],
+        values: &'v [E],
+    ) -> (&[u8], &'v [u8]) {
+        let (before, mask) = self.mask(row).split_at(column / WORD);
+        let first = self.start(row) + kept(bytemuck::cast_slice(before));
+        let values = &values[first..self.start(row + 1)];
+        (bytemuck::cast_slice(mask), bytemuck::cast_slice(values))
     }
 
-    fn expand_row<E: bytemuck::Pod>(&self, row: usize, values: &[E], out: &mut [E]) {
-        let (mask, values) = self.row_of(row, values);
+    fn restore_row<E: bytemuck::Pod>(&self, at: [usize; 2], values: &[E], out: &mut [E]) {
+        let (mask, values) = self.row_from(at, values);
         scatter(size_of::<E>(), values, mask, bytemuck::cast_slice_mut(out));
     }
 
-    fn expand_codes(&self, row: usize, codes: &Codes, out: &mut [f32]) {
-        let (mask, values) = self.row_of(row, &codes.values);
-        int8::decode(values, bytemuck::cast_slice(codes.scales_of(row)), mask, out);
+    fn restore_codes(&self, at: [usize; 2], codes: &Codes, out: &mut [f32]) {
+        let (mask, values) = self.row_from(at, &codes.values);
+        let scales = &codes.scales_of(at[0])[at[1] / int8::GROUP..];
+        int8::decode(values, bytemuck::cast_slice(scales), mask, out);
     }
 }
 

@@ -26,7 +26,7 @@ pub(super) fn dispatch(work: impl Moving) {
     if let Some(v3) = pulp::x86::V3::try_new() {
         return v3.vectorize(On(v3, work));
     }
-    work.with(Portable);
+    work.with(OneByOne);
 }
 
 /// Work with a set, in the form that is compiled for the set.
@@ -42,9 +42,9 @@ impl<M: Move, W: Moving> NullaryFnOnce for On<M, W> {
 }
 
 #[derive(Clone, Copy)]
-struct Portable;
+struct OneByOne;
 
-impl Move for Portable {
+impl Move for OneByOne {
     #[inline(always)]
     fn eight<const N: usize>(self, elements: &[[u8; N]; 8], places: &[u8; 8]) -> [[u8; N]; 8] {
         places.map(|place| match place {
@@ -99,14 +99,14 @@ mod tests {
             let elements: [[u8; N]; 8] =
                 std::array::from_fn(|at| std::array::from_fn(|byte| (10 * at + byte + 200) as u8));
             for places in [[0, 1, 2, 3, 4, 5, 6, 7], [NONE; 8], [7, NONE, 0, 0, NONE, 3, 6, NONE]] {
-                assert_eq!(by.eight(&elements, &places), Portable.eight(&elements, &places));
+                assert_eq!(by.eight(&elements, &places), OneByOne.eight(&elements, &places));
             }
         }
     }
 
     #[test]
     fn every_set_moves_elements_as_the_table_says() {
-        assert_eq!(Portable.eight(&[[1], [2], [3], [4], [5], [6], [7], [8]], &[7; 8]), [[8]; 8]);
+        assert_eq!(OneByOne.eight(&[[1], [2], [3], [4], [5], [6], [7], [8]], &[7; 8]), [[8]; 8]);
         dispatch(Check::<1>);
         dispatch(Check::<2>);
         dispatch(Check::<4>);

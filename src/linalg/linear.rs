@@ -272,46 +272,39 @@ fn multiply(
     let tokens = x.len() / inner.max(1);
     assert_eq!(x.len(), tokens * inner, "x must be [tokens, in_features]");
     let kernel = context.kernel(dtype);
-    let (mut jobs, mut restored) = (Vec::with_capacity(outputs.len()), Vec::new());
+    let (mut jobs, mut jobs_of_codes, mut at_rest) = (Vec::new(), Vec::new(), Vec::new());
     for LinearOutput { linear, features, out } in outputs {
         assert!(linear.in_features() == inner, "linears that share x must have the same width");
         let columns = features.len();
         assert_eq!(out.len(), tokens * columns, "out must be [tokens, out_features]");
         context.watch.count(2 * tokens * inner * columns);
+        let job = |weight, out| ProductJob { weight, columns, out, stride: columns, adds: false };
         match &linear.weight {
-            Weight::Held(weight) => jobs.push(ProductJob {
-                weight: linear.factor(weight, kernel, features, context),
-                columns,
-                out,
-                stride: columns,
-                adds: false,
-            }),
-            Weight::Compact(_) | Weight::AtRest(_) => {
-                restored.push((&linear.weight, features.clone(), out));
+            Weight::Held(weight) => {
+                jobs.push(job(linear.factor(weight, kernel, features, context), out));
             }
+            Weight::Compact(matrix) => {
+                let is_coded = matches!(matrix.form(), KeptForm::Codes | KeptForm::AllCodes);
+                let rounds = is_coded && context.activations == CodedActivations::Int8;
+                let jobs = if rounds { &mut jobs_of_codes } else { &mut jobs };
+                jobs.push(job(Factor::Restored(matrix, features.start), out));
+            }
+            Weight::AtRest(_) => at_rest.push((&linear.weight, features.clone(), out)),
         }
     }
     if !jobs.is_empty() {
         product::products(kernel, x, inner, &mut jobs, &mut context.packed);
     }
-    let mut input = std::mem::take(&mut context.input);
-    let is_rounded = |weight: &Weight| match weight {
-        Weight::Compact(matrix) => {
-            let is_coded = matches!(matrix.form(), KeptForm::Codes | KeptForm::AllCodes);
-            is_coded && context.activations == CodedActivations::Int8
-        }
-        Weight::Held(_) | Weight::AtRest(_) => false,
-    };
-    if restored.iter().any(|(weight, _, _)| is_rounded(weight)) {
-        input.round(x, inner);
+    if !jobs_of_codes.is_empty() {
+        context.input.round(x, inner);
+        let ProductContext { packed, input, .. } = &mut *context;
+        product::products(kernel, input.rounded(), inner, &mut jobs_of_codes, packed);
     }
-    for (weight, features, out) in restored {
-        let x = if is_rounded(weight) { input.rounded() } else { x };
+    for (weight, features, out) in at_rest {
         for part in parts(features.len(), rows_at_once(inner), LEAST_COLUMNS) {
             let before = context.watch.enter(Part::Read);
             let first = features.start + part.start;
-            let ProductContext { packed, read, .. } = context;
-            let values = weight.restored(first..first + part.len(), read)?;
+            let values = weight.restored(first..first + part.len(), &mut context.read)?;
             context.watch.enter(before);
             let Some(values) = values else { continue };
             let mut job = [ProductJob {
@@ -321,10 +314,9 @@ fn multiply(
                 stride: features.len(),
                 adds: false,
             }];
-            product::products(kernel, x, inner, &mut job, packed);
+            product::products(kernel, x, inner, &mut job, &mut context.packed);
         }
     }
-    context.input = input;
     context.watch.move_to(Part::Pack, context.packed.take_time());
     Ok(())
 }

@@ -15,7 +15,7 @@ use serde::Serialize;
 use super::buffer_pool::grow;
 use super::compact::{CompactMatrix, KeptForm};
 use super::one_token::{self, Input, InputForm};
-use super::product::{Kernel, Packed, Values};
+use super::product::{Kernel, Packed, RestoredWeight, RowBuffer, Values};
 use super::profile::Watch;
 use super::stored::{StoredDtype, StoredMatrix};
 use crate::bytes::ByteSize;
@@ -121,13 +121,6 @@ pub struct ProductContext {
     pub(super) read: RowBuffer,
     /// Packed factors of a product.
     pub(super) packed: Packed,
-}
-
-/// Rows of a matrix at rest, in a buffer per element width.
-#[derive(Debug, Default)]
-pub(super) struct RowBuffer {
-    whole: Vec<f32>,
-    half: Vec<u16>,
 }
 
 impl ProductContext {
@@ -341,7 +334,7 @@ impl Weight {
     ) -> Result<Option<Values<'r>>> {
         Ok(match self {
             Self::Held(_) => None,
-            Self::Compact(matrix) => Some(matrix.expand(rows, &mut read.whole, &mut read.half)),
+            Self::Compact(matrix) => Some(matrix.restore(rows, 0..matrix.columns(), read)),
             Self::AtRest(matrix) => Some(matrix.read_values(rows, read)?),
         })
     }

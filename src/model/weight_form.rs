@@ -221,16 +221,12 @@ impl WeightForms {
         [self.head.bytes(config, dtype), self.head.rounded_bytes(config, dtype)]
     }
 
-    /// The memory of rows that are restored for a product of many tokens.
-    pub fn restored_bytes(&self, config: &ModelConfig, dtype: StoredDtype) -> ByteSize {
-        rows_bytes(
-            config,
-            match self.form {
-                WeightForm::Dense => 0,
-                WeightForm::Compact => dtype.bytes(),
-                WeightForm::Int8 => size_of::<f32>(),
-            },
-        )
+    /// The memory of rows that are restored for products of many tokens.
+    pub fn restored_bytes(&self, threads: usize) -> ByteSize {
+        match self.form {
+            WeightForm::Dense => ByteSize::ZERO,
+            WeightForm::Compact | WeightForm::Int8 => ByteSize::of(threads, RESTORED),
+        }
     }
 
     /// The memory of rows that are made compact while a matrix is read. It is enough for rows that are restored.
@@ -264,7 +260,7 @@ impl WeightForms {
     }
 }
 
-/// The memory of the rows of a matrix that are used at once, with elements of this size.
+/// The memory of the rows of a matrix that are read at once, with elements of this size.
 fn rows_bytes(config: &ModelConfig, element: usize) -> ByteSize {
     let rows = config.linears().map(|id| {
         let (rows, columns) = id.shape(config);
@@ -272,6 +268,9 @@ fn rows_bytes(config: &ModelConfig, element: usize) -> ByteSize {
     });
     ByteSize::of(rows.max().unwrap_or(0), element)
 }
+
+/// Bytes of the columns that a thread restores at once, at most: a unit of packed columns times a slab, in f32.
+const RESTORED: usize = 128 << 10;
 
 /// The share of weights of some rows whose bits are not all 0.
 fn kept_share(

@@ -1,6 +1,6 @@
 //! Sums on vectors of 16 f32: AVX-512. Kept values of 16 and 32 bits are put into place by an instruction that expands 32-bit lanes.
 //!
-//! What further instructions change is in a parameter: [`Base`], [`Vnni`] with products of 8-bit codes, and [`Pairs`], which expands bytes
+//! What further instructions change is in a parameter: [`Base`], [`Vnni`] with products of 8-bit codes, and [`Bf16Pairs`], which expands bytes
 //! and 16-bit words (VBMI2), too, and multiplies pairs of bf16.
 
 #![expect(unsafe_code, reason = "intrinsics on memory of fixed length")]
@@ -27,7 +27,7 @@ pub(super) struct Vnni(());
 
 /// Proof that the CPU has VBMI2, VNNI and bf16 products.
 #[derive(Clone, Copy)]
-pub(super) struct Pairs(Vnni);
+pub(super) struct Bf16Pairs(Vnni);
 
 impl Avx512<Base> {
     /// The instructions, if the CPU has them.
@@ -47,10 +47,10 @@ impl Avx512<Base> {
 
 impl Avx512<Vnni> {
     /// The instructions with VBMI2 and bf16 products, if the CPU has both.
-    pub(super) fn with_pairs(self) -> Option<Avx512<Pairs>> {
+    pub(super) fn with_pairs(self) -> Option<Avx512<Bf16Pairs>> {
         let has = std::is_x86_feature_detected!("avx512bf16")
             && std::is_x86_feature_detected!("avx512vbmi2");
-        has.then_some(Avx512(Pairs(self.0)))
+        has.then_some(Avx512(Bf16Pairs(self.0)))
     }
 }
 
@@ -295,7 +295,7 @@ impl CodeSums for Vnni {
     }
 }
 
-impl CodeSums for Pairs {
+impl CodeSums for Bf16Pairs {
     #[inline(always)]
     unsafe fn spread(self, codes: *const i8, kept: u64) -> __m512i {
         // SAFETY: as the function's own; the value exists, so the CPU has the instructions.
@@ -313,7 +313,7 @@ impl CodeSums for Pairs {
     }
 }
 
-impl Step<bf16, bf16> for Avx512<Pairs> {
+impl Step<bf16, bf16> for Avx512<Bf16Pairs> {
     #[inline(always)]
     fn dense(self, mut sums: Self::Sums, weights: &[bf16; GROUP], x: &[bf16; GROUP]) -> Self::Sums {
         for (half, sum) in sums.iter_mut().enumerate().take(2) {

@@ -67,7 +67,7 @@ pub(super) enum Instructions {
     #[cfg(target_arch = "x86_64")]
     Avx512Vnni(Avx512<avx512::Vnni>),
     #[cfg(target_arch = "x86_64")]
-    Avx512Pairs(Avx512<avx512::Pairs>),
+    Avx512Pairs(Avx512<avx512::Bf16Pairs>),
 }
 
 impl Instructions {
@@ -176,7 +176,7 @@ fn on_avx512_vnni(vnni: Avx512<avx512::Vnni>, task: RowTask<'_>) {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c,popcnt,bmi2,avx512f,avx512bw,avx512dq,avx512vl")]
 #[target_feature(enable = "avx512bf16,avx512vbmi2,avx512vnni")]
-fn on_avx512_pairs(pairs: Avx512<avx512::Pairs>, task: RowTask<'_>) {
+fn on_avx512_pairs(pairs: Avx512<avx512::Bf16Pairs>, task: RowTask<'_>) {
     multiply_either(pairs, task);
 }
 

@@ -3,6 +3,7 @@
 use half::bf16;
 
 use super::super::compact::{CompactMatrix, KeptForm};
+use super::super::product::{RestoredWeight, RowBuffer};
 use super::super::stored::{StoredDtype, StoredMatrix};
 use super::rows::Instructions;
 use super::{Input, InputForm, compact_by, dense_by};
@@ -88,9 +89,9 @@ fn form_in_f32(by: Instructions, dtype: StoredDtype) -> InputForm {
 
 /// The weights of 8-bit codes.
 fn restored(coded: &CompactMatrix) -> Vec<f32> {
-    let (mut whole, mut half) = (Vec::new(), Vec::new());
-    coded.expand(0..coded.rows(), &mut whole, &mut half);
-    whole
+    let mut buffer = RowBuffer::default();
+    coded.restore(0..coded.rows(), 0..coded.columns(), &mut buffer);
+    buffer.whole
 }
 
 /// W·x in f64, of the stored weights.
@@ -241,9 +242,9 @@ fn a_negative_zero_and_a_payload_are_kept() {
     matrix.as_bytes_mut().copy_from_slice(bytemuck::cast_slice(&bits));
     let without = compact(&matrix, KeptForm::Stored(StoredDtype::Bf16));
     assert_eq!(without.kept(), 4);
-    let (mut whole, mut half) = (Vec::new(), Vec::new());
-    without.expand(0..1, &mut whole, &mut half);
-    assert_eq!(half[..5], bits);
+    let mut buffer = RowBuffer::default();
+    without.restore(0..1, 0..5, &mut buffer);
+    assert_eq!(buffer.half[..5], bits);
 }
 
 fn bits(values: &[f32]) -> Vec<u32> {

@@ -58,5 +58,5 @@ pub(super) use interleave::interleave;
 pub use kernel::Kernel;
 pub(super) use packed::resize;
 pub use packed::{Factors, Line, Strided, Values};
-pub use packed_weight::{Factor, PackedWeight};
+pub use packed_weight::{Factor, PackedWeight, RestoredWeight, RowBuffer};
 pub use products::{Packed, ProductJob, StridedFactors, product_in_parts, products};

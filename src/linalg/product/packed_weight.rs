@@ -1,4 +1,7 @@
-//! [`PackedWeight`]: a weight that is packed once for many products.
+//! W of a product, in the forms that are packed: as stored, restored from a smaller form, and packed once for many products.
+
+use std::fmt::Debug;
+use std::ops::Range;
 
 use rayon::prelude::*;
 
@@ -66,4 +69,35 @@ pub enum Factor<'a> {
     Strided(Strided<'a>),
     /// Columns of a packed weight from a first column on, at which a product may begin ([`PackedWeight::begins_at`]).
     Packed(&'a PackedWeight, usize),
+    /// Columns of a weight in a smaller form, from a first column on; restored a few at a time while it is packed.
+    Restored(&'a dyn RestoredWeight, usize),
+}
+
+/// A weight `[columns, inner]` in a form that takes less memory.
+pub trait RestoredWeight: Debug + Sync {
+    /// `[columns, inner]`
+    fn shape(&self) -> [usize; 2];
+
+    /// Restores a part of some columns, which becomes the content of the buffer.
+    ///
+    /// # Arguments
+    /// * `inner`: begins at a multiple of 128
+    ///
+    /// # Panics
+    /// Panics when the weight does not have the part.
+    fn restore<'b>(
+        &self,
+        columns: Range<usize>,
+        inner: Range<usize>,
+        buffer: &'b mut RowBuffer,
+    ) -> Values<'b>;
+}
+
+/// Memory for some rows of a weight, a buffer per element width.
+#[derive(Debug, Default)]
+pub struct RowBuffer {
+    /// f32
+    pub whole: Vec<f32>,
+    /// The bits of f16 and bf16.
+    pub half: Vec<u16>,
 }

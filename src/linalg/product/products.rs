@@ -13,7 +13,7 @@ use super::cut::TaskCut;
 use super::fused;
 use super::kernel::Kernel;
 use super::packed::{BlockSizes, Factors, Line, Strided, Values, resize};
-use super::packed_weight::{Factor, PackedWeight};
+use super::packed_weight::{Factor, PackedWeight, RowBuffer};
 
 /// A product of the common X.
 #[derive(Debug)]
@@ -42,8 +42,15 @@ pub struct Packed {
 /// The scratch of a task.
 #[derive(Debug, Default)]
 struct TaskScratch {
-    w: Vec<Line>,
+    w: WeightScratch,
     sums: Vec<f32>,
+}
+
+/// Packed columns of W, and the rows they are packed from where W has another form.
+#[derive(Debug, Default)]
+struct WeightScratch {
+    lines: Vec<Line>,
+    rows: RowBuffer,
 }
 
 impl Packed {
@@ -57,7 +64,7 @@ impl Packed {
         let scratch = self.scratch.into_inner();
         let scratch = scratch
             .iter()
-            .map(|scratch| scratch.w.len() * size_of::<Line>() + scratch.sums.len() * 4);
+            .map(|scratch| scratch.w.lines.len() * size_of::<Line>() + scratch.sums.len() * 4);
         self.x.len() * size_of::<Line>() + scratch.sum::<usize>()
     }
 }
@@ -157,6 +164,10 @@ fn check(kernel: Kernel, job: &ProductJob<'_>, x: Activations<'_>) {
                 && first.checked_add(job.columns).is_some_and(|end| end <= weight.columns)
                 && PackedWeight::begins_at(kernel, first)
         }
+        Factor::Restored(weight, first) => {
+            let [columns, inner] = weight.shape();
+            inner == x.inner && first.checked_add(job.columns).is_some_and(|end| end <= columns)
+        }
     };
     assert!(fits, "shapes of a product must match");
     assert!(job.columns <= job.stride, "rows of the result must not overlap");
@@ -196,12 +207,8 @@ fn multiply_by_slabs(x: Activations<'_>, tasks: &mut [Task<'_>], packed: &mut Pa
             scratch.lend(TaskScratch::default, |scratch| {
                 let (rows, columns) = (task.out.rows(), task.out.columns());
                 let packed_x = &lines[shape.packed_rows(rows.start, slab.len())..];
-                let w = kernel.pack_part(
-                    task.weight,
-                    columns.clone(),
-                    (x.inner, slab.clone()),
-                    &mut scratch.w,
-                );
+                let part = (x.inner, slab.clone());
+                let w = kernel.pack_part(task.weight, columns.clone(), part, &mut scratch.w);
                 let factors = Factors {
                     x: packed_x,
                     w,
@@ -314,8 +321,9 @@ impl TaskScratch {
             let x_lines = &lines[shape.packed_rows(x.tokens, slab.start)..]
                 [shape.packed_rows(rows.start, slab.len())..];
             let w = match weight {
-                Factor::Stored(_) | Factor::Strided(_) => {
-                    kernel.pack_part(weight, columns.clone(), (x.inner, slab.clone()), &mut self.w)
+                Factor::Stored(_) | Factor::Strided(_) | Factor::Restored(..) => {
+                    let part = (x.inner, slab.clone());
+                    kernel.pack_part(weight, columns.clone(), part, &mut self.w)
                 }
                 Factor::Packed(weight, first) => {
                     &weight.lines[shape.packed_columns(weight.columns, slab.start)..]
@@ -357,21 +365,36 @@ fn pack_slab(
 }
 
 impl Kernel {
+    /// Packs a part of W.
     fn pack_part<'l>(
         self,
         weight: Factor<'_>,
         columns: Range<usize>,
         (inner, slab): (usize, Range<usize>),
-        lines: &'l mut Vec<Line>,
+        WeightScratch { lines, rows }: &'l mut WeightScratch,
     ) -> &'l [Line] {
-        let weight = match weight {
-            Factor::Stored(weight) => Strided::rows(weight, inner),
-            Factor::Strided(weight) => weight,
-            Factor::Packed(..) => unreachable!("a packed weight is not packed again"),
-        };
         let lines = resize(lines, self.column_lines(columns.len(), slab.len()));
-        let weight = weight.at(columns.start, slab.start);
-        self.pack_columns(weight, columns.len(), slab.len(), lines);
+        let mut pack = |weight: Strided<'_>| {
+            let weight = weight.at(columns.start, slab.start);
+            self.pack_columns(weight, columns.len(), slab.len(), lines);
+        };
+        match weight {
+            Factor::Stored(weight) => pack(Strided::rows(weight, inner)),
+            Factor::Strided(weight) => pack(weight),
+            Factor::Restored(weight, first) => {
+                // So few columns that they stay in a cache between being restored and being packed.
+                let BlockSizes { unit, .. } = self.shape();
+                let units = lines.chunks_mut(self.column_lines(unit, slab.len()));
+                for (start, lines) in columns.clone().step_by(unit).zip(units) {
+                    let some = start..columns.end.min(start + unit);
+                    let of_weight = first + some.start..first + some.end;
+                    let values = weight.restore(of_weight, slab.clone(), rows);
+                    let values = Strided::rows(values, slab.len());
+                    self.pack_columns(values, some.len(), slab.len(), lines);
+                }
+            }
+            Factor::Packed(..) => unreachable!("a packed weight is not packed again"),
+        }
         lines
     }
 }

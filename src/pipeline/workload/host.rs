@@ -52,7 +52,7 @@ impl<'r> Host<'r> {
         let (config, dtype) = (run.config, run.dtypes.layers);
         let tokens = largest_part(run.seqlen, settings.mlp_tokens, LEAST_ROWS);
         let forward = self.pass(run.products.of_activations()).forward(dtype)
-            + run.forms.restored_bytes(config, dtype)
+            + run.forms.restored_bytes(run.threads)
             + run.forms.rounded_bytes(config, run.seqlen, tokens);
         let mut phases =
             vec![self.phase(Phase::Tokenize, vec![part(PartKind::Tokenizer, run.tokenizing)])];
