@@ -323,6 +323,8 @@ fn multiply(
 
 #[cfg(test)]
 mod tests {
+    use super::super::compact::CompactMatrix;
+    use super::super::product::RestoredWeight;
     use super::super::stored::{StoredDtype, StoredMatrix};
     use super::*;
 
@@ -418,5 +420,40 @@ mod tests {
         let x: Vec<f32> = (0..inner).map(|i| i as f32).collect();
         let y = forward(&linear, &x);
         assert_eq!(y, (0..columns).map(|i| 3.0 * i as f32).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_compact_weight_gives_the_bits_of_the_weight_with_its_zeros() {
+        // More columns than a slab of any kernel, and no multiple of a vector, a word of a mask or a block of codes.
+        let (rows, columns, tokens) = (130, 2500, 9);
+        let weight = |at: usize| match at * 7 % 11 {
+            0..6 => 0.0,
+            _ => (at as f32 * 0.71).sin(),
+        };
+        let values: Vec<f32> = (0..rows * columns).map(weight).collect();
+        let x: Vec<f32> = (0..tokens * columns).map(|at| (at as f32 * 0.37).cos()).collect();
+        let product = |weight: Weight, features: Range<usize>| {
+            let linear = Linear::new(weight, None);
+            let mut context = ProductContext::new();
+            context.activations = CodedActivations::F32;
+            let mut out = vec![0.0; tokens * features.len()];
+            let mut outputs = [LinearOutput { linear: &linear, features, out: &mut out }];
+            forward_all(&mut outputs, &x, SingleToken::AsMany, &mut context).unwrap();
+            out.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+        };
+        for dtype in [StoredDtype::F32, StoredDtype::F16, StoredDtype::Bf16] {
+            let dense = StoredMatrix::from_f32(dtype, rows, columns, &values);
+            let stored = CompactMatrix::of(&dense, KeptForm::Stored(dtype)).unwrap();
+            let coded = CompactMatrix::of(&dense, KeptForm::Codes).unwrap();
+            let mut buffer = product::RowBuffer::default();
+            coded.restore(0..rows, 0..columns, &mut buffer);
+            let of_codes = StoredMatrix::from_f32(StoredDtype::F32, rows, columns, &buffer.whole);
+            for (compact, dense) in [(stored, dense), (coded, of_codes)] {
+                for features in [0..rows, 17..rows] {
+                    let got = product(Weight::Compact(compact.clone()), features.clone());
+                    assert_eq!(got, product(dense.clone().into(), features), "{dtype:?}");
+                }
+            }
+        }
     }
 }
