@@ -53,9 +53,14 @@ pub(super) fn code_of(steps: f32) -> i8 {
 /// Widens a scale, which is not negative. The library asks for the CPU's features at every conversion.
 #[inline(always)]
 pub(super) fn wide_scale(scale: f16) -> f32 {
-    // The exponents of f16 and f32 begin 112 apart. This is exact for subnormal numbers, too.
-    const BETWEEN: f32 = 5.192_297e33;
-    f32::from_bits(u32::from(scale.to_bits()) << 13) * BETWEEN
+    // The exponents of f16 and f32 begin 112 apart.
+    const APART: u32 = 112 << 23;
+    // 2⁻¹⁴, the least normal number of f16.
+    const LEAST: u32 = 113 << 23;
+    let bits = u32::from(scale.to_bits()) << 13;
+    // A subnormal number is read above 2⁻¹⁴: CPUs take a hundred cycles or more for a subnormal f32.
+    let subnormal = f32::from_bits(bits + LEAST) - f32::from_bits(LEAST);
+    f32::from_bits(if bits < 1 << 23 { subnormal.to_bits() } else { bits + APART })
 }
 
 /// Appends the scales of a row (f16, little endian) and the codes of its kept weights.
@@ -165,6 +170,14 @@ mod tests {
         assert_eq!(first_wrong_scale(&bytes([0.0, 1.0, 2.0])), None);
         for wrong in [-1.0, f32::INFINITY, f32::NAN] {
             assert_eq!(first_wrong_scale(&bytes([0.0, 1.0, wrong])), Some(2));
+        }
+    }
+
+    #[test]
+    fn every_scale_is_widened_exactly() {
+        for bits in 0..f16::INFINITY.to_bits() {
+            let scale = f16::from_bits(bits);
+            assert_eq!(wide_scale(scale).to_bits(), scale.to_f32().to_bits(), "{bits}");
         }
     }
 }
