@@ -4,7 +4,8 @@
 //! cargo bench --bench one_token                        2048 x 8192 and 4096 x 11008, one thread and all
 //! cargo bench --bench one_token -- 4096 11008 0.6 2    rows, columns, share of zeros, threads
 //! cargo bench --bench one_token -- cached              a matrix in the second-level cache, one thread
-//! cargo bench --bench one_token -- avx2 cached         with these instructions: portable, avx2, avx512, avx512-vnni, avx512-vbmi2-bf16
+//! cargo bench --bench one_token -- avx2 cached         with these instructions: portable, avx2, avx512, avx512-vnni,
+//!                                                      avx512-vbmi2-bf16
 //! ```
 //!
 //! Matrices of bf16 rotate through more than a last-level cache. Every round measures all forms in turn; the medians are printed. GB/s are

@@ -126,8 +126,9 @@ impl Generator {
         let matrices = of_matrices(&WeightForms::dense());
         let [head, rounded] = forms.head_bytes(config, dtypes.head);
         let block = PROMPT_BLOCK.min(capacity);
+        let restored = forms.restored_bytes(rayon::current_num_threads());
         let workspace = dense.workspace
-            + forms.made_bytes(config, dtypes.layers)
+            + forms.made_bytes(config, dtypes.layers).max(restored)
             + forms.rounded_bytes(config, block, block.min(settings().mlp_tokens));
         let layer = ByteSize(dense.layer.0 - matrices + of_matrices(forms));
         let later = layer + dense.kv_cache;

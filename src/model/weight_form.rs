@@ -229,7 +229,7 @@ impl WeightForms {
         }
     }
 
-    /// The memory of rows that are made compact while a matrix is read. It is enough for rows that are restored.
+    /// The memory of rows that are made compact while a matrix is read.
     pub fn made_bytes(&self, config: &ModelConfig, dtype: StoredDtype) -> ByteSize {
         rows_bytes(
             config,

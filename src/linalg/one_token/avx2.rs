@@ -10,6 +10,7 @@ use std::arch::x86_64::*;
 use half::{bf16, f16};
 
 use super::super::bitmask::PLACES;
+use super::super::eight::NONE;
 use super::vectors::{CODES, CodeFactors, GROUP, Parted, Step, Vectors};
 
 /// Proof that the CPU has the instructions.
@@ -30,13 +31,13 @@ impl Avx2 {
 
 /// [`PLACES`] in bytes of 16-bit values.
 static HALF_PLACES: [[u8; 16]; 256] = {
-    let mut table = [[0x80; 16]; 256];
+    let mut table = [[NONE; 16]; 256];
     let mut byte = 0;
     while byte < 256 {
         let mut column = 0;
         while column < 8 {
             let place = PLACES[byte][column];
-            if place != 0x80 {
+            if place != NONE {
                 table[byte][2 * column] = 2 * place;
                 table[byte][2 * column + 1] = 2 * place + 1;
             }

@@ -1,7 +1,7 @@
 //! Sums on vectors of 16 f32: AVX-512. Kept values of 16 and 32 bits are put into place by an instruction that expands 32-bit lanes.
 //!
-//! What further instructions change is in a parameter: [`Base`], [`Vnni`] with products of 8-bit codes, and [`Bf16Pairs`], which expands bytes
-//! and 16-bit words (VBMI2), too, and multiplies pairs of bf16.
+//! A parameter has what further instructions change: [`Base`], [`Vnni`] with products of 8-bit codes, and [`Bf16Pairs`], which expands
+//! bytes and 16-bit words (VBMI2), too, and multiplies pairs of bf16.
 
 #![expect(unsafe_code, reason = "intrinsics on memory of fixed length")]
 
@@ -217,9 +217,9 @@ const fn lanes(first: i8, others: i8) -> [i8; GROUP] {
     bytes
 }
 
-/// What a column that is not kept adds to the places in its lane: the places begin at -1, as a kept column counts itself.
+/// Terms of the columns that are not kept, in the sums that give places: sums begin at -1, because a kept column counts itself.
 static FIRST_BYTE: [i8; GROUP] = lanes(-1, 0);
-/// What a kept column adds.
+/// Terms of the kept columns.
 static FIRST_BYTE_KEPT: [i8; GROUP] = lanes(0, 1);
 /// For the second eight bytes of a lane the byte before them, for the first eight none.
 static EIGHTH_BYTE: [i8; GROUP] = {

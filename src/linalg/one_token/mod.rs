@@ -38,8 +38,8 @@ pub fn has_pairs() -> bool {
     Instructions::best().has_pairs()
 }
 
-/// Takes a set of instructions for all products of one token: `portable`, `avx2`, `avx512`, `avx512-vnni` or `avx512-vbmi2-bf16`. For measurements, and
-/// before the first product. Returns false where the CPU lacks the set.
+/// Takes a set of instructions for all products of one token: `portable`, `avx2`, `avx512`, `avx512-vnni` or `avx512-vbmi2-bf16`. For
+/// measurements, and before the first product. Returns false where the CPU lacks the set.
 pub fn choose_instructions(name: &str) -> bool {
     Instructions::choose(name)
 }
