@@ -22,6 +22,7 @@ pub mod pipeline;
 pub mod placement;
 pub mod pruning;
 pub mod quantized;
+pub mod ranks;
 pub mod recovery;
 pub mod report;
 pub mod run;

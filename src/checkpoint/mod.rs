@@ -94,4 +94,4 @@ pub use target::{output_bytes, refuse_source_folder};
 pub use verify_tensor::ExpectedMatrix;
 pub use weight_source::{KeptRows, WeightSource};
 pub use writer::CheckpointWriter;
-pub use written::PartialModel;
+pub use written::{PartialModel, WrittenPlaces};

@@ -7,11 +7,20 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 use super::header::TensorEntry;
 use super::source::Checkpoint;
 use super::weight_source::WeightSource;
 use crate::disk::positioned::read_exact_at;
 use crate::failure::Failure;
+
+/// The files of a [`PartialModel`], and the written tensors in them: the index of a file, and the start of its bytes.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct WrittenPlaces {
+    files: Vec<PathBuf>,
+    written: HashMap<String, (usize, u64)>,
+}
 
 /// A source of weights over unfinished files; see the first lines of this file.
 #[derive(Debug)]
@@ -30,6 +39,27 @@ impl PartialModel {
         written: HashMap<String, (usize, u64)>,
     ) -> Self {
         Self { source, files, written }
+    }
+
+    /// The places of the written tensors, for another process.
+    pub fn places(&self) -> WrittenPlaces {
+        let files = self.files.iter().map(|(path, _)| path.clone()).collect();
+        WrittenPlaces { files, written: self.written.clone() }
+    }
+
+    /// The same model in another process, which only reads.
+    ///
+    /// # Errors
+    /// Fails when a file cannot be opened here: the folder must be on a file system that all processes share.
+    pub fn at(source: Arc<Checkpoint>, places: WrittenPlaces) -> anyhow::Result<Self> {
+        let open = |path: PathBuf| match File::open(&path) {
+            Ok(file) => Ok((path, file)),
+            Err(error) => Err(Failure::new(format!("cannot read `{}`: {error}", path.display()))
+                .detail("the first rank has written finished layers there, and all ranks read them")
+                .hint("name a folder with --save that all machines share")),
+        };
+        let files = places.files.into_iter().map(open).collect::<Result<_, _>>()?;
+        Ok(Self { source, files, written: places.written })
     }
 
     /// The place of a written tensor: path and file, and the start of its bytes.

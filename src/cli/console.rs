@@ -22,6 +22,8 @@ use crate::run::{Event, Events, Manifest, Unfinished};
 /// Levels of detail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Level {
+    /// Nothing: the first rank of a run speaks for all.
+    Silent,
     /// Warnings and errors.
     Quiet,
     /// Results and progress.
@@ -98,6 +100,13 @@ impl Console {
         }
     }
 
+    /// The same console, which prints nothing.
+    #[must_use]
+    pub(super) fn silent(mut self) -> Self {
+        self.level = Level::Silent;
+        self
+    }
+
     /// Takes the bars away; called before results are printed.
     pub fn clear(&self) {
         if let Some(mut bars) = self.state().bars.take() {
@@ -119,6 +128,9 @@ impl Console {
     /// Writes to standard output and says whether somebody reads it. A run does not fail because its reader has left
     /// (`prune eval | true`), but it fails on a full disk.
     fn write(&self, text: &str) -> bool {
+        if self.level == Level::Silent {
+            return true;
+        }
         let mut stdout = std::io::stdout();
         let written = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
         match written {
@@ -170,6 +182,9 @@ impl Console {
 
     /// An error, after everything else.
     pub fn error(&self, text: &str) {
+        if self.level == Level::Silent {
+            return;
+        }
         self.clear();
         self.state().end_line();
         let unfinished = self.ending().unfinished.take();
@@ -224,6 +239,7 @@ impl Console {
     /// Prints the profile of `--profile` on standard error, after the table: with `--json`, standard output holds the record alone.
     pub(super) fn profile(&self, manifest: &Manifest) {
         let profile = manifest.profile.as_ref();
+        let profile = profile.filter(|_| self.level > Level::Silent);
         let text = profile.map_or(String::new(), report::profile::text);
         for line in text.lines() {
             print_line(line);
@@ -246,6 +262,9 @@ impl Console {
     }
 
     fn last_words(&self, event: &str, text: impl FnOnce(&str) -> String) {
+        if self.level == Level::Silent {
+            return;
+        }
         let mut state = self.state();
         if let Some(mut bars) = state.bars.take() {
             bars.clear();
@@ -329,6 +348,14 @@ impl State {
         }
     }
 
+    fn show(&mut self, form: Form, level: Level, event: &Event) {
+        self.follow(form, level >= Level::Normal, event);
+        match form {
+            Form::Json => self.tell_json(level, event),
+            Form::Bars | Form::Plain => self.tell(level, form, event),
+        }
+    }
+
     fn tell(&mut self, level: Level, form: Form, event: &Event) {
         match event {
             Event::LayerPruned { layer, sparsity, elapsed } if level >= Level::Normal => {
@@ -409,10 +436,8 @@ impl Events for Console {
 
     fn emit(&self, event: Event) {
         let mut state = self.state();
-        state.follow(self.form, self.level >= Level::Normal, &event);
-        match self.form {
-            Form::Json => state.tell_json(self.level, &event),
-            Form::Bars | Form::Plain => state.tell(self.level, self.form, &event),
+        if self.level > Level::Silent {
+            state.show(self.form, self.level, &event);
         }
         match event {
             Event::Memory(sample) => {

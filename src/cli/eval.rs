@@ -10,6 +10,7 @@ use super::console::Console;
 use super::model::ModelWordArgs;
 use super::outcome::Outcome;
 use crate::job;
+use crate::ranks::Ranks;
 use crate::report;
 use crate::settings::{
     DeviceSettings, EvalSides, EvaluationSettings, OutputSettings, Settings, WeightSettings,
@@ -69,8 +70,13 @@ impl EvalArgs {
 }
 
 /// Runs the command and prints its table.
-pub fn command(args: &EvalArgs, arguments: Vec<String>, console: &Console) -> Result<Outcome> {
-    let manifest = job::eval(args.settings(arguments)?, console)?;
+pub fn command(
+    args: &EvalArgs,
+    arguments: Vec<String>,
+    console: &Console,
+    ranks: &Ranks,
+) -> Result<Outcome> {
+    let manifest = job::eval_on(ranks, args.settings(arguments)?, console)?;
     console.record(&manifest, &report::table::text(&manifest))?;
     console.profile(&manifest);
     Ok(Outcome::of(&manifest, console))

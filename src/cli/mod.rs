@@ -71,6 +71,8 @@ use clap::FromArgMatches;
 
 use crate::data::chat::process;
 use crate::failure::{self, Failure};
+use crate::ranks::Ranks;
+use crate::ranks::launcher::{self, Launched};
 use crate::run::{Event, Events, Stopped};
 use crate::runtime::memory;
 use console::{Console, print_line};
@@ -119,10 +121,37 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     };
     let arguments: Vec<String> =
         arguments.iter().map(|argument| argument.to_string_lossy().into_owned()).collect();
-    let console = Arc::new(Console::new(cli.messages(), interrupt::end_for_another));
+    let console = Console::new(cli.messages(), interrupt::end_for_another);
+    let ranks = match ranks_of(&cli) {
+        Ok(ranks) => ranks,
+        Err(error) => {
+            console.error(&failure::describe(&error));
+            return ExitCode::from(2);
+        }
+    };
+    let console = Arc::new(if ranks.is_first() { console } else { console.silent() });
     interrupt::end_on_panic(&console);
     interrupt::watch(&console);
-    let done = dispatch(cli, arguments, &console);
+    let done = dispatch(cli, arguments, &console, &ranks);
+    let code = end(&console, told(done, &ranks));
+    ranks.close();
+    code
+}
+
+/// Tells the other ranks of an error. The error of a rank that left before is the error of the run.
+fn told(done: anyhow::Result<Outcome>, ranks: &Ranks) -> anyhow::Result<Outcome> {
+    let error = match (done, ranks.departure()) {
+        (Err(_), Some(departure)) => return Err(departure.into_error()),
+        (Err(error), None) => error,
+        (done, _) => return done,
+    };
+    let is_stopped = error.is::<Stopped>();
+    ranks.leave((!is_stopped).then(|| failure::describe(&error)));
+    Err(error)
+}
+
+/// The last words and the exit code of a command.
+fn end(console: &Console, done: anyhow::Result<Outcome>) -> ExitCode {
     match done.and_then(|outcome| console.check_results().map(|()| outcome)) {
         Ok(outcome) => outcome.exit_code(),
         Err(error) if error.is::<Stopped>() => {
@@ -154,10 +183,40 @@ fn render_chat_templates() -> ExitCode {
     ExitCode::from(u8::from(served.is_err()))
 }
 
-fn dispatch(cli: Cli, arguments: Vec<String>, console: &Console) -> anyhow::Result<Outcome> {
+/// The ranks of a command: prune and eval share their work, other commands that write run in a single process.
+///
+/// # Errors
+/// Fails where a launcher has started several processes of a command that runs in one, and where MPI cannot be started.
+fn ranks_of(cli: &Cli) -> anyhow::Result<Ranks> {
+    let name = match &cli.command {
+        None | Some(Command::Eval(_)) => return launcher::join(),
+        Some(Command::Sweep(args)) if args.is_shard() => return Ok(Ranks::alone()),
+        Some(Command::Demo(_)) => "demo",
+        Some(Command::Generate(_)) => "generate",
+        Some(Command::Merge(_)) => "merge",
+        Some(Command::Pack(_)) => "pack",
+        Some(Command::Quantize(_)) => "quantize",
+        Some(Command::Recover(_)) => "recover",
+        Some(Command::Report(_)) => "report",
+        Some(Command::Sweep(_)) => "sweep",
+        Some(Command::Unpack(_)) => "unpack",
+        Some(_) => return Ok(Ranks::alone()),
+    };
+    match Launched::here() {
+        Some(launched) => Err(launched.refusal(&format!("prune {name}")).into()),
+        None => Ok(Ranks::alone()),
+    }
+}
+
+fn dispatch(
+    cli: Cli,
+    arguments: Vec<String>,
+    console: &Console,
+    ranks: &Ranks,
+) -> anyhow::Result<Outcome> {
     let done = match &cli.command {
-        None => return prune::command(&cli.prune, arguments, console),
-        Some(Command::Eval(args)) => return eval::command(args, arguments, console),
+        None => return prune::command(&cli.prune, arguments, console, ranks),
+        Some(Command::Eval(args)) => return eval::command(args, arguments, console, ranks),
         Some(Command::Merge(args)) => return merge::command(args, arguments, console),
         Some(Command::Recover(args)) => return recover::command(args, arguments, console),
         Some(Command::Sweep(args)) => return sweep::command(args, arguments, console),

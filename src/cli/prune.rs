@@ -12,6 +12,7 @@ use super::outcome::Outcome;
 use crate::failure::Failure;
 use crate::job;
 use crate::pipeline::LayerRatios;
+use crate::ranks::Ranks;
 use crate::report;
 use crate::run::command_line::quoted;
 use crate::run::{Events, Manifest};
@@ -97,12 +98,17 @@ fn variant_of(method: &str) -> Result<String> {
 }
 
 /// Runs the command and prints its table.
-pub fn command(args: &PruneArgs, arguments: Vec<String>, console: &Console) -> Result<Outcome> {
+pub fn command(
+    args: &PruneArgs,
+    arguments: Vec<String>,
+    console: &Console,
+    ranks: &Ranks,
+) -> Result<Outcome> {
     let settings = args.settings(arguments)?;
     if settings.output.log_memory {
         console.log_memory();
     }
-    let manifest = job::prune(settings, console, None)?;
+    let manifest = job::prune_on(ranks, settings, console, None)?;
     if let Some(summary) = console.memory_summary() {
         console.lines(summary.trim_end().to_string());
     }

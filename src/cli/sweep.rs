@@ -109,6 +109,11 @@ pub struct SweepArgs {
 }
 
 impl SweepArgs {
+    /// Returns whether this process computes a share of the grid of its own.
+    pub(super) fn is_shard(&self) -> bool {
+        self.shard.is_some()
+    }
+
     fn settings(&self, arguments: Vec<String>) -> Result<GridSettings> {
         let shard = self.shard.as_deref().map(str::parse).transpose()?;
         let mut run = self.run.settings(arguments)?;

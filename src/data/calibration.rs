@@ -10,6 +10,8 @@ use std::time::Instant;
 
 use anyhow::Result;
 
+use serde::{Deserialize, Serialize};
+
 use super::cache::TextCache;
 use super::documents::Documents;
 use super::joined::tokenize_joined;
@@ -38,7 +40,7 @@ pub struct Draw {
 }
 
 /// The samples, and the record of their origin.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Calibration {
     /// Token ids, [nsamples, seqlen] row-major.
     pub tokens: Vec<u32>,

@@ -5,6 +5,8 @@
 
 use anyhow::Result;
 
+use serde::{Deserialize, Serialize};
+
 use super::cache::TextCache;
 use super::calibration::shorter;
 use super::joined::{DOCUMENT_WINDOWS, tokenize_joined};
@@ -18,7 +20,7 @@ const PUBLISHED_WIKITEXT_2: &str =
     "696cca6b65a171b0a358a4be6732cdfdf2dd6164a32e20fd70e3c13fc4dfae83";
 
 /// The windows, and the record of their origin.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Evaluation {
     /// Token ids, [windows, seqlen] row-major.
     pub tokens: Vec<u32>,

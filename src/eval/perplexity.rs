@@ -17,7 +17,7 @@ use crate::model::{DecoderLayer, Head};
 use crate::run::manifest::PerplexityReport;
 use crate::run::phase::in_layer;
 use crate::run::{Event, Phase};
-use crate::runtime::{Compute, HiddenStates, Passenger, Reporter, Side};
+use crate::runtime::{Compute, HiddenStates, Passenger, Reporter, SampleShare, Side};
 
 /// A stream of windows, passed through the model.
 pub struct Perplexity<'a> {
@@ -74,6 +74,7 @@ impl Passenger for Perplexity<'_> {
         let Reporter { clock, events } = self.reporter;
         let (hidden, tokens) = (&mut self.hidden, self.tokens);
         let (steps, seqlen) = (hidden.samples() as u64, hidden.seqlen());
+        let (share, ranks) = (hidden.share().clone(), compute.ranks().clone());
         let phase = format!("head: {} perplexity", self.side.name());
         events.emit(Event::PhaseStarted { phase, unit: "windows", steps });
         let losses = clock.measure(Phase::Head, || -> Result<Vec<f64>> {
@@ -97,8 +98,9 @@ impl Passenger for Perplexity<'_> {
                     continue;
                 }
                 let context = compute.context();
-                let windows = tokens.chunks_exact(seqlen).zip(seen.chunks_exact_mut(seqlen));
-                for (window, (tokens, seen)) in windows.enumerate() {
+                let windows = share.own().iter().zip(seen.chunks_exact_mut(seqlen));
+                for (window, (&number, seen)) in windows.enumerate() {
+                    let tokens = &tokens[number * seqlen..(number + 1) * seqlen];
                     events.check()?;
                     chunk.logits(&hidden.get(window)?, context, |first, logits| {
                         let (seen, next) = (&mut seen[first..], &tokens[first + 1..]);
@@ -109,7 +111,11 @@ impl Passenger for Perplexity<'_> {
                 }
             }
             let group = SUMMED_AT_ONCE / head.vocab_size().max(1);
-            seen.chunks_exact(seqlen).map(|seen| window_loss(seen, group)).collect()
+            let losses = seen.chunks_exact(seqlen).map(|seen| window_loss(seen, group));
+            let losses = losses.collect::<Result<Vec<f64>>>()?;
+            let by_rank = ranks.all_gather(bytemuck::cast_slice(&losses))?;
+            let by_rank = by_rank.iter().map(|bytes| bytemuck::pod_collect_to_vec(bytes));
+            Ok(SampleShare::in_order(share.all(), by_rank.collect()))
         })?;
         self.report = Some(summarise(&losses, seqlen));
         // No later layer needs the windows.

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use super::recover::GivenTraining;
 use super::settled_run::SettledRun;
 use crate::pruning::Technique;
+use crate::ranks::Ranks;
 use crate::run::Manifest;
+use crate::runtime::blocks::SampleBlocks;
 
 /// Requests and results of other runs that a run is settled with.
 #[derive(Default)]
@@ -16,6 +18,8 @@ pub(super) struct RunInputs<'a> {
     pub(super) training: Arc<GivenTraining>,
     /// The runs that share its sweep.
     pub(super) sharing: Sharing<'a>,
+    /// The ranks that share its samples and windows.
+    pub(super) ranks: Ranks,
 }
 
 /// The place of a run among the runs that share a sweep.
@@ -31,6 +35,11 @@ pub(super) enum Sharing<'a> {
 }
 
 impl RunInputs<'_> {
+    /// The most samples that a rank has of this many, or windows.
+    pub(super) fn samples_here(&self, samples: usize) -> usize {
+        SampleBlocks::new(samples).most_of(self.ranks.size())
+    }
+
     /// The techniques of the runs after the first in the sweep. Only the first run knows them.
     pub(super) fn shared_with(&self) -> Vec<Technique> {
         match &self.sharing {

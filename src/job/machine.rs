@@ -13,6 +13,7 @@ use crate::linalg::product::Kernel;
 use crate::linalg::{Products, StoredDtype, kernel};
 use crate::placement::inventory::Gpu;
 use crate::placement::{Inventory, Policy};
+use crate::ranks::Ranks;
 use crate::settings::{ComputeDtype, DeviceChoice, DeviceSettings};
 
 /// Worker threads that may be asked for.
@@ -27,6 +28,16 @@ pub(super) fn threads(asked: Option<u16>) -> usize {
     };
     let affinity = || std::thread::available_parallelism().map_or(1, usize::from);
     asked.map(usize::from).or_else(slurm).unwrap_or_else(affinity)
+}
+
+/// Returns the number of worker threads of a rank: as asked, else its share where ranks of this machine may use the same processors. `None`
+/// for a process that has its processors alone, or whose batch system says the number.
+pub(super) fn threads_beside(asked: Option<u16>, ranks: &Ranks) -> Option<u16> {
+    let sharing = ranks.neighbors().sharing_processors;
+    if asked.is_some() || sharing == 1 || std::env::var_os("SLURM_CPUS_PER_TASK").is_some() {
+        return asked;
+    }
+    u16::try_from((threads(None) / sharing).max(1)).ok()
 }
 
 /// Seconds since 1970 (UTC).

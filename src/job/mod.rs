@@ -11,6 +11,7 @@
 //! | `generate`, `inspect`, `plan`, `demo`, `quantize`, `pack`, `unpack` | the other commands |
 //! | `demo_packing` | the end of `demo`: files and decoding with and without zeros |
 //! | `settle` | everything that can be wrong is checked, and nothing is written |
+//! | `members` | a run of several ranks: the first rank settles and writes, the others sweep with it |
 //! | `settled_run`, `pass` | what a settled run has; a pass that only measures |
 //! | `inputs` | results of other runs, and the sweep that a run shares with them |
 //! | `opened`, `located` | the checkpoint, from a folder or the hub |
@@ -52,6 +53,7 @@ mod interruption;
 mod layer_drop;
 mod located;
 pub mod machine;
+mod members;
 mod merge;
 mod model_report;
 mod opened;
@@ -91,5 +93,5 @@ pub use merge::{merge, peft_methods};
 pub use pack::pack;
 pub use plan::plan;
 pub use quantize::quantize;
-pub use run::{eval, prune, recover, recover_given};
+pub use run::{eval, eval_on, prune, prune_on, recover, recover_given};
 pub use unpack::unpack;

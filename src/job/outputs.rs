@@ -9,7 +9,7 @@ use super::folder::state_file::{self, StateFile};
 use super::recorder::Recorder;
 use super::settled_run::{RunTask, SettledRun};
 use super::tensor_files::GONE;
-use crate::checkpoint::{CheckpointWriter, ExpectedMatrix, Published};
+use crate::checkpoint::{CheckpointWriter, ExpectedMatrix, PartialModel, Published};
 use crate::job::folder::memory_log;
 use crate::model::ModelConfig;
 use crate::pipeline::{LayerJournal, MaskObserver, Output, SaveMasks, expected, permute};
@@ -25,6 +25,16 @@ pub(super) struct Outputs<'a> {
     pub(super) state: Option<StateFile<'a>>,
     /// The layers that an earlier process finished.
     pub(super) layers_before: Vec<LayerReport>,
+    /// What another rank writes; `None` on the rank that writes.
+    pub(super) of_first: Option<FirstRank>,
+}
+
+/// The outputs of the first rank, as the other ranks see them.
+pub(super) struct FirstRank {
+    /// The perplexities, where an earlier process measured all of them.
+    pub(super) measured: Option<Perplexities>,
+    /// The files of the finished layers.
+    pub(super) written: Option<Arc<PartialModel>>,
 }
 
 /// The files of a run, and its state, whose file is not begun.
@@ -47,7 +57,7 @@ impl<'a> Outputs<'a> {
         let (clock, started) = (&job.model.clock, job.model.started_unix_seconds);
         let state = job.folder.state();
         let state = state.map(|folder| StateFile::begin(folder, saved, clock, recorder, started));
-        Ok(Self { writer, masks, state: state.transpose()?, layers_before })
+        Ok(Self { writer, masks, state: state.transpose()?, layers_before, of_first: None })
     }
 
     /// Number of layers that an earlier process finished.
@@ -57,17 +67,28 @@ impl<'a> Outputs<'a> {
 
     /// The perplexities, where an earlier process measured all of them.
     pub(super) fn measured(&self) -> Option<&Perplexities> {
-        self.state.as_ref().and_then(|state| state.run().perplexity.as_ref())
+        match &self.of_first {
+            Some(first) => first.measured.as_ref(),
+            None => self.state.as_ref().and_then(|state| state.run().perplexity.as_ref()),
+        }
+    }
+
+    /// The model with the layers that an earlier process finished; `None` without finished layers.
+    pub(super) fn finished_model(&self) -> Result<Option<Arc<PartialModel>>> {
+        Ok(match (&self.of_first, &self.writer) {
+            (Some(first), _) => first.written.clone(),
+            (None, Some(writer)) if self.finished_layers() > 0 => Some(Arc::new(writer.written()?)),
+            _ => None,
+        })
     }
 
     /// The weights of the finished layers as they were written.
     pub(super) fn finished(&self, config: &Arc<ModelConfig>) -> Result<Option<Finished>> {
-        let layers = self.finished_layers();
-        let Some(writer) = self.writer.as_ref().filter(|_| layers > 0) else {
+        let Some(written) = self.finished_model()? else {
             return Ok(None);
         };
-        let written = LayerSource::as_stored(Arc::new(writer.written()?), Arc::clone(config));
-        Ok(Some(Finished { layers, written }))
+        let written = LayerSource::as_stored(written, Arc::clone(config));
+        Ok(Some(Finished { layers: self.finished_layers(), written }))
     }
 
     /// The receivers of pruned layers.

@@ -12,6 +12,7 @@ use super::planned::Planning;
 use super::resolved::Pruning;
 use super::settled_run::{RunTask, SettledRun, offload_folder, sides_left};
 use crate::pipeline::{Flow, Observed, RunShape};
+use crate::ranks::Ranks;
 use crate::run::Events;
 use crate::run::manifest::PerplexityReport;
 use crate::runtime::SweepReport;
@@ -54,6 +55,7 @@ pub(super) fn settle_pass(
         plan,
         deciding: BTreeMap::new(),
         unfinished: None,
+        ranks: Ranks::alone(),
     };
     run.check_disk()?;
     Ok(Box::new(run))
@@ -117,7 +119,7 @@ pub(super) fn early_shape<'m>(
     let is_used = is_used && !settings.trains_whole();
     let calibration = settings.calibration.as_ref().filter(|_| is_used);
     RunShape {
-        samples: calibration.map_or(0, |calibration| calibration.nsamples as usize),
+        samples: calibration.map_or(0, |of| given.samples_here(of.nsamples as usize)),
         windows: sides.len().min(1),
         sides,
         technique: pruning.map(|pruning| pruning.technique.clone()),

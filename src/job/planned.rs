@@ -12,6 +12,7 @@ use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::pipeline::RunShape;
 use crate::placement::{self, Inventory, PlanFailure, Policy, Shortage};
+use crate::ranks::Ranks;
 use crate::run::{Events, HiddenStatesStorage, Plan};
 use crate::runtime::check_spill_folder;
 use crate::settings::{DeviceSettings, HiddenStatesChoice};
@@ -21,12 +22,20 @@ pub(super) struct Planning<'a> {
     device: &'a DeviceSettings,
     policy: Policy,
     threads: usize,
+    /// The ranks of this machine, which divide its memory among them.
+    neighbors: usize,
 }
 
 impl<'a> Planning<'a> {
     /// Reads the device map, if the flags name it.
     pub(super) fn new(device: &'a DeviceSettings, threads: usize) -> Result<Self> {
-        Ok(Self { device, policy: machine::policy(device)?, threads })
+        Ok(Self { device, policy: machine::policy(device)?, threads, neighbors: 1 })
+    }
+
+    /// The same for a rank: the ranks of a machine divide its memory among them.
+    #[must_use]
+    pub(super) fn beside(self, ranks: &Ranks) -> Self {
+        Self { neighbors: ranks.neighbors().ranks, ..self }
     }
 
     /// Plans a run with the memory that is free now.
@@ -34,7 +43,7 @@ impl<'a> Planning<'a> {
     /// # Errors
     /// Fails where it does not fit, with the shortage and flags that do.
     pub(super) fn plan(&self, shape: &RunShape<'_>) -> Result<Plan> {
-        let inventory = machine::inventory(self.device, self.threads)?;
+        let inventory = machine::inventory(self.device, self.threads)?.divided(self.neighbors);
         Ok(plan(shape, &inventory, &self.policy)?)
     }
 

@@ -60,10 +60,10 @@ impl Planning<'_> {
         memory::release_freed();
         model.clock.mark(Moment::ModelLoaded, events);
         if shape.samples > 0 {
-            shape.samples = texts.samples();
+            shape.samples = given.samples_here(texts.samples());
         }
         if shape.windows > 0 {
-            shape.windows = texts.windows();
+            shape.windows = given.samples_here(texts.windows());
         }
         if let (Some(trains), Some((examples, held))) = (&mut shape.trains, &texts.examples) {
             let held = held.as_ref().map_or(0, Examples::len);

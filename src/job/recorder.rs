@@ -7,6 +7,7 @@ use anyhow::Result;
 
 use super::folder::memory_log::MemoryLog;
 use crate::bytes::ByteSize;
+use crate::ranks::Ranks;
 use crate::run::events::LockLost;
 use crate::run::measured::PhaseReport;
 use crate::run::plan::exceeded;
@@ -17,6 +18,7 @@ use crate::runtime::Clock;
 pub(super) struct Recorder<'a> {
     events: &'a dyn Events,
     kept: Mutex<Kept>,
+    ranks: Ranks,
 }
 
 #[derive(Default)]
@@ -28,7 +30,12 @@ struct Kept {
 impl<'a> Recorder<'a> {
     /// Forwards to `events`.
     pub(super) fn new(events: &'a dyn Events) -> Self {
-        Self { events, kept: Mutex::default() }
+        Self { events, kept: Mutex::default(), ranks: Ranks::alone() }
+    }
+
+    /// Stops the run, too, when another of these ranks has left it.
+    pub(super) fn among(self, ranks: &Ranks) -> Self {
+        Self { ranks: ranks.clone(), ..self }
     }
 
     /// Every warning so far.
@@ -90,7 +97,7 @@ impl Events for Recorder<'_> {
     }
 
     fn is_stopping(&self) -> bool {
-        self.events.is_stopping()
+        self.events.is_stopping() || self.ranks.departure().is_some()
     }
 
     fn when_lock_lost(&self) -> LockLost {

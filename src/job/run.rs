@@ -13,9 +13,10 @@ use super::recorder::Recorder;
 use super::recover::{GivenTraining, prepare, train};
 use super::settle::settle;
 use super::settled_run::{RunStart, RunTask, SettledRun};
-use super::{interruption, profile, width_drop};
+use super::{interruption, machine, members, profile, width_drop};
 use crate::checkpoint::Published;
 use crate::pipeline::MaskObserver;
+use crate::ranks::Ranks;
 use crate::run::profile::PeakReport;
 use crate::run::{Events, Manifest};
 use crate::settings::Settings;
@@ -30,7 +31,21 @@ pub fn prune(
     events: &dyn Events,
     observer: Option<&mut dyn MaskObserver>,
 ) -> Result<Manifest> {
-    run(settings, RunInputs::default(), events, observer)
+    prune_on(&Ranks::alone(), settings, events, observer)
+}
+
+/// Prunes as [`prune`] does, together with other ranks.
+///
+/// # Errors
+/// Fails as [`prune`], and when a rank has left.
+pub fn prune_on(
+    ranks: &Ranks,
+    settings: Settings,
+    events: &dyn Events,
+    observer: Option<&mut dyn MaskObserver>,
+) -> Result<Manifest> {
+    let given = RunInputs { ranks: ranks.clone(), ..RunInputs::default() };
+    run(settings, given, events, observer)
 }
 
 /// Measures the perplexity of a checkpoint and returns the record.
@@ -38,7 +53,15 @@ pub fn prune(
 /// # Errors
 /// Fails for everything that can be wrong with settings, checkpoint and text, and where a layer cannot be read.
 pub fn eval(settings: Settings, events: &dyn Events) -> Result<Manifest> {
-    run(settings, RunInputs::default(), events, None)
+    eval_on(&Ranks::alone(), settings, events)
+}
+
+/// Measures as [`eval`] does, together with other ranks.
+///
+/// # Errors
+/// Fails as [`eval`], and when a rank has left.
+pub fn eval_on(ranks: &Ranks, settings: Settings, events: &dyn Events) -> Result<Manifest> {
+    prune_on(ranks, settings, events, None)
 }
 
 /// Trains what a pruned checkpoint lost, writes the results, and returns the record.
@@ -74,12 +97,18 @@ pub fn recover_given(
 /// Everything that can be wrong with settings, checkpoint, texts and folders fails before the sweep; after that, reading,
 /// writing, and weights or activations that are not finite.
 pub(super) fn run(
-    settings: Settings,
+    mut settings: Settings,
     given: RunInputs<'_>,
     events: &dyn Events,
     observer: Option<&mut dyn MaskObserver>,
 ) -> Result<Manifest> {
-    let recorder = Recorder::new(events);
+    let ranks = given.ranks.clone();
+    let recorder = Recorder::new(events).among(&ranks);
+    members::check_settings(&settings, &ranks)?;
+    settings.device.threads = machine::threads_beside(settings.device.threads, &ranks);
+    if !ranks.is_first() {
+        return members::run(settings, &ranks, &recorder);
+    }
     if settings.output.log_memory {
         recorder.log_memory();
     }
@@ -88,16 +117,21 @@ pub(super) fn run(
         RunStart::Run(job) => job,
         RunStart::Finished(manifest) => {
             interruption::is_over(&recorder);
+            members::share_finished(&manifest, &ranks)?;
             return Ok(*manifest);
         }
     };
     job.announce(&recorder);
     let peak = profile::measure_peak(&job);
     let manifest = match &job.task {
-        RunTask::Measure(_) => measure(&job, peak, &recorder)?,
+        RunTask::Measure(_) => {
+            members::share(&job, &Outputs::default())?;
+            measure(&job, peak, &recorder)?
+        }
         RunTask::Prune(pruning) => {
             interruption::with_outputs(&job, &recorder);
             let mut outputs = Outputs::open(&job, &recorder)?;
+            members::share(&job, &outputs)?;
             let swept = sweep(&job, pruning, &mut outputs, observer, &recorder)?;
             finish(&job, &mut outputs, swept, peak, &recorder)?
         }
@@ -109,6 +143,9 @@ pub(super) fn run(
         }
     };
     interruption::is_over(&recorder);
+    if !ranks.is_alone() {
+        ranks.from_first(Some(&manifest))?;
+    }
     Ok(manifest)
 }
 

@@ -74,7 +74,7 @@ fn settle_opened(
         }
     }
 
-    let planning = Planning::new(&settings.device, model.threads)?;
+    let planning = Planning::new(&settings.device, model.threads)?.beside(&given.ranks);
     let measured =
         |model: &OpenedModel| planning.plan(&early_shape(&settings, model, None, &given, &folder));
     weight_choice::settle_sweep(&mut model, &settings, &measured, events)?;
@@ -135,6 +135,7 @@ fn settle_opened(
         plan,
         deciding,
         unfinished,
+        ranks: given.ranks.clone(),
     };
     job.check_disk()?;
     Ok(RunStart::Run(Box::new(job)))
@@ -211,7 +212,7 @@ fn run_folder(
 
 /// Replaces a model by the part of it that the flags ask for: first layers are dropped, then width. An earlier process may have
 /// decided both.
-fn smaller(
+pub(super) fn smaller(
     settings: &Settings,
     model: OpenedModel,
     unfinished: Option<&RunState>,

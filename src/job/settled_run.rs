@@ -16,6 +16,7 @@ use crate::bytes::ByteSize;
 use crate::checkpoint::output_bytes;
 use crate::data::Calibration;
 use crate::pipeline::{Observed, SaveMasks};
+use crate::ranks::Ranks;
 use crate::report;
 use crate::run::manifest::PerplexityReport;
 use crate::run::{Events, HiddenStatesStorage, Manifest, Plan, RunState};
@@ -35,6 +36,8 @@ pub(super) struct SettledRun {
     pub(super) deciding: BTreeMap<String, String>,
     /// The state that an earlier process left of this run.
     pub(super) unfinished: Option<RunState>,
+    /// The ranks that share its samples and windows.
+    pub(super) ranks: Ranks,
 }
 
 /// The work of a run.

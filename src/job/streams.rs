@@ -14,7 +14,7 @@ use crate::pipeline::embed;
 use crate::run::manifest::Perplexities;
 use crate::run::{Event, Events, Moment, Phase};
 use crate::runtime::{
-    Devices, Editor, Finished, HiddenStates, Passenger, Side, Sweep, SweepReport,
+    Devices, Editor, Finished, HiddenStates, Passenger, SampleShare, Side, Sweep, SweepReport,
 };
 
 /// The embedded streams and the devices they pass.
@@ -104,9 +104,10 @@ pub(super) fn passes(job: &SettledRun, finished: usize, streams_of_windows: usiz
         return 0;
     }
     let layers = job.model.config.num_hidden_layers;
-    let samples = job.samples().map_or(0, |samples| samples.nsamples);
+    let here = |samples| SampleShare::here(samples, &job.ranks).own().len();
+    let samples = here(job.samples().map_or(0, |samples| samples.nsamples));
     let calibration = samples * job.passes_of_a_sample(finished);
-    let windows = job.texts.windows() * streams_of_windows;
+    let windows = here(job.texts.windows()) * streams_of_windows;
     (calibration + windows * (layers + 1)) as u64
 }
 
@@ -196,6 +197,7 @@ impl SettledRun {
             products: model.products,
             activations: self.settings.weights.map_or_else(Default::default, |of| of.activations),
             devices,
+            ranks: self.ranks.clone(),
             reporter: model.reporter(events),
         };
         let swept = sweep.run(editor, passengers);
@@ -239,18 +241,18 @@ impl SettledRun {
         events: &dyn Events,
     ) -> Result<HiddenStates> {
         let model = &self.model;
-        let samples = tokens.len() / model.seqlen;
+        let share = SampleShare::here(tokens.len() / model.seqlen, &self.ranks);
         events.emit(Event::PhaseStarted {
             phase: format!("embed {stream} samples"),
             unit: "samples",
-            steps: samples as u64,
+            steps: share.own().len() as u64,
         });
         let embedding = Embedding::open(source, &model.config)?;
         let dtype = if devices.is_empty() { StoredDtype::F32 } else { model.gpu_dtype };
-        let mut hidden = HiddenStates::new(
+        let mut hidden = HiddenStates::of_share(
             self.spill_folder().as_deref(),
             stream,
-            samples,
+            share,
             [model.seqlen, model.config.hidden_size],
             candle_dtype(dtype),
         )?

@@ -152,14 +152,36 @@ impl GramMatrix {
         }
     }
 
-    /// Ends the current block, if it has rows: adds its sums to G.
-    pub fn end_block(&mut self) {
+    /// Adds the waiting rows to the sums of the block.
+    fn end_rows(&mut self) {
         if !self.waiting.is_empty() {
             let waiting = std::mem::take(&mut self.waiting);
             let tokens = waiting.len() / self.width;
             let mut packed = PackedRows::new(self.kernel, self.width, tokens);
             self.fold(&waiting, &mut packed);
         }
+    }
+
+    /// The sums of the upper triangle so far, panel by panel. Parts of them may be added up elsewhere.
+    pub fn sums(&self) -> &[f32] {
+        &self.sums
+    }
+
+    /// The sums to write a part of, as [`GramMatrix::sums`].
+    pub fn sums_mut(&mut self) -> &mut [f32] {
+        &mut self.sums
+    }
+
+    /// Ends the current block without adding it to G. `take` gets its sums, in the order of [`GramMatrix::sums`].
+    pub fn take_block<T>(&mut self, take: impl FnOnce(&[f32], &mut [f32]) -> T) -> T {
+        self.end_rows();
+        let block = if std::mem::take(&mut self.has_sums) { &self.block[..] } else { &[] };
+        take(block, &mut self.sums)
+    }
+
+    /// Ends the current block, if it has rows: adds its sums to G.
+    pub fn end_block(&mut self) {
+        self.end_rows();
         if std::mem::take(&mut self.has_sums) {
             let sums = self.sums.par_chunks_mut(SUMS_AT_ONCE);
             sums.zip(self.block.par_chunks(SUMS_AT_ONCE)).for_each(|(sums, block)| {

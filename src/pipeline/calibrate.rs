@@ -5,6 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use anyhow::{Context, Result};
 use candle_core::DType;
 
+use super::joined::OwnSamples;
 use super::output_error::{InputRows, SampleRows};
 use crate::linalg::columns::ColumnSums;
 use crate::linalg::tensor;
@@ -18,7 +19,7 @@ use crate::runtime::blocks::SampleBlocks;
 use crate::runtime::memory;
 use crate::runtime::{Accumulation, Compute, GramsOnDevices, HiddenStates, Reporter, ResultOrder};
 
-/// Fills a stream with the embeddings of its samples; `tokens` is `[samples, seqlen]`.
+/// Fills a stream with the embeddings of its samples; `tokens` is `[samples, seqlen]`, the samples of all ranks.
 ///
 /// # Errors
 /// Fails when the embedding or the spill file cannot be read or written.
@@ -32,13 +33,15 @@ pub fn embed(
         true => Some(embedding.room(seqlen)?),
         false => None,
     };
-    for (sample, tokens) in tokens.chunks_exact(seqlen).enumerate() {
+    let own = hidden.share().own().to_vec();
+    for (at, sample) in own.into_iter().enumerate() {
+        let tokens = &tokens[sample * seqlen..(sample + 1) * seqlen];
         let Some(rows) = &mut rows else {
-            hidden.put(sample, embedding.rows(tokens)?)?;
+            hidden.put(at, embedding.rows(tokens)?)?;
             continue;
         };
         embedding.read_rows(tokens, rows)?;
-        hidden.put_stored(sample, rows)?;
+        hidden.put_stored(at, rows)?;
     }
     Ok(())
 }
@@ -107,7 +110,7 @@ enum PointOfSample<'a> {
 }
 
 /// The statistics by input; `None` for an input that the pass does not observe.
-type Points = InputMap<Option<Mutex<Statistics>>>;
+pub(super) type Points = InputMap<Option<Mutex<Statistics>>>;
 
 /// The observations of a sample. A sample that passed half-way on a device is dropped, and counts for nothing.
 struct SampleStatistics<'a> {
@@ -169,6 +172,22 @@ impl<'a> SampleStatistics<'a> {
         }
         self.rows
     }
+
+    /// Keeps the sample for [`OwnSamples::join`].
+    fn keep(self, points: &Points, own: &mut OwnSamples<'_>) {
+        for (input, sample) in self.points {
+            match (sample, &points[input]) {
+                (PointOfSample::Part(part), _) => own.keep(input, part.numbers().to_vec()),
+                (PointOfSample::InPlace(_), Some(point)) => {
+                    if let Statistics::InPlace(statistics) = &mut *lock(point) {
+                        own.keep(input, statistics.take_sample());
+                    }
+                }
+                _ => {}
+            }
+        }
+        own.keep_rows(self.rows);
+    }
 }
 
 impl Observer for SampleStatistics<'_> {
@@ -212,7 +231,7 @@ impl Observer for SampleStatistics<'_> {
 }
 
 /// A panic elsewhere ends the run; the statistics are not used after it.
-fn lock(statistics: &Mutex<Statistics>) -> MutexGuard<'_, Statistics> {
+pub(super) fn lock(statistics: &Mutex<Statistics>) -> MutexGuard<'_, Statistics> {
     statistics.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -283,7 +302,11 @@ impl<'a> Calibrator<'a> {
     ) -> Result<LayerStatistics> {
         let (hidden, kind) = self.stream.as_mut().context("there are samples")?;
         let events = self.reporter.events;
-        let (samples, seqlen) = (hidden.samples(), hidden.seqlen());
+        let (share, seqlen) = (hidden.share().clone(), hidden.seqlen());
+        let samples = share.all();
+        let ranks = compute.ranks().clone();
+        let mut own = (!ranks.is_alone()).then(|| OwnSamples::new(&ranks, &share));
+        let mut joining = Ok(());
         let widths = self.config.input_widths();
         let products = compute.workspace().product_context().products;
         let points = InputMap::new(|point| {
@@ -317,7 +340,7 @@ impl<'a> Calibrator<'a> {
             order,
             GramsOnDevices { widths: &summed, take: &mut take },
             &|sample, turn| {
-                let rows = SampleRows::new(&widths, sample, samples, seqlen);
+                let rows = SampleRows::new(&widths, share.own()[sample], samples, seqlen);
                 match order {
                     ResultOrder::Blocking => {
                         SampleStatistics::in_place(&points, turn, rows, &beside_gram)
@@ -326,6 +349,13 @@ impl<'a> Calibrator<'a> {
                 }
             },
             &mut |sample, observed| {
+                if let Some(own) = &mut own {
+                    observed.keep(&points, own);
+                    if blocks.ends_with(share.own()[sample]) && joining.is_ok() {
+                        joining = own.end_block(&points);
+                    }
+                    return progress(events, sample);
+                }
                 rows.add_sample(observed.finish(&points));
                 if blocks.ends_with(sample) {
                     points.values().flatten().for_each(|point| lock(point).end_block());
@@ -333,6 +363,12 @@ impl<'a> Calibrator<'a> {
                 progress(events, sample);
             },
         )?;
+        joining?;
+        if let Some(own) = own {
+            let new = |sample| SampleRows::new(&widths, sample, samples, seqlen);
+            let all = own.join(&points, &new)?;
+            all.into_iter().for_each(|sample| rows.add_sample(sample));
+        }
         let points = points.map(|_, point| {
             let mut statistics = point?.into_inner().unwrap_or_else(PoisonError::into_inner);
             if let Statistics::InPlace(statistics) = &mut statistics {

@@ -8,6 +8,7 @@
 //! | `allocation` | ratios of layers from measurements of the layers |
 //! | `allocate`, `trial` | the editors that take these measurements, and change nothing |
 //! | `calibrate` | the calibration samples and their statistics |
+//! | `joined` | the observations of several ranks, put together |
 //! | `flow` | the way of the samples through a layer |
 //! | `output` | the receivers of a pruned layer: files, masks, the journal of finished layers |
 //! | `output_error` | the difference between the outputs of a matrix before and after pruning |
@@ -26,6 +27,7 @@ pub mod allocation;
 pub mod calibrate;
 pub mod expected;
 pub mod flow;
+mod joined;
 pub mod layer_drop;
 pub mod layer_ratios;
 pub mod layer_scores;

@@ -102,6 +102,23 @@ impl SampleRows {
         &self.chosen
     }
 
+    /// The kept rows of all points, in the order of the points.
+    pub(super) fn all(&self) -> Vec<f32> {
+        self.points.values().flat_map(|point| &point.rows).copied().collect()
+    }
+
+    /// The same with the kept rows of all points, from [`SampleRows::all`].
+    #[must_use]
+    pub(super) fn with_all(mut self, mut all: &[f32]) -> Self {
+        let chosen = self.chosen.len();
+        self.points = self.points.map(|_, point| {
+            let (own, rest) = all.split_at((chosen * point.width).min(all.len()));
+            all = rest;
+            Point { rows: own.to_vec(), ..point }
+        });
+        self
+    }
+
     /// Takes the next rows at this point, which were chosen already.
     pub(super) fn add_chosen(&mut self, point: InputId, rows: &[f32]) {
         self.points[point].rows.extend_from_slice(rows);

@@ -87,6 +87,15 @@ impl Inventory {
         }
     }
 
+    /// The share of one of several processes that divide the memory of the machine.
+    #[must_use]
+    pub fn divided(mut self, processes: usize) -> Self {
+        if let Some(memory) = &mut self.cpu.memory {
+            memory.0 /= processes as u64;
+        }
+        self
+    }
+
     /// Reads the description of a machine.
     ///
     /// # Errors

@@ -22,6 +22,7 @@ use crate::linalg::{CodedActivations, Workspace};
 use crate::model::head::HeadChunk;
 use crate::model::on_device::{GramSums, LogSumExpPart, SampleSums, TakeGram};
 use crate::model::{DecoderLayer, LayerContext, LinearId, Observer};
+use crate::ranks::Ranks;
 use crate::run::fallback::{DeviceMemoryReport, FallbackReport};
 use crate::run::{Events, MemorySettings, Phase};
 use candle_core::{DType, Device, Tensor};
@@ -37,6 +38,7 @@ pub struct Compute<'a> {
     pub(super) devices: Vec<Vec<String>>,
     /// Each device has its own samples, whose hidden states stay on it.
     deals_samples: bool,
+    ranks: Ranks,
     pub(super) events: &'a dyn Events,
 }
 
@@ -53,7 +55,18 @@ impl<'a> Compute<'a> {
         devices: Vec<Vec<String>>,
         events: &'a dyn Events,
     ) -> Self {
-        Self { context, workers, devices, deals_samples: false, events }
+        Self { context, workers, devices, deals_samples: false, ranks: Ranks::alone(), events }
+    }
+
+    /// Shares the samples with other ranks.
+    #[must_use]
+    pub fn with_ranks(self, ranks: Ranks) -> Self {
+        Self { ranks, ..self }
+    }
+
+    /// The ranks that share the samples.
+    pub fn ranks(&self) -> &Ranks {
+        &self.ranks
     }
 
     /// Gives the devices the blocks of samples in turn, so that each finds the hidden states that stayed on it.

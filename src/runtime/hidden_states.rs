@@ -2,7 +2,8 @@
 //!
 //! Samples are independent, so a pass takes a state, runs it through a layer and puts the result back in its place: a single
 //! set of states, not two. They are stored in the dtype of the arithmetic (f32 on the CPU, the checkpoint's on GPUs), so storing them
-//! changes no bit: the masks are the same in RAM and on disk. On several GPUs a sample stays on the GPU whose turn its block is.
+//! changes no bit: the masks are the same in RAM and on disk. On several GPUs a sample stays on the GPU whose turn its block is. On several
+//! ranks it stays on its rank: samples are numbered within the rank, and [`HiddenStates::share`] knows their numbers in the run.
 
 use std::fs::File;
 use std::hash::{BuildHasher, RandomState};
@@ -15,6 +16,7 @@ use half::{bf16, f16};
 
 use super::blocks::SampleBlocks;
 use super::engine::OutOfMemory;
+use super::share::SampleShare;
 use crate::bytes::ByteSize;
 use crate::disk::positioned;
 use crate::failure::Failure;
@@ -30,6 +32,7 @@ pub struct HiddenStates {
     store: Store,
     /// The devices of the states in memory, which have the blocks of samples in turn; empty for the host.
     homes: Vec<Device>,
+    share: SampleShare,
 }
 
 #[derive(Debug)]
@@ -61,7 +64,27 @@ impl HiddenStates {
             None => Store::Ram(vec![None; samples]),
             Some(folder) => Store::Spill { file: spill_file(folder, stream)?, samples },
         };
-        Ok(Self { shape, dtype, store, homes: Vec::new() })
+        Ok(Self { shape, dtype, store, homes: Vec::new(), share: SampleShare::whole(samples) })
+    }
+
+    /// Makes room for the states of the samples of a rank, as [`HiddenStates::new`] does.
+    ///
+    /// # Errors
+    /// As [`HiddenStates::new`].
+    pub fn of_share(
+        spill_folder: Option<&Path>,
+        stream: &str,
+        share: SampleShare,
+        shape: [usize; 2],
+        dtype: DType,
+    ) -> Result<Self> {
+        let states = Self::new(spill_folder, stream, share.own().len(), shape, dtype)?;
+        Ok(Self { share, ..states })
+    }
+
+    /// The numbers of the samples in the run.
+    pub fn share(&self) -> &SampleShare {
+        &self.share
     }
 
     /// Keeps the states on these devices, which get the blocks of samples in turn.
@@ -102,7 +125,7 @@ impl HiddenStates {
         self.homes.get(block % self.homes.len().max(1))
     }
 
-    /// The number of samples.
+    /// The number of samples on this rank.
     pub fn samples(&self) -> usize {
         match &self.store {
             Store::Ram(states) => states.len(),

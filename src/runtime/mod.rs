@@ -10,6 +10,7 @@
 //! | `blocks` | blocks of samples: the order of large sums |
 //! | `one_sample` | a pass of a single sample, forwards or backwards, for trainings |
 //! | `device_worker`, `ledger` | a device: the fallback ladder of a unit of work, and the account of the memory |
+//! | `share` | the samples of a rank |
 //! | `engine` | the arithmetic of a device |
 //! | `devices` | the opened devices of a plan |
 //! | `clock`, `memory` | measured time and memory |
@@ -31,6 +32,7 @@ mod one_sample;
 mod pass;
 #[cfg(any(test, not(target_os = "linux")))]
 mod resident_set;
+pub mod share;
 pub mod sweep;
 
 pub use clock::{Clock, Reporter};
@@ -41,4 +43,5 @@ pub use layer_source::LayerSource;
 pub use layer_store::LayerStore;
 pub use loader::LayerLoader;
 pub use pass::ResultOrder;
+pub use share::SampleShare;
 pub use sweep::{Editor, Finished, Passenger, Side, Sweep};

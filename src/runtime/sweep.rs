@@ -20,6 +20,7 @@ use super::loader::LayerLoader;
 use super::memory;
 use crate::linalg::{CodedActivations, Products};
 use crate::model::{DecoderLayer, Head};
+use crate::ranks::Ranks;
 use crate::run::{MemorySettings, Moment, Phase};
 
 /// A version of a layer.
@@ -102,6 +103,8 @@ pub struct Sweep<'a> {
     pub activations: CodedActivations,
     /// The devices that compute in addition to the CPU.
     pub devices: &'a Devices,
+    /// The ranks that share samples and windows.
+    pub ranks: Ranks,
     /// The clock of the run, and the receiver of its events.
     pub reporter: Reporter<'a>,
 }
@@ -121,7 +124,8 @@ impl Sweep<'_> {
         let config = &self.source.config;
         let arithmetic = (&self.settings, self.products);
         let compute = self.devices.compute(config, self.seqlen, arithmetic, events)?;
-        let mut compute = compute.with_coded_activations(self.activations);
+        let mut compute =
+            compute.with_coded_activations(self.activations).with_ranks(self.ranks.clone());
         let mut first = 0;
         if let Some(finished) = &self.finished {
             first = finished.layers;

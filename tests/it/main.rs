@@ -38,6 +38,7 @@ mod permute;
 mod plan;
 mod publishing;
 mod quantize;
+mod ranks;
 mod recover;
 mod report;
 mod resume;

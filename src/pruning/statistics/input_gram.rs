@@ -138,6 +138,16 @@ impl InPlaceStatistics for InputGram {
         self.gram.add_upper(first, sums);
     }
 
+    fn take_sample(&mut self) -> Vec<f64> {
+        let numbers = self.sample.numbers().to_vec();
+        self.sample = self.columns.part();
+        numbers
+    }
+
+    fn gram_mut(&mut self) -> &mut GramMatrix {
+        &mut self.gram
+    }
+
     fn finish(&mut self) {
         self.gram.finish();
     }

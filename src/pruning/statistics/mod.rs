@@ -25,7 +25,6 @@ use std::fmt::Debug;
 use crate::bytes::ByteSize;
 use crate::linalg::Products;
 use crate::linalg::columns::ColumnSums;
-#[cfg(doc)]
 use crate::linalg::gram::GramMatrix;
 
 pub mod column_moments;
@@ -174,6 +173,16 @@ pub trait InPlaceStatistics: Any + Send + Sync {
 
     /// Adds some rows of the upper triangle of XᵀX, of the next block or blocks, as [`GramMatrix::add_upper`].
     fn add_gram(&mut self, _first: usize, _sums: &[f32]) {
+        unreachable!("for kinds with a part beside XᵀX")
+    }
+
+    /// Ends the current sample, and returns its numbers for [`InPlaceStatistics::merge_beside_gram`] in place of merging them.
+    fn take_sample(&mut self) -> Vec<f64> {
+        unreachable!("for kinds with a part beside XᵀX")
+    }
+
+    /// XᵀX, for a caller that adds up its blocks.
+    fn gram_mut(&mut self) -> &mut GramMatrix {
         unreachable!("for kinds with a part beside XᵀX")
     }
 

@@ -26,6 +26,7 @@ use prune::pruning::{
     ColumnSquares, Mask, MethodOptions, Pattern, PruningMethod, Request, SparsityRule, Statistics,
     StatisticsKind, Technique,
 };
+use prune::ranks::Ranks;
 use prune::run::{MemorySettings, Silent};
 use prune::runtime::{Clock, Devices, HiddenStates, LayerSource, Passenger, Reporter, Side, Sweep};
 use prune::settings::{CalibrationSettings, ComputeDtype, EvalSides, Settings};
@@ -198,6 +199,7 @@ impl Model {
             products: Products::F32,
             activations: CodedActivations::default(),
             devices: &Devices::default(),
+            ranks: Ranks::alone(),
             reporter,
         };
         sweep.run(Some(&mut pruner), passengers)?;

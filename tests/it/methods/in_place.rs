@@ -21,6 +21,7 @@ use prune::pruning::{
     InPlaceStatistics, Mask, MethodOptions, PruningMethod, Request, SparsityRule, Statistics,
     StatisticsKind, Technique, select,
 };
+use prune::ranks::Ranks;
 use prune::run::verification::VerifyLevel;
 use prune::run::{MemorySettings, Silent};
 use prune::runtime::{Clock, Devices, HiddenStates, LayerSource, Reporter, Simulation, Sweep};
@@ -200,6 +201,7 @@ fn run(place: &Place, devices: &Devices, settings: &str) -> Result<Seen> {
         products: Products::F32,
         activations: CodedActivations::default(),
         devices,
+        ranks: Ranks::alone(),
         reporter,
     };
     sweep.run(Some(&mut pruner), &mut [])?;

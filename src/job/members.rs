@@ -1,0 +1,205 @@
+//! A run of several ranks: the first rank settles it and tells the others, which sweep with it and write nothing.
+//!
+//! ```text
+//! rank 0      settle → outputs → share ─┬→ streams → sweep → finish → record ─┬→ record
+//! rank 1 …    wait ─────────────────────┴→ settle as told → streams → sweep ──┴→ record
+//! ```
+//!
+//! Sweeps that come before the run (`--drop-layers`, `--drop-width`, `--allocate`) are part of settling: the first rank does them alone.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::Result;
+use serde::{Deserialize, Serialize};
+
+use super::folder::RunFolder;
+use super::opened::OpenedModel;
+use super::outputs::{FirstRank, Outputs};
+use super::prune::sweep;
+use super::resolved::{Pruning, allocates};
+use super::settle::smaller;
+use super::settled_run::{RunTask, SettledRun};
+use super::streams::Streams;
+use super::texts::Texts;
+use super::{allocate, layer_drop, same_run};
+use crate::checkpoint::{PartialModel, WrittenPlaces};
+use crate::data::{Calibration, Evaluation};
+use crate::failure::Failure;
+use crate::ranks::Ranks;
+use crate::run::manifest::Perplexities;
+use crate::run::{Event, Events, Manifest, Plan, RunState, Unfinished};
+use crate::settings::{OutputSettings, Settings};
+
+/// The message of the first rank before the sweep.
+#[derive(Serialize, Deserialize)]
+pub(super) enum Start {
+    /// The run begins.
+    Run(Box<SharedRun>),
+    /// The run had finished already.
+    Finished(Box<Manifest>),
+}
+
+/// What the first rank has settled.
+#[derive(Serialize, Deserialize)]
+pub(super) struct SharedRun {
+    calibration: Option<Calibration>,
+    windows: Option<Evaluation>,
+    plan: Plan,
+    /// Finished layers, and what earlier sweeps have decided.
+    state: RunState,
+    /// The perplexities, where an earlier process measured all of them.
+    measured: Option<Perplexities>,
+    written: Option<WrittenPlaces>,
+    /// What decides the results and depends on the machine, by name.
+    deciding: BTreeMap<String, String>,
+}
+
+/// Refuses a run that several ranks cannot share.
+///
+/// # Errors
+/// Fails for a training.
+pub(super) fn check_settings(settings: &Settings, ranks: &Ranks) -> Result<(), Failure> {
+    if ranks.is_alone() || settings.recovery.is_none() {
+        return Ok(());
+    }
+    Err(Failure::usage(format!("`prune recover` runs on one rank, and this is {ranks:?}"))
+        .hint("start it once, without mpirun or with `srun -n 1`"))
+}
+
+/// Shares a settled run with the other ranks.
+///
+/// # Errors
+/// Fails for a plan with GPUs, and when a rank has left.
+pub(super) fn share(job: &SettledRun, outputs: &Outputs<'_>) -> Result<()> {
+    if job.ranks.is_alone() {
+        return Ok(());
+    }
+    if job.plan.devices.len() > 1 {
+        return Err(Failure::usage(
+            "several ranks compute on their CPUs only, and this plan has a GPU",
+        )
+        .hint("add --use-cpu, or start one rank with `srun -n 1`")
+        .into());
+    }
+    let begun =
+        RunState::begin(&job.settings.arguments, job.model.started_unix_seconds, &job.deciding);
+    let whole = job.model.part_of.as_ref();
+    let written = outputs.finished_model()?;
+    let shared = SharedRun {
+        calibration: job.texts.calibration.clone(),
+        windows: job.texts.windows.clone(),
+        plan: job.plan.clone(),
+        state: RunState {
+            allocation: job.pruning().and_then(|pruning| pruning.allocation.clone()),
+            layer_drop: whole.and_then(|whole| whole.layer_drop.clone()),
+            width_drop: whole.and_then(|whole| whole.width_drop.clone()),
+            layers: outputs.layers_before.clone(),
+            ..begun
+        },
+        measured: outputs.measured().cloned(),
+        written: written.map(|written| written.places()),
+        deciding: same_run::late(&job.texts, &job.model, &job.settings.device, &job.plan),
+    };
+    job.ranks.from_first(Some(&Start::Run(Box::new(shared)))).map(drop)
+}
+
+/// Tells the other ranks that the run had finished already.
+///
+/// # Errors
+/// Fails when a rank has left.
+pub(super) fn share_finished(manifest: &Manifest, ranks: &Ranks) -> Result<()> {
+    if ranks.is_alone() {
+        return Ok(());
+    }
+    ranks.from_first(Some(&Start::Finished(Box::new(manifest.clone())))).map(drop)
+}
+
+/// Sweeps with the first rank, and returns its record.
+///
+/// # Errors
+/// Fails where this machine computes otherwise than the machine of the first rank, when files cannot be read, and when a rank has left.
+pub(super) fn run(settings: Settings, ranks: &Ranks, events: &dyn Events) -> Result<Manifest> {
+    // A signal stops this rank between two samples, so that it can tell the other ranks.
+    events.emit(Event::IfInterrupted(Some(Unfinished {
+        text: String::new(),
+        is_resumable: true,
+        has_begun: true,
+    })));
+    let shared = match ranks.from_first(None)? {
+        Start::Run(shared) => *shared,
+        Start::Finished(manifest) => return Ok(*manifest),
+    };
+    let layers = shared.state.layers.clone();
+    let (measured, written) = (shared.measured.clone(), shared.written.clone());
+    let job = shared.settle(settings, ranks, events)?;
+    let written = written.map(|places| PartialModel::at(Arc::clone(&job.model.checkpoint), places));
+    let first = FirstRank { measured, written: written.transpose()?.map(Arc::new) };
+    let mut outputs =
+        Outputs { layers_before: layers, of_first: Some(first), ..Outputs::default() };
+    match &job.task {
+        RunTask::Prune(pruning) => drop(sweep(&job, pruning, &mut outputs, None, events)?),
+        RunTask::Measure(_) | RunTask::Recover(_) => {
+            let mut streams = Streams::embed(&job, &outputs, events)?;
+            streams.sweep(&job, None, None, events)?;
+        }
+    }
+    ranks.from_first(None)
+}
+
+impl SharedRun {
+    /// Settles the run on this rank. It has no folder: the first rank writes.
+    fn settle(self, settings: Settings, ranks: &Ranks, events: &dyn Events) -> Result<SettledRun> {
+        let mut settings = Settings { output: OutputSettings::default(), ..settings };
+        settings.device.offload_folder =
+            settings.device.offload_folder.or_else(|| Some(std::env::temp_dir()));
+        let mut model =
+            OpenedModel::open(&settings.model, &settings.device, settings.seqlen, events)?;
+        settings.seqlen = Some(model.seqlen);
+        let source: &Path = &model.folder.clone();
+        let folder = RunFolder::at(&[source], &settings.output, false)?;
+        let fewest_layers = layer_drop::fewest_layers(&settings, &model.config)?;
+        let mut pruning = Pruning::resolve(&mut settings, &fewest_layers, &folder)?;
+        if settings.layer_drop.is_some() || settings.width_drop.is_some() {
+            model = smaller(&settings, model, Some(&self.state), &folder, events)?;
+            pruning = Pruning::resolve(&mut settings.clone(), &model.config, &folder)?;
+        }
+        if pruning.as_ref().is_some_and(|of| allocates(&settings, of)) {
+            let known = self.state.allocation.clone();
+            (model, pruning) = allocate::resolved(&settings, model, pruning, known, events)?;
+        }
+        let texts = Texts { calibration: self.calibration, windows: self.windows, examples: None };
+        let here = same_run::late(&texts, &model, &settings.device, &self.plan);
+        for (name, first) in &self.deciding {
+            let own = here.get(name).map_or("none", String::as_str);
+            if own != first {
+                return Err(other_machine(name, own, first, ranks).into());
+            }
+        }
+        Ok(SettledRun {
+            settings,
+            model,
+            folder,
+            task: match pruning {
+                Some(pruning) => RunTask::Prune(Box::new(pruning)),
+                None => RunTask::Measure(None),
+            },
+            texts: Arc::new(texts),
+            plan: self.plan,
+            deciding: BTreeMap::new(),
+            unfinished: None,
+            ranks: ranks.clone(),
+        })
+    }
+}
+
+/// The refusal of ranks that would compute different bits.
+fn other_machine(name: &str, own: &str, first: &str, ranks: &Ranks) -> Failure {
+    Failure::new(format!("the ranks have different settings of \"{name}\""))
+        .detail(format!("{ranks:?} has {own}"))
+        .detail(format!("rank 0 has {first}"))
+        .hint(
+            "use machines with the same CPU, or add --dtype f32 where all of them have its kernel",
+        )
+}

@@ -1,0 +1,446 @@
+//! The ranks of a run: processes on one or several machines that share its samples and windows.
+//!
+//! All ranks execute the same commands in the same order. They send bytes and add numbers themselves, in the order of samples and blocks,
+//! so results have the bits of a single process. No floating-point reduction of MPI is used.
+//!
+//! | file | content |
+//! | --- | --- |
+//! | `launcher` | the environment of a launcher: the number of processes it has started |
+//! | `mpi` | the door to MPI: the only file that calls it (feature `mpi`) |
+//! | `neighbors` | the ranks of a machine: its threads and memory are divided among them |
+//! | `threads` | ranks that are threads of a single process, for tests |
+//!
+//! A message is at most [`PIECE`] bytes long, so memory and waiting stay bounded. A wait ends with an error as soon as a rank has left the
+//! run.
+
+use std::collections::VecDeque;
+use std::fmt::{self, Debug, Formatter};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, anyhow, ensure};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::failure::Failure;
+use crate::run::Stopped;
+use neighbors::Neighbors;
+
+pub mod launcher;
+#[cfg(feature = "mpi")]
+mod mpi;
+pub mod neighbors;
+pub mod threads;
+
+/// Bytes of a message, at most.
+pub const PIECE: usize = 4 << 20;
+
+/// The time between two looks at the door while a rank waits for a message.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// The way of messages to other ranks.
+pub trait Door: Send + Sync {
+    /// Sends a message; it does not wait for its arrival. Messages from one rank to another arrive in their order.
+    ///
+    /// # Errors
+    /// Fails when the door is closed.
+    fn send(&self, to: usize, message: Message) -> Result<()>;
+
+    /// Ends the communication, after every rank has closed its door or a limit of time.
+    fn close(&self);
+}
+
+/// A message between two ranks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Message {
+    /// A part of a value.
+    Piece(Vec<u8>),
+    /// The sender leaves the run early.
+    Leave(Departure),
+}
+
+/// The reason for which a rank left the run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Departure {
+    /// The rank.
+    pub rank: usize,
+    /// The error; `None` for a rank that was asked to stop.
+    pub error: Option<String>,
+}
+
+impl Departure {
+    /// The error of the other ranks.
+    pub fn into_error(self) -> anyhow::Error {
+        match self.error {
+            None => Stopped.into(),
+            Some(error) => Left { rank: self.rank, error }.into(),
+        }
+    }
+}
+
+/// A rank that left the run with an error ends all ranks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Left {
+    /// The rank.
+    pub rank: usize,
+    /// Its error, as it would have printed it.
+    pub error: String,
+}
+
+impl fmt::Display for Left {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {}: {}", self.rank, self.error)
+    }
+}
+
+impl std::error::Error for Left {}
+
+/// A message and its sender.
+pub type Arrival = (usize, Message);
+
+/// The ranks of a run, as one of them sees them. Clones are the same rank.
+#[derive(Clone, Default)]
+pub struct Ranks {
+    /// `None` for a run of a single process.
+    group: Option<Arc<Group>>,
+    neighbors: Neighbors,
+}
+
+/// More than one rank.
+struct Group {
+    rank: usize,
+    size: usize,
+    door: Box<dyn Door>,
+    inbox: Mutex<Inbox>,
+    sent: AtomicU64,
+    waited_nanoseconds: AtomicU64,
+}
+
+/// The messages that have arrived.
+struct Inbox {
+    arrivals: Receiver<Arrival>,
+    /// By sender, pieces that nobody has asked for yet.
+    waiting: Vec<VecDeque<Vec<u8>>>,
+    left: Option<Departure>,
+}
+
+impl Inbox {
+    fn take(&mut self, (from, message): Arrival) {
+        match message {
+            Message::Piece(bytes) => self.waiting[from].push_back(bytes),
+            Message::Leave(departure) => drop(self.left.get_or_insert(departure)),
+        }
+    }
+}
+
+/// The communication of a rank in numbers.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct Traffic {
+    /// Bytes sent to other ranks.
+    pub bytes_sent: u64,
+    /// Seconds in which the rank waited for messages.
+    pub waited_seconds: f64,
+}
+
+impl Debug for Ranks {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {} of {}", self.rank(), self.size())
+    }
+}
+
+impl Ranks {
+    /// A run of a single process.
+    pub fn alone() -> Self {
+        Self::default()
+    }
+
+    /// The rank `rank` of `size`, which sends through `door` and receives from `arrivals`.
+    pub fn of(rank: usize, size: usize, door: Box<dyn Door>, arrivals: Receiver<Arrival>) -> Self {
+        let waiting = vec![VecDeque::new(); size];
+        let group = Group {
+            rank,
+            size,
+            door,
+            inbox: Mutex::new(Inbox { arrivals, waiting, left: None }),
+            sent: AtomicU64::new(0),
+            waited_nanoseconds: AtomicU64::new(0),
+        };
+        Self { group: Some(Arc::new(group)), neighbors: Neighbors::default() }
+    }
+
+    /// Asks all ranks for their machines.
+    ///
+    /// # Errors
+    /// Fails when a rank has left.
+    pub fn with_neighbors(self) -> Result<Self> {
+        Ok(Self { neighbors: Neighbors::find(&self)?, ..self })
+    }
+
+    /// The ranks of this machine.
+    pub fn neighbors(&self) -> Neighbors {
+        self.neighbors
+    }
+
+    /// The number of this rank, from 0 on.
+    pub fn rank(&self) -> usize {
+        self.group.as_ref().map_or(0, |group| group.rank)
+    }
+
+    /// The number of ranks.
+    pub fn size(&self) -> usize {
+        self.group.as_ref().map_or(1, |group| group.size)
+    }
+
+    /// Returns whether this process is the whole run.
+    pub fn is_alone(&self) -> bool {
+        self.group.is_none()
+    }
+
+    /// Returns whether this rank settles, prints and writes.
+    pub fn is_first(&self) -> bool {
+        self.rank() == 0
+    }
+
+    /// The communication so far.
+    pub fn traffic(&self) -> Traffic {
+        let count = |of: fn(&Group) -> &AtomicU64| {
+            self.group.as_deref().map_or(0, |group| of(group).load(Ordering::Relaxed))
+        };
+        Traffic {
+            bytes_sent: count(|group| &group.sent),
+            waited_seconds: count(|group| &group.waited_nanoseconds) as f64 / 1e9,
+        }
+    }
+
+    /// The bytes of every rank, in the order of the ranks.
+    ///
+    /// # Errors
+    /// Fails when a rank has left.
+    pub fn all_gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let Some(group) = &self.group else {
+            return Ok(vec![own.to_vec()]);
+        };
+        for to in group.others() {
+            group.send(to, own)?;
+        }
+        let mut gathered = Vec::with_capacity(group.size);
+        for from in 0..group.size {
+            gathered.push(match from == group.rank {
+                true => own.to_vec(),
+                false => group.receive(from)?,
+            });
+        }
+        Ok(gathered)
+    }
+
+    /// A value of every rank, in the order of the ranks.
+    ///
+    /// # Errors
+    /// Fails when a rank has left, and for values that JSON cannot hold.
+    pub fn all_gather_values<T: Serialize + DeserializeOwned>(&self, own: &T) -> Result<Vec<T>> {
+        let gathered = self.all_gather(&serde_json::to_vec(own)?)?;
+        gathered.iter().map(|bytes| Ok(serde_json::from_slice(bytes)?)).collect()
+    }
+
+    /// The value of the first rank; `own` is `Some` there.
+    ///
+    /// # Errors
+    /// Fails when a rank has left, and for values that JSON cannot hold.
+    pub fn from_first<T: Serialize + DeserializeOwned>(&self, own: Option<&T>) -> Result<T> {
+        let own = own.map(serde_json::to_vec).transpose()?;
+        let bytes = match (&self.group, own) {
+            (None, Some(own)) => own,
+            (Some(group), Some(own)) => {
+                for to in group.others() {
+                    group.send(to, &own)?;
+                }
+                own
+            }
+            (Some(group), None) => group.receive(0)?,
+            (None, None) => return Err(anyhow!("the first rank has the value")),
+        };
+        Ok(serde_json::from_slice(&bytes)?)
+    }
+
+    /// Sends a part to each rank and returns the parts from each rank. `part` makes the bytes for a rank; a rank's own part is not sent.
+    ///
+    /// # Errors
+    /// Fails when a rank has left.
+    pub fn exchange(&self, part: &dyn Fn(usize) -> Vec<u8>) -> Result<Vec<Vec<u8>>> {
+        let Some(group) = &self.group else {
+            return Ok(vec![part(0)]);
+        };
+        for to in group.others() {
+            group.send(to, &part(to))?;
+        }
+        let from = |from: usize| match from == group.rank {
+            true => Ok(part(from)),
+            false => group.receive(from),
+        };
+        (0..group.size).map(from).collect()
+    }
+
+    /// Tells all ranks that this rank leaves the run early. They end as soon as they wait for a message.
+    pub fn leave(&self, error: Option<String>) {
+        if let Some(group) = &self.group {
+            let departure = Departure { rank: group.rank, error };
+            for to in group.others() {
+                // A door that is closed has told it.
+                let _ = group.door.send(to, Message::Leave(departure.clone()));
+            }
+        }
+    }
+
+    /// Returns the departure of another rank that has left the run.
+    pub fn departure(&self) -> Option<Departure> {
+        let Some(group) = &self.group else {
+            return None;
+        };
+        // A rank that waits for a message sees departures itself.
+        let Ok(mut inbox) = group.inbox.try_lock() else {
+            return None;
+        };
+        while let Ok(arrival) = inbox.arrivals.try_recv() {
+            inbox.take(arrival);
+        }
+        inbox.left.clone()
+    }
+
+    /// Ends the communication at the end of a run.
+    pub fn close(&self) {
+        if let Some(group) = &self.group {
+            group.door.close();
+        }
+    }
+}
+
+impl Group {
+    fn others(&self) -> impl Iterator<Item = usize> + use<> {
+        let rank = self.rank;
+        (0..self.size).filter(move |to| *to != rank)
+    }
+
+    /// Sends the length of a value, and the value in pieces.
+    fn send(&self, to: usize, bytes: &[u8]) -> Result<()> {
+        let length = (bytes.len() as u64).to_le_bytes();
+        for piece in [&length[..]].into_iter().chain(bytes.chunks(PIECE)) {
+            self.sent.fetch_add(piece.len() as u64, Ordering::Relaxed);
+            self.door.send(to, Message::Piece(piece.to_vec()))?;
+        }
+        Ok(())
+    }
+
+    /// Receives a value that [`Group::send`] has sent.
+    fn receive(&self, from: usize) -> Result<Vec<u8>> {
+        let start = Instant::now();
+        let mut inbox = self.inbox();
+        let length = inbox.piece(from)?;
+        let length = <[u8; 8]>::try_from(&length[..]).map_err(|_| disagreement(from))?;
+        let length = usize::try_from(u64::from_le_bytes(length))?;
+        let mut bytes = Vec::with_capacity(length);
+        while bytes.len() < length {
+            bytes.append(&mut inbox.piece(from)?);
+        }
+        ensure!(bytes.len() == length, disagreement(from));
+        let waited = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.waited_nanoseconds.fetch_add(waited, Ordering::Relaxed);
+        Ok(bytes)
+    }
+
+    fn inbox(&self) -> MutexGuard<'_, Inbox> {
+        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Inbox {
+    /// Waits for the next piece from a rank.
+    fn piece(&mut self, from: usize) -> Result<Vec<u8>> {
+        loop {
+            if let Some(piece) = self.waiting[from].pop_front() {
+                return Ok(piece);
+            }
+            if let Some(departure) = &self.left {
+                return Err(departure.clone().into_error());
+            }
+            match self.arrivals.recv_timeout(LOOK) {
+                Ok(arrival) => self.take(arrival),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(Failure::new("the connection to the other ranks has ended").into());
+                }
+            }
+        }
+    }
+}
+
+/// A message of a length that this rank does not expect: the ranks execute different commands.
+fn disagreement(rank: usize) -> Failure {
+    Failure::new(format!("rank {rank} sent a message that does not belong here"))
+        .detail("all ranks must run the same version of prune with the same flags")
+        .hint("start every rank with the same command: mpirun -n 4 prune …")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_of_all_ranks_arrive_in_their_order() {
+        for size in 1..5 {
+            let gathered = threads::run(size, |ranks| {
+                // Longer than a piece, with a length of its own at each rank.
+                let own = vec![ranks.rank() as u8; PIECE * ranks.rank() + 3];
+                let bytes = ranks.all_gather(&own)?;
+                let lengths: Vec<usize> = bytes.iter().map(Vec::len).collect();
+                let parts = ranks.exchange(&|to| vec![ranks.rank() as u8, to as u8])?;
+                let first = (ranks.is_first()).then(|| "from the first".to_string());
+                Ok((lengths, parts, ranks.from_first(first.as_ref())?))
+            });
+            for (rank, outcome) in gathered.into_iter().enumerate() {
+                let (lengths, parts, first) = outcome.unwrap();
+                assert_eq!(lengths, (0..size).map(|of| PIECE * of + 3).collect::<Vec<_>>());
+                let expected: Vec<_> = (0..size).map(|from| vec![from as u8, rank as u8]).collect();
+                assert_eq!(parts, expected);
+                assert_eq!(first, "from the first");
+            }
+        }
+    }
+
+    #[test]
+    fn a_rank_that_leaves_ends_the_wait_of_all() {
+        let ended = threads::run(3, |ranks| {
+            if ranks.rank() == 1 {
+                ranks.leave(Some("no memory".to_string()));
+                return Ok(());
+            }
+            ranks.all_gather(b"mine").map(drop)
+        });
+        for rank in [0, 2] {
+            let error = ended[rank].as_ref().unwrap_err();
+            assert_eq!(error.to_string(), "rank 1: no memory");
+        }
+        let stopped = threads::run(2, |ranks| {
+            if ranks.rank() == 0 {
+                ranks.leave(None);
+                return Ok(());
+            }
+            ranks.all_gather(b"mine").map(drop)
+        });
+        assert!(stopped[1].as_ref().unwrap_err().is::<Stopped>());
+    }
+
+    #[test]
+    fn traffic_counts_what_is_sent() {
+        let traffic = threads::run(3, |ranks| {
+            ranks.all_gather(&[7; 100])?;
+            Ok(ranks.traffic().bytes_sent)
+        });
+        for bytes in traffic {
+            // Two other ranks, each with a length of eight bytes.
+            assert_eq!(bytes.unwrap(), 2 * 108);
+        }
+        assert_eq!(Ranks::alone().traffic(), Traffic::default());
+    }
+}

@@ -1,0 +1,81 @@
+//! The ranks of one machine, which divide its processors and its memory among them.
+
+use anyhow::Result;
+use serde::{Deserialize, Serialize};
+
+use super::Ranks;
+
+/// The share of this rank in its machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Neighbors {
+    /// The ranks of this machine, this rank included.
+    pub ranks: usize,
+    /// The ranks that may use the same processors, this rank included.
+    pub sharing_processors: usize,
+}
+
+impl Default for Neighbors {
+    fn default() -> Self {
+        Self { ranks: 1, sharing_processors: 1 }
+    }
+}
+
+/// The place of a rank.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Place {
+    host: String,
+    /// The processors that the rank may use, as Linux prints them.
+    processors: String,
+}
+
+impl Place {
+    fn here() -> Self {
+        let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+        let status = read("/proc/self/status");
+        let allowed = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+        Self {
+            host: read("/proc/sys/kernel/hostname").trim().to_string(),
+            processors: allowed.unwrap_or_default().trim().to_string(),
+        }
+    }
+}
+
+impl Neighbors {
+    /// Asks all ranks for their places.
+    ///
+    /// # Errors
+    /// Fails when a rank has left.
+    pub fn find(ranks: &Ranks) -> Result<Self> {
+        if ranks.is_alone() {
+            return Ok(Self::default());
+        }
+        let places = ranks.all_gather_values(&Place::here())?;
+        Ok(Self::among(&places, ranks.rank()))
+    }
+
+    fn among(places: &[Place], rank: usize) -> Self {
+        let own = &places[rank];
+        let of_machine = || places.iter().filter(|place| place.host == own.host);
+        let sharing = of_machine().filter(|place| place.processors == own.processors);
+        Self { ranks: of_machine().count(), sharing_processors: sharing.count() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_of_a_machine_are_counted_by_host_and_by_processors() {
+        let place = |host: &str, processors: &str| Place {
+            host: host.to_string(),
+            processors: processors.to_string(),
+        };
+        let places = [place("a", "0-3"), place("a", "0-3"), place("a", "4-7"), place("b", "0-3")];
+        let found = |rank| Neighbors::among(&places, rank);
+        assert_eq!(found(0), Neighbors { ranks: 3, sharing_processors: 2 });
+        assert_eq!(found(2), Neighbors { ranks: 3, sharing_processors: 1 });
+        assert_eq!(found(3), Neighbors::default());
+        assert_eq!(Neighbors::find(&Ranks::alone()).unwrap(), Neighbors::default());
+    }
+}

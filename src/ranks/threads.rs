@@ -1,0 +1,47 @@
+//! Ranks that are threads of a single process: they share its worker threads and no memory of a run. For tests of what ranks compute.
+
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread;
+
+use anyhow::{Context, Result};
+
+use super::{Arrival, Door, Message, Ranks};
+
+/// A door whose messages arrive at once.
+struct Channels {
+    rank: usize,
+    to: Vec<Sender<Arrival>>,
+}
+
+impl Door for Channels {
+    fn send(&self, to: usize, message: Message) -> Result<()> {
+        self.to[to].send((self.rank, message)).context("the other rank has ended")
+    }
+
+    fn close(&self) {}
+}
+
+/// The ranks of a run of this size.
+pub fn group(size: usize) -> Vec<Ranks> {
+    if size == 1 {
+        return vec![Ranks::alone()];
+    }
+    let (to, from): (Vec<Sender<Arrival>>, Vec<Receiver<Arrival>>) =
+        (0..size).map(|_| channel()).unzip();
+    let ranks = from.into_iter().enumerate();
+    ranks
+        .map(|(rank, arrivals)| {
+            Ranks::of(rank, size, Box::new(Channels { rank, to: to.clone() }), arrivals)
+        })
+        .collect()
+}
+
+/// Runs `work` at every rank, and returns the outcomes in the order of the ranks.
+pub fn run<T: Send>(size: usize, work: impl Fn(&Ranks) -> Result<T> + Sync) -> Vec<Result<T>> {
+    let (work, ranks) = (&work, group(size));
+    thread::scope(|scope| {
+        let started: Vec<_> = ranks.iter().map(|ranks| scope.spawn(move || work(ranks))).collect();
+        let joined = started.into_iter().map(|rank| rank.join());
+        joined.map(|done| done.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+    })
+}

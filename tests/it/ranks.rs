@@ -1,0 +1,179 @@
+//! Several ranks give the bits of one process: masks, files and perplexities, for every method and for samples that do not divide.
+//!
+//! The ranks are threads of this process. `mpi` starts real ranks where this machine has an MPI.
+
+mod mpi;
+
+use std::collections::BTreeMap;
+use std::fs;
+
+use prune::job;
+use prune::linalg::StoredDtype;
+use prune::pruning::methods::METHODS;
+use prune::ranks::{Ranks, threads};
+use prune::run::{Manifest, Silent};
+use prune::synthetic::RandomCheckpoint;
+
+use crate::support::{Place, settings_of};
+
+/// A checkpoint whose down has an input of several panels of a Gram matrix.
+fn place() -> Place {
+    Place::with(&RandomCheckpoint {
+        hidden_size: 64,
+        intermediate_size: 208,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        dtype: StoredDtype::Bf16,
+        ..RandomCheckpoint::default()
+    })
+}
+
+/// Everything of a record that must not depend on the ranks.
+fn outcome(manifest: &Manifest) -> Vec<String> {
+    let matrices = manifest.layers.iter().flat_map(|layer| &layer.matrices);
+    let mut outcome: Vec<String> =
+        matrices.map(|matrix| serde_json::to_string(matrix).unwrap()).collect();
+    outcome.push(serde_json::to_string(&manifest.perplexity).unwrap());
+    outcome
+}
+
+/// The flags of a run in this place.
+fn line(place: &Place, flags: &str) -> String {
+    let path = |name: &str| place.path(name).display().to_string();
+    format!(
+        "--model {} --dataset {} --eval-dataset {} --text-cache {} --seqlen 48 --use-cpu {flags}",
+        path("m"),
+        path("train.txt"),
+        path("test.txt"),
+        path("cache")
+    )
+}
+
+/// Prunes on `size` ranks into the folder `save`; the record of every rank.
+fn prune(place: &Place, size: usize, save: &str, flags: &str) -> Vec<anyhow::Result<Manifest>> {
+    let save = place.path(save).display().to_string();
+    let line = line(place, &format!("{flags} --save {save}"));
+    threads::run(size, |ranks| on(ranks, &line))
+}
+
+fn on(ranks: &Ranks, line: &str) -> anyhow::Result<Manifest> {
+    let done = job::prune_on(ranks, settings_of(line)?, &Silent, None);
+    if let Err(error) = &done {
+        ranks.leave(Some(error.to_string()));
+    }
+    done
+}
+
+/// The files of a model folder, by name.
+fn files(place: &Place, save: &str) -> BTreeMap<String, Vec<u8>> {
+    let folder = place.path(save).join("model");
+    let names = place.names(&format!("{save}/model")).into_iter();
+    // The record of a run names its command line.
+    names
+        .filter(|name| name.ends_with(".safetensors"))
+        .map(|name| {
+            let bytes = fs::read(folder.join(&name)).unwrap();
+            (name, bytes)
+        })
+        .collect()
+}
+
+#[test]
+fn every_method_gives_the_same_bits_on_any_number_of_ranks() {
+    let place = place();
+    for method in METHODS {
+        let name = method.name();
+        let flags = format!(
+            "--prune-method {name} --sparsity-ratio 0.5 --nsamples 7 --eval both --eval-windows 5"
+        );
+        let alone = prune(&place, 1, &format!("{name}-1"), &flags).remove(0).unwrap();
+        // Solvers take their time without optimisation; their statistics are SparseGPT's.
+        let sizes = if matches!(name, "wanda" | "sparsegpt") { &[2, 3, 8][..] } else { &[3] };
+        for &size in sizes {
+            let save = format!("{name}-{size}");
+            for manifest in prune(&place, size, &save, &flags) {
+                assert_eq!(outcome(&manifest.unwrap()), outcome(&alone), "{name} on {size}");
+            }
+            assert_eq!(
+                files(&place, &save),
+                files(&place, &format!("{name}-1")),
+                "{name} on {size}"
+            );
+        }
+    }
+}
+
+#[test]
+fn ranks_without_samples_and_other_ways_of_samples_give_the_same_bits() {
+    let place = place();
+    let lines = [
+        "--prune-method wanda --sparsity-ratio 0.5 --nsamples 1 --eval-windows 2",
+        "--prune-method sparsegpt --sparsity-type 2:4 --nsamples 1 --eval none",
+        "--prune-method sparsegpt --sparsity-ratio 0.6 --nsamples 5 --memory-settings {\"statistics\":\"input\"} --eval-windows 1",
+        "--prune-method ladder --sparsity-ratio 0.6 --nsamples 5 --true-sequential --eval none",
+        "--prune-method wanda --sparsity-ratio 0.5 --nsamples 5 --refine dsnot --hidden-states disk --eval-windows 3",
+        "--prune-method wanda --sparsity-ratio 0.5 --nsamples 5 --drop-layers 1 --allocate owl --eval-windows 3",
+    ];
+    for (number, flags) in lines.into_iter().enumerate() {
+        let alone = prune(&place, 1, &format!("{number}-1"), flags).remove(0).unwrap();
+        for size in [4] {
+            let save = format!("{number}-{size}");
+            for manifest in prune(&place, size, &save, flags) {
+                assert_eq!(outcome(&manifest.unwrap()), outcome(&alone), "{flags} on {size}");
+            }
+            assert_eq!(files(&place, &save), files(&place, &format!("{number}-1")), "{flags}");
+        }
+    }
+}
+
+#[test]
+fn perplexity_on_several_ranks_has_the_bits_of_one() {
+    let place = place();
+    let line = line(&place, "--eval pruned --eval-windows 7");
+    let eval = |ranks: &Ranks| {
+        let settings =
+            prune::settings::Settings { sparsity: None, calibration: None, ..settings_of(&line)? };
+        job::eval_on(ranks, settings, &Silent)
+    };
+    let alone = eval(&Ranks::alone()).unwrap();
+    assert!(alone.perplexity.dense.is_some());
+    for size in [2, 3, 4, 8] {
+        for manifest in threads::run(size, eval) {
+            assert_eq!(manifest.unwrap().perplexity, alone.perplexity, "{size}");
+        }
+    }
+}
+
+#[test]
+fn an_error_of_a_rank_ends_all_ranks_with_it() {
+    let place = place();
+    let flags = "--sparsity-ratio 0.5 --nsamples 4 --eval none --save";
+    let lines = ["good", "bad"]
+        .map(|save| line(&place, &format!("{flags} {}", place.path(save).display())));
+    let missing = lines[1].replace("/m ", "/missing ");
+    let ended =
+        threads::run(3, |ranks| on(ranks, if ranks.rank() == 1 { &missing } else { &lines[0] }));
+    for (rank, ended) in ended.into_iter().enumerate() {
+        let error = format!("{:#}", ended.unwrap_err());
+        let of_other = error.starts_with("rank 1: ");
+        assert_eq!(of_other, rank != 1, "{error}");
+    }
+}
+
+#[test]
+fn a_training_is_refused_on_several_ranks() {
+    let place = place();
+    let recover = place
+        .command("recover --model m --how full --steps 1 --save out")
+        .env("PMI_SIZE", "2")
+        .output();
+    let message = String::from_utf8(recover.unwrap().stderr).unwrap();
+    assert!(
+        message.contains("`prune recover` runs in a single process, and 2 were started"),
+        "{message}"
+    );
+    let merge = place.command("merge --help").env("PMI_SIZE", "2").output().unwrap();
+    assert!(merge.status.success(), "help is for every process");
+    let plan = place.command("plan --model m --seqlen 48").env("PMI_SIZE", "2").output().unwrap();
+    assert!(plan.status.success(), "{}", String::from_utf8_lossy(&plan.stderr));
+}

@@ -1,0 +1,64 @@
+//! Real ranks, started by `mpirun`: the program of the feature `mpi`, which `PRUNE_MPI` names. `.ci/run` builds it where there is an MPI.
+
+use std::process::{Command, Output};
+
+use super::{files, outcome, place};
+use crate::support::Place;
+
+/// The program, and the launcher with the flags that a machine with few processors needs.
+fn launcher(size: usize) -> Option<(Command, String)> {
+    let Ok(program) = std::env::var("PRUNE_MPI") else {
+        eprintln!("skipped: real ranks, without a program of the feature `mpi` in PRUNE_MPI");
+        return None;
+    };
+    let mut command = Command::new(std::env::var("PRUNE_MPIRUN").unwrap_or("mpirun".to_string()));
+    let help = Command::new(command.get_program()).arg("--version").output().unwrap();
+    if String::from_utf8_lossy(&help.stdout).contains("Open MPI") {
+        command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]);
+    }
+    command.args(["-n", &size.to_string()]);
+    Some((command, program))
+}
+
+/// Runs the program on `size` ranks in the folder of `place`.
+fn run(place: &Place, size: usize, line: &str) -> Option<Output> {
+    let (mut command, program) = launcher(size)?;
+    command.arg(program).args(line.split(' ')).current_dir(place.path("."));
+    command.env("PRUNE_CACHE", place.path(".cache")).env("HF_HUB_OFFLINE", "1");
+    Some(command.output().unwrap())
+}
+
+#[test]
+fn ranks_of_mpi_have_the_bits_of_one_process() {
+    let place = place();
+    let flags = |method: &str| {
+        format!(
+            "--model m --dataset train.txt --eval-dataset test.txt --seqlen 48 --use-cpu --nsamples 7 --eval both \
+             --eval-windows 5 --sparsity-ratio 0.5 --prune-method {method} --threads 1"
+        )
+    };
+    for method in ["wanda", "sparsegpt"] {
+        let alone = place.run(&format!("{} --save {method}-0", flags(method)));
+        assert_eq!(alone.code, 0, "{}", alone.stderr);
+        for size in [1, 2, 3, 4] {
+            let save = format!("{method}-{size}");
+            let line = format!("{} --save {save}", flags(method));
+            let Some(ran) = run(&place, size, &line) else {
+                return;
+            };
+            let stderr = String::from_utf8_lossy(&ran.stderr);
+            assert!(ran.status.success(), "{stderr}");
+            let tables = String::from_utf8_lossy(&ran.stdout).matches("perplexity").count();
+            let expected = alone.stdout.matches("perplexity").count();
+            assert_eq!(
+                tables,
+                expected,
+                "one rank prints: {}",
+                String::from_utf8_lossy(&ran.stdout)
+            );
+            let (first, other) = (format!("{method}-0"), &save);
+            assert_eq!(outcome(&place.manifest(other)), outcome(&place.manifest(&first)));
+            assert_eq!(files(&place, other), files(&place, &first));
+        }
+    }
+}
