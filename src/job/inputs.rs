@@ -40,6 +40,11 @@ impl RunInputs<'_> {
         SampleBlocks::new(samples).most_of(self.ranks.size())
     }
 
+    /// The samples and windows of all ranks, for a plan; `None` for a run of a single process.
+    pub(super) fn of_all_ranks(&self, samples: usize, windows: usize) -> Option<[usize; 2]> {
+        (!self.ranks.is_alone()).then_some([samples, windows])
+    }
+
     /// The techniques of the runs after the first in the sweep. Only the first run knows them.
     pub(super) fn shared_with(&self) -> Vec<Technique> {
         match &self.sharing {

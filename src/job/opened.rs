@@ -305,6 +305,7 @@ impl OpenedModel {
             windows: 0,
             sides: &[],
             technique: None,
+            of_all_ranks: None,
             shared_with: Vec::new(),
             flow: Flow::default(),
             observes: None,

@@ -123,6 +123,8 @@ pub(super) fn early_shape<'m>(
         windows: sides.len().min(1),
         sides,
         technique: pruning.map(|pruning| pruning.technique.clone()),
+        of_all_ranks: given
+            .of_all_ranks(calibration.map_or(0, |calibration| calibration.nsamples as usize), 1),
         shared_with: given.shared_with(),
         flow: pruning.map_or_else(Flow::default, |pruning| pruning.flow),
         saves: folder.model.is_some(),

@@ -116,6 +116,7 @@ pub(super) fn run_shape<'a>(
         windows: if sides.is_empty() { 0 } else { windows.max(1) },
         sides,
         technique,
+        of_all_ranks: None,
         shared_with: Vec::new(),
         flow: sparsity.map(SparsitySettings::flow).unwrap_or_default(),
         observes: None,

@@ -59,6 +59,7 @@ impl Planning<'_> {
         given.training.replace(&mut texts, settings, model)?;
         memory::release_freed();
         model.clock.mark(Moment::ModelLoaded, events);
+        shape.of_all_ranks = given.of_all_ranks(texts.samples(), texts.windows());
         if shape.samples > 0 {
             shape.samples = given.samples_here(texts.samples());
         }

@@ -5,6 +5,7 @@ use anyhow::Result;
 use super::device_records::{DeviceRecords, joined};
 use super::folder::RunFolder;
 use super::folder::state_file::StateFile;
+use super::members;
 use super::model_report::arithmetic;
 use super::outputs::Outputs;
 use super::profile;
@@ -89,7 +90,11 @@ impl SettledRun {
         let clock = &self.model.clock;
         let zeros_gain = clock.measure(Phase::SaveAndVerify, || self.zeros_gain(&results));
         clock.mark(Moment::End, recorder);
-        let manifest = Manifest { zeros_gain, ..self.manifest(results)? };
+        let manifest = Manifest {
+            zeros_gain,
+            ranks: members::reports(&self.ranks, &self.model)?,
+            ..self.manifest(results)?
+        };
         warn_of_infinite(&manifest, recorder);
         close(manifest, &self.folder, outputs.state.as_ref(), recorder)
     }

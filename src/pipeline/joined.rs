@@ -18,15 +18,52 @@ use std::sync::Mutex;
 use anyhow::Result;
 
 use super::calibrate::{Points, lock};
-use super::output_error::SampleRows;
+use super::output_error::{self, SampleRows};
+use crate::bytes::ByteSize;
+use crate::linalg::Products;
 use crate::linalg::gram::GramMatrix;
-use crate::model::{InputId, InputMap};
-use crate::pruning::Statistics;
+use crate::model::{InputId, InputMap, ModelConfig};
+use crate::pruning::{Statistics, StatisticsKind};
 use crate::ranks::{PIECE, Ranks};
 use crate::runtime::SampleShare;
 
 /// f32 sums of a message.
 const SUMS: usize = PIECE / size_of::<f32>();
+
+/// Bytes beside the statistics while the observations of all ranks are put together.
+///
+/// # Arguments
+/// * `samples`: the samples of this rank, and of all ranks
+pub(super) fn bytes(
+    config: &ModelConfig,
+    kind: &'static dyn StatisticsKind,
+    samples: [usize; 2],
+    seqlen: usize,
+) -> ByteSize {
+    let [own, all] = samples;
+    // Large statistics are not made to count their numbers.
+    let beside_gram = |width| kind.part_beside_gram(width).map(|part| part.numbers().len());
+    let numbers = |width: usize| match kind.is_in_place() {
+        true => beside_gram(width).unwrap_or_default(),
+        false => match kind.begin(width, Products::default()) {
+            Statistics::Merged(statistics) => statistics.part().numbers().len(),
+            Statistics::InPlace(_) => 0,
+        },
+    };
+    let widths = config.input_widths();
+    let of_sample: Vec<usize> = widths.values().map(|&width| numbers(width)).collect();
+    let largest = of_sample.iter().copied().max().unwrap_or_default();
+    // The numbers of an input arrive as bytes, become numbers, and are cut into samples.
+    let numbers = own * of_sample.iter().sum::<usize>() + 3 * all * largest;
+    let rows = output_error::tokens(all, seqlen) * widths.values().sum::<usize>();
+    let pieces = match kind.is_in_place() {
+        true => 4 * PIECE,
+        false => 0,
+    };
+    ByteSize::of(numbers, size_of::<f64>())
+        + ByteSize::of(3 * rows, size_of::<f32>())
+        + ByteSize(pieces as u64)
+}
 
 /// What this rank has observed of its own samples, in their order.
 pub(super) struct OwnSamples<'a> {
@@ -184,7 +221,6 @@ fn in_order<T: bytemuck::Pod>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::linalg::Products;
     use crate::ranks::threads;
     use crate::runtime::blocks::SampleBlocks;
 

@@ -54,6 +54,7 @@ fn run(config: &ModelConfig, dtype: StoredDtype, threads: usize) -> RunShape<'_>
         sides: &[Side::Pruned],
         flow: crate::pipeline::Flow::default(),
         technique: crate::pruning::method("wanda").map(crate::pruning::Technique::of),
+        of_all_ranks: None,
         shared_with: Vec::new(),
         observes: None,
         trains: None,

@@ -28,15 +28,19 @@ struct Place {
     processors: String,
 }
 
+/// The name of this machine; empty on systems that do not tell it in a file.
+pub fn host() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    name.trim().to_string()
+}
+
 impl Place {
+    /// The place of this process.
     fn here() -> Self {
         let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
         let status = read("/proc/self/status");
         let allowed = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
-        Self {
-            host: read("/proc/sys/kernel/hostname").trim().to_string(),
-            processors: allowed.unwrap_or_default().trim().to_string(),
-        }
+        Self { host: host(), processors: allowed.unwrap_or_default().trim().to_string() }
     }
 }
 

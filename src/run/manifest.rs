@@ -12,6 +12,7 @@ use super::measured::null_is_nan;
 use super::merging::{MERGED, MergeReport};
 use super::plan::{DevicePlan, HiddenStatesStorage, Plan, exceeded};
 use super::profile::ProfileReport;
+use super::rank_report::RankReport;
 use super::recovery::{BlockLoss, RecoveryReport};
 use super::verification::Verification;
 use super::width_drop::WidthDropReport;
@@ -96,6 +97,9 @@ pub struct Manifest {
     /// Units of work that a device had no memory for at first, in order; empty in older records.
     #[serde(default)]
     pub fallbacks: Vec<FallbackReport>,
+    /// The ranks of a run over several processes; empty for a run of a single process.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ranks: Vec<RankReport>,
     /// The peak memory of each GPU.
     #[serde(default)]
     pub devices: Vec<DeviceMemoryReport>,

@@ -23,6 +23,7 @@
 //! | `profile` | the profile of a run on the CPU: time per part of the work, and speed relative to the CPU's peak |
 //! | `pruning_record` | `pruning.json`: the record of a pruning run that is published with its model |
 //! | `quantization` | the result of `prune quantize`, as a plain record: the object of `--json` |
+//! | `rank_report` | time, memory and communication of a rank of a run over several processes |
 //! | `recovery` | the record of a recovery training: settings as resolved, losses, held-out measurements |
 //! | `state` | `unfinished.json`: the finished work of a run that has not ended, so that a later process can continue it |
 //! | `verification` | the verification of a written model, as the record has it |
@@ -48,6 +49,7 @@ pub mod plan;
 pub mod profile;
 pub mod pruning_record;
 pub mod quantization;
+pub mod rank_report;
 pub mod recovery;
 pub mod state;
 pub mod verification;

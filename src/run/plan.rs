@@ -188,6 +188,9 @@ pub enum PartKind {
     /// Calibration rows for output errors.
     #[serde(rename = "calibration rows")]
     CalibrationRows,
+    /// Numbers and rows of the samples of all ranks, while they are put together.
+    #[serde(rename = "messages of ranks")]
+    Messages,
     /// Scores and masks of one matrix.
     #[serde(rename = "scores and masks")]
     Scores,

@@ -225,6 +225,7 @@ fn planned(place: &Place, dtype: StoredDtype, storage: HiddenStatesStorage) -> P
         sides: &[Side::Dense, Side::Pruned],
         observes: None,
         trains: None,
+        of_all_ranks: None,
         shared_with: Vec::new(),
         flow: prune::pipeline::Flow::default(),
         technique: prune::pruning::method("wanda").map(Technique::of),

@@ -5,7 +5,7 @@ use crate::bytes::ByteSize;
 use crate::linalg::parts::{LEAST_ROWS, largest_part};
 use crate::linalg::product::Kernel;
 use crate::model::footprint::{self, SamplePass};
-use crate::pipeline::output_error;
+use crate::pipeline::{joined, output_error};
 use crate::placement::{ExecutionOption, PhaseMemory, Processors, Workload};
 use crate::pruning::Technique;
 use crate::run::memory_settings::WeightsHeld;
@@ -179,7 +179,9 @@ impl<'r> Host<'r> {
     /// GPUs.
     fn samples(&self, alive: Alive) -> Vec<MemoryPart> {
         let run = self.run;
-        let tokens = (run.samples + run.windows) * run.seqlen;
+        // Every rank has all token ids.
+        let tokens = run.of_all_ranks.unwrap_or([run.samples, run.windows]);
+        let tokens = tokens.iter().sum::<usize>() * run.seqlen;
         let (samples, windows) = match alive {
             Alive::All => (run.sample_states(), run.evaluated_windows()),
             Alive::Windows => (0, run.evaluated_windows()),
@@ -239,6 +241,10 @@ impl<'r> Host<'r> {
             held + adding.unwrap_or_default() + kept.unwrap_or_default(),
         )];
         parts.extend(self.calibration_rows(false));
+        parts.extend(run.of_all_ranks.map(|[all, _]| {
+            let bytes = joined::bytes(run.config, kind, [run.samples, all], run.seqlen);
+            part(PartKind::Messages, bytes)
+        }));
         parts
     }
 
@@ -246,7 +252,8 @@ impl<'r> Host<'r> {
     fn calibration_rows(&self, has_outputs: bool) -> Option<MemoryPart> {
         let run = self.run;
         run.statistics()?;
-        let bytes = output_error::bytes(run.config, run.samples, run.seqlen, has_outputs);
+        let samples = run.of_all_ranks.map_or(run.samples, |[samples, _]| samples);
+        let bytes = output_error::bytes(run.config, samples, run.seqlen, has_outputs);
         Some(part(PartKind::CalibrationRows, bytes))
     }
 
