@@ -262,7 +262,8 @@ impl Console {
     }
 
     fn last_words(&self, event: &str, text: impl FnOnce(&str) -> String) {
-        if self.level == Level::Silent {
+        // A bug of any rank is told.
+        if self.level == Level::Silent && event != "error" {
             return;
         }
         let mut state = self.state();

@@ -138,12 +138,12 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     code
 }
 
-/// Tells the other ranks of an error. The error of a rank that left before is the error of the run.
+/// Tells the other ranks of an error, unless it began at one of them.
 fn told(done: anyhow::Result<Outcome>, ranks: &Ranks) -> anyhow::Result<Outcome> {
-    let error = match (done, ranks.departure()) {
-        (Err(_), Some(departure)) => return Err(departure.into_error()),
-        (Err(error), None) => error,
-        (done, _) => return done,
+    let error = match done {
+        // They know it already.
+        Err(error) if ranks.departure().is_none() => error,
+        done => return done,
     };
     let is_stopped = error.is::<Stopped>();
     ranks.leave((!is_stopped).then(|| failure::describe(&error)));
@@ -189,7 +189,7 @@ fn render_chat_templates() -> ExitCode {
 /// Fails where a launcher has started several processes of a command that runs in one, and where MPI cannot be started.
 fn ranks_of(cli: &Cli) -> anyhow::Result<Ranks> {
     let name = match &cli.command {
-        None | Some(Command::Eval(_)) => return launcher::join(),
+        None | Some(Command::Eval(_)) => return launcher::join(print_line),
         Some(Command::Sweep(args)) if args.is_shard() => return Ok(Ranks::alone()),
         Some(Command::Demo(_)) => "demo",
         Some(Command::Generate(_)) => "generate",

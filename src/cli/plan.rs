@@ -11,12 +11,14 @@ use super::console::Console;
 use super::model::ModelWordArgs;
 use crate::job::plan::{plan, shape_names, table};
 use crate::job::plan_generate::generation_table;
+use crate::job::plan_ranks::rank_table;
 use crate::job::plan_recover::training_table;
+use crate::placement::Rate;
 use crate::pruning::METHODS;
 use crate::report;
 use crate::settings::{
     CalibrationSettings, DeviceSettings, EvalSides, NSAMPLES, PRUNE_METHOD, PlanSettings,
-    PlanSubject, Settings, share,
+    PlanSubject, RankSettings, Settings, share,
 };
 
 /// Shown below the flags.
@@ -27,6 +29,7 @@ Examples:
   prune plan --shape llama-2-70b --inventory two-a100.json
   prune plan --table
   prune plan --shape llama-2-7b --recover
+  prune plan --shape llama-2-70b --ranks 16 --network 25Gb/s
   prune plan --shape llama-2-7b --generate --sparsity-ratio 0.5";
 
 /// The command of a message that asks for a model.
@@ -66,6 +69,26 @@ pub struct PlanArgs {
     /// The table has the model, or all shapes, with dense, compact and 8-bit weights, for a text of --seqlen tokens.
     #[arg(long, help_heading = "Model", conflicts_with_all = ["recover", "prune_method", "nsamples", "eval", "eval_windows", "no_save_model", "hidden_states", "device_map"])]
     generate: bool,
+
+    /// A table for 1, 2, 4 … ranks of a build with MPI, up to this number
+    ///
+    /// Each rank has a machine like this one or that of --inventory. Every rank reads all weights from the shared storage. See docs/clusters.md.
+    #[arg(long, value_name = "N", help_heading = "Ranks", conflicts_with_all = ["table", "recover", "generate"], value_parser = clap::value_parser!(u16).range(1..=4096))]
+    ranks: Option<u16>,
+
+    /// Bits or bytes per second that a rank sends: 25Gb/s, 2GB/s
+    #[arg(
+        long,
+        value_name = "RATE",
+        help_heading = "Ranks",
+        requires = "ranks",
+        default_value = "25Gb/s"
+    )]
+    network: Rate,
+
+    /// Bits or bytes per second of the storage that all ranks read [default: the disk of the machine]
+    #[arg(long, value_name = "RATE", help_heading = "Ranks", requires = "ranks")]
+    storage: Option<Rate>,
 
     /// Share of zeros of the generating model [default: of the checkpoint's folder, else 0.5]
     #[arg(long, value_name = "RATIO", help_heading = "Run", requires = "generate", value_parser = share)]
@@ -162,6 +185,12 @@ pub fn command(args: &PlanArgs, console: &Console) -> Result<()> {
     if args.recover {
         let rows = training_table(&settings, console)?;
         return console.record(&rows, &report::training_plan::table(&rows));
+    }
+    if let Some(ranks) = args.ranks {
+        let ranks = usize::from(ranks);
+        let asked = RankSettings { ranks, network: args.network, storage: args.storage };
+        let rows = rank_table(&settings, &asked, console)?;
+        return console.record(&rows, &report::rank_plan::table(&rows));
     }
     if args.generate {
         let rows = generation_table(&settings, console)?;

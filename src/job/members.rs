@@ -23,15 +23,16 @@ use super::settle::smaller;
 use super::settled_run::{RunTask, SettledRun};
 use super::streams::Streams;
 use super::texts::Texts;
-use super::{allocate, layer_drop, same_run};
+use super::{allocate, layer_drop, same_run, weight_choice};
 use crate::checkpoint::{PartialModel, WrittenPlaces};
 use crate::data::{Calibration, Evaluation};
 use crate::failure::Failure;
+use crate::model::WeightForm;
 use crate::ranks::{Ranks, neighbors};
 use crate::run::manifest::Perplexities;
 use crate::run::rank_report::RankReport;
 use crate::run::{Event, Events, Manifest, Plan, RunState, Unfinished};
-use crate::settings::{OutputSettings, Settings};
+use crate::settings::{Settings, WeightChoice};
 
 /// The message of the first rank before the sweep.
 #[derive(Serialize, Deserialize)]
@@ -53,6 +54,8 @@ pub(super) struct SharedRun {
     /// The perplexities, where an earlier process measured all of them.
     measured: Option<Perplexities>,
     written: Option<WrittenPlaces>,
+    /// The form of the matrices of an evaluated model.
+    weights: WeightChoice,
     /// What decides the results and depends on the machine, by name.
     deciding: BTreeMap<String, String>,
 }
@@ -101,6 +104,11 @@ pub(super) fn share(job: &SettledRun, outputs: &Outputs<'_>) -> Result<()> {
         },
         measured: outputs.measured().cloned(),
         written: written.map(|written| written.places()),
+        weights: match job.model.forms.form() {
+            WeightForm::Dense => WeightChoice::Dense,
+            WeightForm::Compact => WeightChoice::Compact,
+            WeightForm::Int8 => WeightChoice::Int8,
+        },
         deciding: same_run::late(&job.texts, &job.model, &job.settings.device, &job.plan),
     };
     job.ranks.from_first(Some(&Start::Run(Box::new(shared)))).map(drop)
@@ -172,16 +180,18 @@ pub(super) fn reports(ranks: &Ranks, model: &OpenedModel) -> Result<Vec<RankRepo
 }
 
 impl SharedRun {
-    /// Settles the run on this rank. It has no folder: the first rank writes.
+    /// Settles the run on this rank. It opens no file of the run: the first rank writes.
     fn settle(self, settings: Settings, ranks: &Ranks, events: &dyn Events) -> Result<SettledRun> {
-        let mut settings = Settings { output: OutputSettings::default(), ..settings };
-        settings.device.offload_folder =
-            settings.device.offload_folder.or_else(|| Some(std::env::temp_dir()));
+        let mut settings = settings;
+        if let Some(weights) = &mut settings.weights {
+            weights.weights = self.weights;
+        }
         let mut model =
             OpenedModel::open(&settings.model, &settings.device, settings.seqlen, events)?;
         settings.seqlen = Some(model.seqlen);
         let source: &Path = &model.folder.clone();
         let folder = RunFolder::at(&[source], &settings.output, false)?;
+        weight_choice::settle_sweep(&mut model, &settings, &|_| Ok(self.plan.clone()), events)?;
         let fewest_layers = layer_drop::fewest_layers(&settings, &model.config)?;
         let mut pruning = Pruning::resolve(&mut settings, &fewest_layers, &folder)?;
         if settings.layer_drop.is_some() || settings.width_drop.is_some() {

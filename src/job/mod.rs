@@ -31,6 +31,7 @@
 //! | `interruption` | messages for a run that ends early |
 //! | `allocate` | the pass that decides the ratios of layers: samples through the dense model, before anything is pruned |
 //! | `plan_recover` | `prune plan --recover`: the memory of trainings, from headers or published shapes alone |
+//! | `plan_ranks` | `prune plan --ranks`: time, bytes sent and memory on several ranks |
 //! | `plan_generate` | `prune plan --generate`: the memory of text generation for each form of the weights |
 //! | `planned_texts` | texts and plan of a run: what a text needs is known when its tokenizer is, so both are made together |
 //! | `weight_choice` | the form in which the matrices of a generating or evaluated model are in memory |
@@ -64,6 +65,7 @@ mod pack_plan;
 mod pass;
 pub mod plan;
 pub mod plan_generate;
+pub mod plan_ranks;
 pub mod plan_recover;
 mod planned;
 mod planned_texts;

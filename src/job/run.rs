@@ -45,7 +45,12 @@ pub fn prune_on(
     observer: Option<&mut dyn MaskObserver>,
 ) -> Result<Manifest> {
     let given = RunInputs { ranks: ranks.clone(), ..RunInputs::default() };
-    run(settings, given, events, observer)
+    let done = run(settings, given, events, observer);
+    // This rank stopped because of it.
+    match ranks.departure() {
+        Some(departure) if done.is_err() => Err(departure.into_error()),
+        _ => done,
+    }
 }
 
 /// Measures the perplexity of a checkpoint and returns the record.

@@ -26,6 +26,7 @@ use crate::model::{InputId, InputMap, ModelConfig};
 use crate::pruning::{Statistics, StatisticsKind};
 use crate::ranks::{PIECE, Ranks};
 use crate::runtime::SampleShare;
+use crate::runtime::blocks::SampleBlocks;
 
 /// f32 sums of a message.
 const SUMS: usize = PIECE / size_of::<f32>();
@@ -41,17 +42,8 @@ pub(super) fn bytes(
     seqlen: usize,
 ) -> ByteSize {
     let [own, all] = samples;
-    // Large statistics are not made to count their numbers.
-    let beside_gram = |width| kind.part_beside_gram(width).map(|part| part.numbers().len());
-    let numbers = |width: usize| match kind.is_in_place() {
-        true => beside_gram(width).unwrap_or_default(),
-        false => match kind.begin(width, Products::default()) {
-            Statistics::Merged(statistics) => statistics.part().numbers().len(),
-            Statistics::InPlace(_) => 0,
-        },
-    };
     let widths = config.input_widths();
-    let of_sample: Vec<usize> = widths.values().map(|&width| numbers(width)).collect();
+    let of_sample: Vec<usize> = widths.values().map(|&width| numbers(kind, width)).collect();
     let largest = of_sample.iter().copied().max().unwrap_or_default();
     // The numbers of an input arrive as bytes, become numbers, and are cut into samples.
     let numbers = own * of_sample.iter().sum::<usize>() + 3 * all * largest;
@@ -63,6 +55,43 @@ pub(super) fn bytes(
     ByteSize::of(numbers, size_of::<f64>())
         + ByteSize::of(3 * rows, size_of::<f32>())
         + ByteSize(pieces as u64)
+}
+
+/// Bytes that a rank with the most samples sends in a layer; the formula is in the first lines of this file.
+pub(super) fn bytes_sent(
+    config: &ModelConfig,
+    kind: &'static dyn StatisticsKind,
+    samples: usize,
+    seqlen: usize,
+    ranks: usize,
+) -> f64 {
+    let own = SampleBlocks::new(samples).most_of(ranks) as f64;
+    let others = ranks.saturating_sub(1) as f64;
+    let widths = config.input_widths();
+    let of_sample: usize = widths.values().map(|&width| numbers(kind, width)).sum();
+    let row = widths.values().sum::<usize>() as f64 * size_of::<f32>() as f64;
+    let rows = output_error::tokens(samples, seqlen) as f64 * own / samples.max(1) as f64;
+    let rounds = SampleBlocks::new(samples).count().div_ceil(ranks) as f64;
+    let grams: f64 = match kind.is_in_place() {
+        true => widths.values().map(|&width| GramMatrix::collecting_bytes(width).0 as f64).sum(),
+        false => 0.0,
+    };
+    own * (of_sample * size_of::<f64>()) as f64 * others
+        + rows * row * others
+        + grams * (rounds + 1.0) * others / ranks as f64
+}
+
+/// Numbers of a sample for an input.
+fn numbers(kind: &'static dyn StatisticsKind, width: usize) -> usize {
+    if kind.is_in_place() {
+        // Large statistics are not made to count their numbers.
+        let part = kind.part_beside_gram(width);
+        return part.map_or(0, |part| part.numbers().len());
+    }
+    match kind.begin(width, Products::default()) {
+        Statistics::Merged(statistics) => statistics.part().numbers().len(),
+        Statistics::InPlace(_) => 0,
+    }
 }
 
 /// What this rank has observed of its own samples, in their order.
@@ -222,7 +251,6 @@ fn in_order<T: bytemuck::Pod>(
 mod tests {
     use super::*;
     use crate::ranks::threads;
-    use crate::runtime::blocks::SampleBlocks;
 
     /// Rows of a sample.
     fn rows(sample: usize, width: usize) -> Vec<f32> {

@@ -19,11 +19,23 @@ mod work;
 use crate::bytes::ByteSize;
 use crate::model::on_device::Tiling;
 use crate::model::{WeightForm, footprint};
+use crate::pipeline::joined;
 use crate::placement::{Demand, ExecutionOption, PhaseMemory, Processors, Workload};
 use crate::run::HiddenStatesStorage;
 use crate::run::memory_settings::{MemorySettings, WeightsHeld};
 use host::Host;
 pub use shape::{Observed, RunShape, TrainingShape};
+
+impl RunShape<'_> {
+    /// Bytes that a rank with the most samples of `of_all_ranks` sends in the whole run, where this many ranks share them.
+    pub fn bytes_sent(&self, ranks: usize) -> f64 {
+        let Some((kind, [samples, _])) = self.statistics().zip(self.of_all_ranks) else {
+            return 0.0;
+        };
+        let of_layer = joined::bytes_sent(self.config, kind, samples, self.seqlen, ranks);
+        self.config.num_hidden_layers as f64 * of_layer
+    }
+}
 
 impl Workload for RunShape<'_> {
     fn num_hidden_layers(&self) -> usize {

@@ -10,6 +10,7 @@
 //! | `workload` | a run in numbers |
 //! | `machine` | the devices that may compute, and the layers on them |
 //! | `planner` | the fastest option that fits |
+//! | `rate` | rates of networks and of storage, as flags give them |
 //! | `residency` | layers of a generating model that stay in memory |
 
 pub mod budget;
@@ -18,6 +19,7 @@ pub mod inventory;
 mod machine;
 pub mod planner;
 mod policy;
+pub mod rate;
 pub mod residency;
 #[cfg(any(test, not(target_os = "linux")))]
 mod system_memory;
@@ -29,5 +31,6 @@ pub use inventory::Inventory;
 pub use machine::usable_gpus;
 pub use planner::{PlanFailure, Shortage, plan};
 pub use policy::{Policy, USABLE, cpu_budget};
+pub use rate::Rate;
 pub use residency::{Residency, Sizes};
 pub use workload::{Demand, ExecutionOption, PhaseMemory, Processors, Work, Workload};

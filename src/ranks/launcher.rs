@@ -48,14 +48,17 @@ impl Launched {
 
 /// Joins the ranks of the launcher. A process that was started alone stays alone.
 ///
+/// # Arguments
+/// * `tell`: prints the last words of a job that has lost a rank
+///
 /// # Errors
 /// Fails where MPI does not see the processes that the launcher has started.
 #[cfg(feature = "mpi")]
-pub fn join() -> anyhow::Result<Ranks> {
+pub fn join(tell: fn(&str)) -> anyhow::Result<Ranks> {
     let Some(launched) = Launched::here() else {
         return Ok(Ranks::alone());
     };
-    let ranks = mpi::start()?;
+    let ranks = mpi::start(tell)?;
     if ranks.size() != launched.processes {
         let Launched { variable, processes } = launched;
         return Err(Failure::new(format!(
@@ -76,7 +79,7 @@ pub fn join() -> anyhow::Result<Ranks> {
 /// # Errors
 /// Fails where a launcher has started more than one process.
 #[cfg(not(feature = "mpi"))]
-pub fn join() -> Result<Ranks> {
+pub fn join(_tell: fn(&str)) -> Result<Ranks> {
     let Some(Launched { variable, processes }) = Launched::here() else {
         return Ok(Ranks::alone());
     };

@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::failure::Failure;
 use crate::run::Stopped;
-use neighbors::Neighbors;
+use neighbors::{Neighbors, RankPlace};
 
 pub mod launcher;
 #[cfg(feature = "mpi")]
@@ -46,7 +46,7 @@ pub trait Door: Send + Sync {
     ///
     /// # Errors
     /// Fails when the door is closed.
-    fn send(&self, to: usize, message: Message) -> Result<()>;
+    fn send(&self, to: usize, message: Parcel) -> Result<()>;
 
     /// Ends the communication, after every rank has closed its door or a limit of time.
     fn close(&self);
@@ -54,7 +54,7 @@ pub trait Door: Send + Sync {
 
 /// A message between two ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Message {
+pub enum Parcel {
     /// A part of a value.
     Piece(Vec<u8>),
     /// The sender leaves the run early.
@@ -98,18 +98,18 @@ impl fmt::Display for Left {
 impl std::error::Error for Left {}
 
 /// A message and its sender.
-pub type Arrival = (usize, Message);
+pub type Arrival = (usize, Parcel);
 
 /// The ranks of a run, as one of them sees them. Clones are the same rank.
 #[derive(Clone, Default)]
 pub struct Ranks {
     /// `None` for a run of a single process.
-    group: Option<Arc<Group>>,
+    connection: Option<Arc<Connection>>,
     neighbors: Neighbors,
 }
 
-/// More than one rank.
-struct Group {
+/// The connection of a rank with the others.
+struct Connection {
     rank: usize,
     size: usize,
     door: Box<dyn Door>,
@@ -129,8 +129,8 @@ struct Inbox {
 impl Inbox {
     fn take(&mut self, (from, message): Arrival) {
         match message {
-            Message::Piece(bytes) => self.waiting[from].push_back(bytes),
-            Message::Leave(departure) => drop(self.left.get_or_insert(departure)),
+            Parcel::Piece(bytes) => self.waiting[from].push_back(bytes),
+            Parcel::Leave(departure) => drop(self.left.get_or_insert(departure)),
         }
     }
 }
@@ -159,7 +159,7 @@ impl Ranks {
     /// The rank `rank` of `size`, which sends through `door` and receives from `arrivals`.
     pub fn of(rank: usize, size: usize, door: Box<dyn Door>, arrivals: Receiver<Arrival>) -> Self {
         let waiting = vec![VecDeque::new(); size];
-        let group = Group {
+        let connection = Connection {
             rank,
             size,
             door,
@@ -167,7 +167,7 @@ impl Ranks {
             sent: AtomicU64::new(0),
             waited_nanoseconds: AtomicU64::new(0),
         };
-        Self { group: Some(Arc::new(group)), neighbors: Neighbors::default() }
+        Self { connection: Some(Arc::new(connection)), neighbors: Neighbors::default() }
     }
 
     /// Asks all ranks for their machines.
@@ -175,7 +175,8 @@ impl Ranks {
     /// # Errors
     /// Fails when a rank has left.
     pub fn with_neighbors(self) -> Result<Self> {
-        Ok(Self { neighbors: Neighbors::find(&self)?, ..self })
+        let places = self.all_gather_values(&RankPlace::here())?;
+        Ok(Self { neighbors: Neighbors::among(&places, self.rank()), ..self })
     }
 
     /// The ranks of this machine.
@@ -185,17 +186,17 @@ impl Ranks {
 
     /// The number of this rank, from 0 on.
     pub fn rank(&self) -> usize {
-        self.group.as_ref().map_or(0, |group| group.rank)
+        self.connection.as_ref().map_or(0, |group| group.rank)
     }
 
     /// The number of ranks.
     pub fn size(&self) -> usize {
-        self.group.as_ref().map_or(1, |group| group.size)
+        self.connection.as_ref().map_or(1, |group| group.size)
     }
 
     /// Returns whether this process is the whole run.
     pub fn is_alone(&self) -> bool {
-        self.group.is_none()
+        self.connection.is_none()
     }
 
     /// Returns whether this rank settles, prints and writes.
@@ -205,8 +206,8 @@ impl Ranks {
 
     /// The communication so far.
     pub fn traffic(&self) -> Traffic {
-        let count = |of: fn(&Group) -> &AtomicU64| {
-            self.group.as_deref().map_or(0, |group| of(group).load(Ordering::Relaxed))
+        let count = |of: fn(&Connection) -> &AtomicU64| {
+            self.connection.as_deref().map_or(0, |group| of(group).load(Ordering::Relaxed))
         };
         Traffic {
             bytes_sent: count(|group| &group.sent),
@@ -219,7 +220,7 @@ impl Ranks {
     /// # Errors
     /// Fails when a rank has left.
     pub fn all_gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let Some(group) = &self.group else {
+        let Some(group) = &self.connection else {
             return Ok(vec![own.to_vec()]);
         };
         for to in group.others() {
@@ -250,7 +251,7 @@ impl Ranks {
     /// Fails when a rank has left, and for values that JSON cannot hold.
     pub fn from_first<T: Serialize + DeserializeOwned>(&self, own: Option<&T>) -> Result<T> {
         let own = own.map(serde_json::to_vec).transpose()?;
-        let bytes = match (&self.group, own) {
+        let bytes = match (&self.connection, own) {
             (None, Some(own)) => own,
             (Some(group), Some(own)) => {
                 for to in group.others() {
@@ -269,7 +270,7 @@ impl Ranks {
     /// # Errors
     /// Fails when a rank has left.
     pub fn exchange(&self, part: &dyn Fn(usize) -> Vec<u8>) -> Result<Vec<Vec<u8>>> {
-        let Some(group) = &self.group else {
+        let Some(group) = &self.connection else {
             return Ok(vec![part(0)]);
         };
         for to in group.others() {
@@ -284,18 +285,18 @@ impl Ranks {
 
     /// Tells all ranks that this rank leaves the run early. They end as soon as they wait for a message.
     pub fn leave(&self, error: Option<String>) {
-        if let Some(group) = &self.group {
+        if let Some(group) = &self.connection {
             let departure = Departure { rank: group.rank, error };
             for to in group.others() {
                 // A door that is closed has told it.
-                let _ = group.door.send(to, Message::Leave(departure.clone()));
+                let _ = group.door.send(to, Parcel::Leave(departure.clone()));
             }
         }
     }
 
     /// Returns the departure of another rank that has left the run.
     pub fn departure(&self) -> Option<Departure> {
-        let Some(group) = &self.group else {
+        let Some(group) = &self.connection else {
             return None;
         };
         // A rank that waits for a message sees departures itself.
@@ -310,13 +311,13 @@ impl Ranks {
 
     /// Ends the communication at the end of a run.
     pub fn close(&self) {
-        if let Some(group) = &self.group {
+        if let Some(group) = &self.connection {
             group.door.close();
         }
     }
 }
 
-impl Group {
+impl Connection {
     fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let rank = self.rank;
         (0..self.size).filter(move |to| *to != rank)
@@ -327,12 +328,12 @@ impl Group {
         let length = (bytes.len() as u64).to_le_bytes();
         for piece in [&length[..]].into_iter().chain(bytes.chunks(PIECE)) {
             self.sent.fetch_add(piece.len() as u64, Ordering::Relaxed);
-            self.door.send(to, Message::Piece(piece.to_vec()))?;
+            self.door.send(to, Parcel::Piece(piece.to_vec()))?;
         }
         Ok(())
     }
 
-    /// Receives a value that [`Group::send`] has sent.
+    /// Receives a value that [`Connection::send`] has sent.
     fn receive(&self, from: usize) -> Result<Vec<u8>> {
         let start = Instant::now();
         let mut inbox = self.inbox();

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow};
 use ferrompi::{Communicator, Mpi, Source, Tag, ThreadLevel};
 
-use super::{Arrival, Door, Message, Ranks};
+use super::{Arrival, Door, Parcel, Ranks};
 use crate::failure::Failure;
 
 /// The time between two signs of life.
@@ -60,10 +60,10 @@ struct MpiDoor {
 }
 
 impl Door for MpiDoor {
-    fn send(&self, to: usize, message: Message) -> Result<()> {
+    fn send(&self, to: usize, message: Parcel) -> Result<()> {
         let (tag, bytes) = match message {
-            Message::Piece(bytes) => (PIECE, bytes),
-            Message::Leave(departure) => (LEAVE, serde_json::to_vec(&departure)?),
+            Parcel::Piece(bytes) => (PIECE, bytes),
+            Parcel::Leave(departure) => (LEAVE, serde_json::to_vec(&departure)?),
         };
         self.order(Order::Send(Outgoing { to, tag, bytes }))
     }
@@ -88,9 +88,12 @@ impl MpiDoor {
 
 /// Starts MPI and returns this process's rank.
 ///
+/// # Arguments
+/// * `tell`: prints the last words of a job that this thread ends
+///
 /// # Errors
 /// Fails when MPI cannot be started.
-pub(super) fn start() -> Result<Ranks> {
+pub(super) fn start(tell: fn(&str)) -> Result<Ranks> {
     let (orders, ordered) = channel();
     let (arrived, arrivals) = channel();
     let (place, placed) = channel();
@@ -104,10 +107,10 @@ pub(super) fn start() -> Result<Ranks> {
         if place.send(Ok((world.rank(), size))).is_err() {
             return;
         }
-        let mut service = Service::new(&world, arrived);
+        let mut service = Service::new(&world, arrived, tell);
         if let Err(error) = service.run(&ordered) {
             // Other ranks would wait for this rank.
-            eprintln!("error: MPI: {error}");
+            tell(&format!("error: MPI: {error}"));
             service.world.abort(1);
         }
     };
@@ -125,6 +128,7 @@ pub(super) fn start() -> Result<Ranks> {
 struct Service<'w> {
     world: &'w Communicator,
     arrived: Sender<Arrival>,
+    tell: fn(&str),
     /// By rank, the time of its last message, and whether it has said farewell.
     heard: Vec<Instant>,
     gone: Vec<bool>,
@@ -134,11 +138,12 @@ struct Service<'w> {
 }
 
 impl<'w> Service<'w> {
-    fn new(world: &'w Communicator, arrived: Sender<Arrival>) -> Self {
+    fn new(world: &'w Communicator, arrived: Sender<Arrival>, tell: fn(&str)) -> Self {
         let (now, size) = (Instant::now(), world.size() as usize);
         Self {
             world,
             arrived,
+            tell,
             heard: vec![now; size],
             gone: vec![false; size],
             last_beat: now,
@@ -241,9 +246,9 @@ impl<'w> Service<'w> {
             let from = from as usize;
             self.heard[from] = Instant::now();
             let message = match tag {
-                PIECE => Message::Piece(bytes),
+                PIECE => Parcel::Piece(bytes),
                 LEAVE => match serde_json::from_slice(&bytes) {
-                    Ok(departure) => Message::Leave(departure),
+                    Ok(departure) => Parcel::Leave(departure),
                     Err(_) => continue,
                 },
                 BYE => {
@@ -264,9 +269,9 @@ impl<'w> Service<'w> {
             self.others().find(|&rank| !self.gone[rank] && self.heard[rank].elapsed() > SILENCE);
         if let Some(rank) = silent {
             let seconds = SILENCE.as_secs();
-            eprintln!(
+            (self.tell)(&format!(
                 "error: rank {rank} has not been heard of for {seconds} s: the job ends; the same command continues it"
-            );
+            ));
             self.world.abort(1);
         }
     }

@@ -1,9 +1,6 @@
 //! The ranks of one machine, which divide its processors and its memory among them.
 
-use anyhow::Result;
 use serde::{Deserialize, Serialize};
-
-use super::Ranks;
 
 /// The share of this rank in its machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,7 +19,7 @@ impl Default for Neighbors {
 
 /// The place of a rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct Place {
+pub(super) struct RankPlace {
     host: String,
     /// The processors that the rank may use, as Linux prints them.
     processors: String,
@@ -34,9 +31,9 @@ pub fn host() -> String {
     name.trim().to_string()
 }
 
-impl Place {
+impl RankPlace {
     /// The place of this process.
-    fn here() -> Self {
+    pub(super) fn here() -> Self {
         let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
         let status = read("/proc/self/status");
         let allowed = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
@@ -45,19 +42,8 @@ impl Place {
 }
 
 impl Neighbors {
-    /// Asks all ranks for their places.
-    ///
-    /// # Errors
-    /// Fails when a rank has left.
-    pub fn find(ranks: &Ranks) -> Result<Self> {
-        if ranks.is_alone() {
-            return Ok(Self::default());
-        }
-        let places = ranks.all_gather_values(&Place::here())?;
-        Ok(Self::among(&places, ranks.rank()))
-    }
-
-    fn among(places: &[Place], rank: usize) -> Self {
+    /// The share of rank `rank` among ranks with these places.
+    pub(super) fn among(places: &[RankPlace], rank: usize) -> Self {
         let own = &places[rank];
         let of_machine = || places.iter().filter(|place| place.host == own.host);
         let sharing = of_machine().filter(|place| place.processors == own.processors);
@@ -71,7 +57,7 @@ mod tests {
 
     #[test]
     fn ranks_of_a_machine_are_counted_by_host_and_by_processors() {
-        let place = |host: &str, processors: &str| Place {
+        let place = |host: &str, processors: &str| RankPlace {
             host: host.to_string(),
             processors: processors.to_string(),
         };
@@ -80,6 +66,5 @@ mod tests {
         assert_eq!(found(0), Neighbors { ranks: 3, sharing_processors: 2 });
         assert_eq!(found(2), Neighbors { ranks: 3, sharing_processors: 1 });
         assert_eq!(found(3), Neighbors::default());
-        assert_eq!(Neighbors::find(&Ranks::alone()).unwrap(), Neighbors::default());
     }
 }

@@ -5,16 +5,16 @@ use std::thread;
 
 use anyhow::{Context, Result};
 
-use super::{Arrival, Door, Message, Ranks};
+use super::{Arrival, Door, Parcel, Ranks};
 
 /// A door whose messages arrive at once.
-struct Channels {
+struct ChannelDoor {
     rank: usize,
     to: Vec<Sender<Arrival>>,
 }
 
-impl Door for Channels {
-    fn send(&self, to: usize, message: Message) -> Result<()> {
+impl Door for ChannelDoor {
+    fn send(&self, to: usize, message: Parcel) -> Result<()> {
         self.to[to].send((self.rank, message)).context("the other rank has ended")
     }
 
@@ -31,7 +31,7 @@ pub fn group(size: usize) -> Vec<Ranks> {
     let ranks = from.into_iter().enumerate();
     ranks
         .map(|(rank, arrivals)| {
-            Ranks::of(rank, size, Box::new(Channels { rank, to: to.clone() }), arrivals)
+            Ranks::of(rank, size, Box::new(ChannelDoor { rank, to: to.clone() }), arrivals)
         })
         .collect()
 }

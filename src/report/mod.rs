@@ -19,7 +19,7 @@
 //! | `demo_table` | the result of `prune demo`, as records and as a table of at most 80 columns |
 //! | `plan` | the table of a plan, printed before a run and by `prune plan` |
 //! | `plots` | pictures as SVG text, a file per picture |
-//! | `training_plan`, `generation_plan` | the tables of `prune plan --recover` and `--generate` |
+//! | `training_plan`, `generation_plan`, `rank_plan` | the tables of `prune plan --recover`, `--generate` and `--ranks` |
 
 pub mod card;
 pub mod cards;
@@ -42,6 +42,7 @@ pub mod plan;
 pub mod plots;
 pub mod profile;
 pub mod quantization;
+pub mod rank_plan;
 mod recoveries;
 mod settings;
 pub mod table;

@@ -1,7 +1,7 @@
 //! Settings of `prune generate`.
 
 use clap::{Args, ValueEnum};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::device::DeviceSettings;
 use super::model::ModelSettings;
@@ -59,7 +59,7 @@ pub struct DecodingSettings {
 }
 
 /// A choice of `--weights`.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, ValueEnum)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum WeightChoice {
     /// Compact where that is smaller and not slower here, or where dense does not fit into memory; the 8-bit values of a packed folder as they are

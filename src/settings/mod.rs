@@ -46,7 +46,7 @@ pub use merge::{MergeEval, MergeSettings, PIECE_ELEMENTS, SaliencySource};
 pub use model::{ComputeDtype, ModelSettings};
 pub use output::OutputSettings;
 pub use pack::PackSettings;
-pub use plan::{PlanSettings, PlanSubject};
+pub use plan::{PlanSettings, PlanSubject, RankSettings};
 pub use quantize::QuantizeSettings;
 pub use recovery::{ALL_LINEAR, DISTILL_WEIGHT, RecoverySettings, RecoveryWay, TEXT, TrainedKind};
 pub use run::Settings;

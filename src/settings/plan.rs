@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use super::run::Settings;
+use crate::placement::Rate;
 
 /// Settings of `prune plan`.
 #[derive(Debug, Clone)]
@@ -19,6 +20,17 @@ pub struct PlanSettings {
     pub zeros: Option<f64>,
     /// `--batch-size` of trainings; the default of `prune recover` if absent.
     pub batch_size: Option<usize>,
+}
+
+/// The ranks of `prune plan --ranks`, each on a machine of its own.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RankSettings {
+    /// `--ranks`: the most ranks.
+    pub ranks: usize,
+    /// `--network`: the bytes that a rank sends per second.
+    pub network: Rate,
+    /// `--storage`: the bytes per second of the storage that all ranks share; the rate of the machine's disk if absent.
+    pub storage: Option<Rate>,
 }
 
 /// Models of `prune plan`.

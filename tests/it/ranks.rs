@@ -113,6 +113,7 @@ fn ranks_without_samples_and_other_ways_of_samples_give_the_same_bits() {
         "--prune-method ladder --sparsity-ratio 0.6 --nsamples 5 --true-sequential --eval none",
         "--prune-method wanda --sparsity-ratio 0.5 --nsamples 5 --refine dsnot --hidden-states disk --eval-windows 3",
         "--prune-method wanda --sparsity-ratio 0.5 --nsamples 5 --drop-layers 1 --allocate owl --eval-windows 3",
+        "--prune-method wanda --sparsity-ratio 0.5 --nsamples 5 --drop-width 0.25 --eval-windows 3",
     ];
     for (number, flags) in lines.into_iter().enumerate() {
         let alone = prune(&place, 1, &format!("{number}-1"), flags).remove(0).unwrap();
@@ -136,12 +137,30 @@ fn perplexity_on_several_ranks_has_the_bits_of_one() {
         job::eval_on(ranks, settings, &Silent)
     };
     let alone = eval(&Ranks::alone()).unwrap();
-    assert!(alone.perplexity.dense.is_some());
+    assert!(alone.perplexity.dense.or(alone.perplexity.pruned).is_some());
     for size in [2, 3, 4, 8] {
         for manifest in threads::run(size, eval) {
             assert_eq!(manifest.unwrap().perplexity, alone.perplexity, "{size}");
         }
     }
+}
+
+#[test]
+fn a_rank_sends_the_numbers_of_its_samples_and_no_hidden_state() {
+    let place = place();
+    let flags = "--sparsity-ratio 0.5 --nsamples 7 --eval none";
+    let manifest = prune(&place, 2, "out", flags).remove(0).unwrap();
+    assert_eq!(manifest.ranks.len(), 2);
+    assert!(manifest.ranks.iter().enumerate().all(|(rank, report)| report.rank == rank));
+    // Rank 1 has samples 1, 3 and 5. Per layer, for inputs of 64, 64, 64 and 208 columns: f64 sums of squares, f32 rows of output
+    // errors, of which each sample has 256 / 7.
+    let (layers, columns, samples) = (2.0, 400.0, 3.0);
+    let expected = layers * columns * samples * (8.0 + 4.0 * 256.0 / 7.0);
+    let sent = manifest.ranks[1].bytes_sent as f64;
+    assert!(
+        sent > expected && sent < 1.02 * expected + 2000.0,
+        "{sent} bytes, expected {expected}"
+    );
 }
 
 #[test]

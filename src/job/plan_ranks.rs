@@ -1,0 +1,61 @@
+//! `prune plan --ranks`: time, bytes sent and memory of a run on several ranks, each a machine of its own.
+//!
+//! ```text
+//! time(R) = plan of the largest share of samples and windows, with 1/R of the storage
+//!         + bytes that a rank sends / network
+//! ```
+//!
+//! Every rank reads all weights from the storage that all share, and scores or solves all matrices. Messages do not overlap with computing.
+//! The writing of the model is in every row: the first rank does it.
+
+use anyhow::Result;
+
+use super::machine;
+use super::plan::{Subject, inventory, run_shape};
+use super::planned::plan as plan_run;
+use crate::report::rank_plan::RankRow;
+use crate::run::Events;
+use crate::runtime::blocks::SampleBlocks;
+use crate::settings::{PlanSettings, RankSettings};
+
+/// Plans a run on 1, 2, 4 … ranks, up to the ranks of the settings, a row each.
+///
+/// # Errors
+/// Fails as `prune plan`.
+pub fn rank_table(
+    settings: &PlanSettings,
+    ranks: &RankSettings,
+    events: &dyn Events,
+) -> Result<Vec<RankRow>> {
+    let mut machine_of_rank = inventory(settings)?;
+    let subject = Subject::of_settings(settings, events)?;
+    let whole = run_shape(settings, &subject, machine_of_rank.cpu.threads)?;
+    let policy = machine::policy(&settings.run.device)?;
+    let mut rows: Vec<RankRow> = Vec::new();
+    let mut size = 1;
+    while size <= ranks.ranks {
+        let share = |samples: usize| SampleBlocks::new(samples).most_of(size);
+        let mut shape = whole.clone();
+        (shape.samples, shape.windows) = (share(whole.samples), share(whole.windows));
+        shape.of_all_ranks = (size > 1).then_some([whole.samples, whole.windows]);
+        if let Some(storage) = ranks.storage {
+            machine_of_rank.rates.disk_gb_s = storage.gigabytes() / size as f64;
+        }
+        let plan = plan_run(&shape, &machine_of_rank, &policy)?;
+        let sent = shape.bytes_sent(size);
+        let seconds = plan.time.seconds + ranks.network.seconds(sent);
+        let alone = rows.first().map_or(seconds, |first| first.seconds);
+        rows.push(RankRow {
+            ranks: size,
+            seconds,
+            efficiency: alone / (size as f64 * seconds),
+            bytes_sent: sent as u64,
+            peak: plan.cpu().map(|cpu| cpu.peak).unwrap_or_default(),
+        });
+        size = match size {
+            size if size < ranks.ranks => ranks.ranks.min(2 * size),
+            size => size + 1,
+        };
+    }
+    Ok(rows)
+}
