@@ -71,8 +71,8 @@ use clap::FromArgMatches;
 
 use crate::data::chat::process;
 use crate::failure::{self, Failure};
-use crate::ranks::Ranks;
 use crate::ranks::launcher::{self, Launched};
+use crate::ranks::{Left, Ranks};
 use crate::run::{Event, Events, Stopped};
 use crate::runtime::memory;
 use console::{Console, print_line};
@@ -124,10 +124,9 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let console = Console::new(cli.messages(), interrupt::end_for_another);
     let ranks = match ranks_of(&cli) {
         Ok(ranks) => ranks,
-        Err(error) => {
-            console.error(&failure::describe(&error));
-            return ExitCode::from(2);
-        }
+        // The rank that left has told why.
+        Err(error) if error.is::<Left>() => return ExitCode::FAILURE,
+        Err(error) => return end(&console, Err(error)),
     };
     let console = Arc::new(if ranks.is_first() { console } else { console.silent() });
     interrupt::end_on_panic(&console);
@@ -146,7 +145,9 @@ fn told(done: anyhow::Result<Outcome>, ranks: &Ranks) -> anyhow::Result<Outcome>
         done => return done,
     };
     let is_stopped = error.is::<Stopped>();
-    ranks.leave((!is_stopped).then(|| failure::describe(&error)));
+    let text = failure::describe(&error);
+    let text = text.strip_prefix("error: ").unwrap_or(&text);
+    ranks.leave((!is_stopped).then(|| text.to_string()));
     Err(error)
 }
 
