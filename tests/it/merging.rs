@@ -7,6 +7,7 @@ mod distances;
 mod goldens;
 mod interrupted;
 mod memory;
+mod methods;
 mod pruned;
 mod random;
 mod stacks;

@@ -72,8 +72,10 @@ impl Recipe {
                     .failure(format!("`{}` is merged with itself", source.model)));
             }
         }
-        if declaration.base_model == BaseModel::Required {
-            let Some(base) = self.base_of(slice) else {
+        let base = self.base_of(slice);
+        let needs_base = declaration.base_model == BaseModel::Required;
+        if needs_base || (declaration.base_model.is_subtracted() && base.is_some()) {
+            let Some(base) = base else {
                 let hint = match slice.place {
                     Place::Line(..) => "add `base_model: MODEL`",
                     Place::Flags => "add --base MODEL",
@@ -90,12 +92,14 @@ impl Recipe {
                     .hint("add it with the layer range of the others"));
             }
         }
-        let count = models.len();
+        let is_origin = declaration.base_model == BaseModel::Origin && base.is_some();
+        let count = models.len() - usize::from(is_origin);
         if declaration.models.contains(&count) {
             return Ok(());
         }
+        let beside = if is_origin { " beside the base model" } else { "" };
         let failure = slice.place.failure(format!(
-            "the method `{method}` merges {} models, found {count}",
+            "the method `{method}` merges {} models{beside}, found {count}",
             shown(&declaration.models)
         ));
         let models: Vec<String> = models.iter().map(ToString::to_string).collect();

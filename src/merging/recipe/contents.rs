@@ -20,18 +20,12 @@ use crate::input::{Expected, read_given, with_remedy};
 use crate::linalg::StoredDtype;
 
 /// Methods of mergekit and peft that this version does not have.
-pub const OTHER_METHODS: [&str; 13] = [
-    "arcee_fusion",
+pub const OTHER_METHODS: [&str; 7] = [
     "dare_linear_svd",
     "dare_ties_svd",
-    "karcher",
     "magnitude_prune_svd",
-    "multislerp",
-    "nearswap",
-    "nuslerp",
     "ram",
     "ramplus_tl",
-    "sce",
     "svd",
     "ties_svd",
 ];

@@ -18,7 +18,7 @@ use anyhow::Result;
 
 use super::contents::{MergeInputs, PlacedSlice, Recipe};
 use super::model_spec::ModelSpec;
-use super::parameter::{BaseModel, Declaration, Declared, Parameter, ParameterValues, WhenMissing};
+use super::parameter::{Declaration, Declared, Parameter, ParameterValues, WhenMissing};
 use super::place::Place;
 use super::setting::Parameters;
 use crate::failure::Failure;
@@ -304,7 +304,7 @@ impl Resolver<'_> {
         let mut sources = Vec::with_capacity(names.len());
         for (source, tensor) in slice.sources.iter().zip(names) {
             let is_subtracted =
-                self.declaration.base_model == BaseModel::Required && base == Some(&source.model);
+                self.declaration.base_model.is_subtracted() && base == Some(&source.model);
             let declared = if is_subtracted { &[] } else { self.declaration.per_model };
             let scopes = std::iter::once(&source.parameters).chain(wide);
             let values = values(declared, scopes, &tensor, t).map_err(|parameter| {

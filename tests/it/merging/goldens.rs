@@ -21,13 +21,17 @@ const L1: f64 = 1e-6;
 const BF16: f64 = 1.0 / 256.0;
 
 /// Recipes whose results are numbers that can be compared.
-const EXACT: [&str; 28] = [
+const EXACT: [&str; 32] = [
     "breadcrumbs",
     "breadcrumbs-ties",
+    "karcher",
     "linear",
     "linear-nonorm-gradient",
     "model-stock",
+    "multislerp",
+    "nuslerp",
     "passthrough-stack",
+    "sce",
     "slerp",
     "slerp-gradient",
     "task-arithmetic",
