@@ -10,6 +10,7 @@ mod memory;
 mod methods;
 mod pruned;
 mod random;
+mod recipes;
 mod stacks;
 mod vocabulary;
 

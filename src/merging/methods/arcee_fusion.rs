@@ -17,7 +17,7 @@ use super::group::Group;
 use super::method::{BoxedMerge, MergeMethod, RowBlock, TensorMerge, TensorTask};
 use super::mixer::Mixer;
 use super::ranks::{Counts, Search, from_signed_key, signed_key};
-use super::softmax::Divergence;
+use super::softmax::SoftmaxDivergence;
 use crate::failure::Failure;
 use crate::merging::recipe::{BaseModel, Declaration};
 
@@ -60,7 +60,7 @@ impl MergeMethod for ArceeFusion {
             search: Search::new(vec![last / 4, last / 2, last * 3 / 4]),
             counts: None,
             threshold: f32::INFINITY,
-            divergence: Divergence::default(),
+            divergence: SoftmaxDivergence::default(),
             importances: Vec::new(),
         }))
     }
@@ -74,7 +74,7 @@ struct Fusion {
     search: Search,
     counts: Option<Counts>,
     threshold: f32,
-    divergence: Divergence,
+    divergence: SoftmaxDivergence,
     /// I of the current rows.
     importances: Vec<f32>,
 }

@@ -8,7 +8,7 @@
 //! W   = mean of all norms · m
 //! ```
 //!
-//! m and v are combinations of the models, so their lengths and angles follow from the products of the models. Products are f64 sums over
+//! m and v are combinations of the models, so their lengths and angles follow from the products of the models. ScalarProducts are f64 sums over
 //! all elements; the steps are f64, where mergekit's are f32, but a cosine is rounded to f32 as there. A base model in the recipe
 //! counts as a model.
 //!
@@ -18,7 +18,7 @@ use anyhow::Result;
 
 use super::group::Group;
 use super::method::{BoxedMerge, MergeMethod, TensorTask};
-use super::products::{Combination, Products};
+use super::products::{ProductMerge, ScalarProducts};
 use crate::failure::Failure;
 use crate::merging::recipe::{BaseModel, Declaration, Parameter, WhenMissing};
 
@@ -55,14 +55,14 @@ impl MergeMethod for Karcher {
             .into());
         }
         let models = (0..task.sources.len()).collect();
-        let products = Products::new(task.columns, None, models);
-        let rule = move |of: &Products| Ok(factors(of, steps as usize, tolerance));
-        Ok(Box::new(Combination::new(products, false, Box::new(rule))))
+        let products = ScalarProducts::new(task.columns, None, models);
+        let rule = move |of: &ScalarProducts| Ok(factors(of, steps as usize, tolerance));
+        Ok(Box::new(ProductMerge::new(products, false, Box::new(rule))))
     }
 }
 
 /// The factors of the models.
-fn factors(products: &Products, steps: usize, tolerance: f64) -> Vec<f64> {
+fn factors(products: &ScalarProducts, steps: usize, tolerance: f64) -> Vec<f64> {
     let count = products.count();
     if count == 1 {
         return vec![1.0];
@@ -163,7 +163,8 @@ mod tests {
     use super::*;
 
     fn of(vectors: &[&[f32]], steps: usize) -> Vec<f64> {
-        let mut products = Products::new(vectors[0].len(), None, (0..vectors.len()).collect());
+        let mut products =
+            ScalarProducts::new(vectors[0].len(), None, (0..vectors.len()).collect());
         products.measure(&RowBlock { first_row: 0, sources: vectors });
         factors(&products, steps, 1e-5)
     }

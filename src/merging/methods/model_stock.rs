@@ -5,7 +5,7 @@
 //! cos θ: the mean over all pairs of experts of D_s·D_t / (|D_s| |D_t|), D_t = W_t − W₀, n experts
 //! ```
 //!
-//! The angle belongs to the whole tensor, or to a row with `filter_wise`. Products of norms below 1e-6 count as 1e-6. If the denominator
+//! The angle belongs to the whole tensor, or to a row with `filter_wise`. ScalarProducts of norms below 1e-6 count as 1e-6. If the denominator
 //! is below 1e-6, the base stays.
 //!
 //! Source: D.-H. Jang, S. Yun, D. Han, "Model stock" (2024, arXiv:2403.19522), equation 2; mergekit 0.1.5, `merge_methods/model_stock.py`.
@@ -15,7 +15,7 @@ use anyhow::Result;
 use super::group::Group;
 use super::method::{BoxedMerge, MergeMethod, RowBlock, TensorMerge, TensorTask};
 use super::mixer::Mixer;
-use super::products::Products;
+use super::products::ScalarProducts;
 use crate::failure::Failure;
 use crate::merging::recipe::{BaseModel, Declaration, Parameter, WhenMissing};
 
@@ -53,7 +53,7 @@ impl MergeMethod for ModelStock {
         Ok(Box::new(Stock {
             columns: task.columns,
             base,
-            products: Products::new(task.columns, Some(base), experts.clone()),
+            products: ScalarProducts::new(task.columns, Some(base), experts.clone()),
             experts,
             is_by_row: task.shared.is_on(Parameter::FilterWise),
         }))
@@ -67,7 +67,7 @@ struct Stock {
     experts: Vec<usize>,
     is_by_row: bool,
     /// D_s·D_t of the tensor or of the current row.
-    products: Products,
+    products: ScalarProducts,
 }
 
 impl Stock {

@@ -18,7 +18,7 @@ use anyhow::Result;
 use super::group::Group;
 use super::linear::Average;
 use super::method::{BoxedMerge, MergeMethod, TensorTask};
-use super::products::{Combination, Products};
+use super::products::{ProductMerge, ScalarProducts};
 use crate::failure::Failure;
 use crate::merging::recipe::{BaseModel, Declaration, Parameter, WhenMissing};
 
@@ -66,12 +66,12 @@ impl MergeMethod for Multislerp {
         }
         let eps = task.shared.number(Parameter::Eps);
         let name = task.name.to_string();
-        let products = Products::new(task.columns, task.base, models);
-        let rule = move |of: &Products| match factors(of, &weights, eps) {
+        let products = ScalarProducts::new(task.columns, task.base, models);
+        let rule = move |of: &ScalarProducts| match factors(of, &weights, eps) {
             Some(factors) => Ok(factors),
             None => Err(opposite(&name, &weights).into()),
         };
-        Ok(Box::new(Combination::new(products, false, Box::new(rule))))
+        Ok(Box::new(ProductMerge::new(products, false, Box::new(rule))))
     }
 }
 
@@ -82,7 +82,7 @@ fn opposite(tensor: &str, weights: &[f64]) -> Failure {
 }
 
 /// The factors of X_t; `None` if their weighted directions cancel out.
-fn factors(products: &Products, weights: &[f64], eps: f64) -> Option<Vec<f64>> {
+fn factors(products: &ScalarProducts, weights: &[f64], eps: f64) -> Option<Vec<f64>> {
     let count = products.count();
     let norms: Vec<f64> = (0..count).map(|of| products.norm(of)).collect();
     if norms.iter().all(|norm| *norm == 0.0) {
@@ -127,7 +127,8 @@ mod tests {
     use super::*;
 
     fn of(vectors: &[&[f32]], weights: &[f64], eps: f64) -> Option<Vec<f64>> {
-        let mut products = Products::new(vectors[0].len(), None, (0..vectors.len()).collect());
+        let mut products =
+            ScalarProducts::new(vectors[0].len(), None, (0..vectors.len()).collect());
         products.measure(&RowBlock { first_row: 0, sources: vectors });
         factors(&products, weights, eps)
     }

@@ -7,7 +7,7 @@
 //!
 //! A vector is a whole tensor (`nuslerp_flatten`, the default), else a row, or a column with `nuslerp_row_wise`: the name is mergekit's. A
 //! tensor of one row is a single vector in both cases. Norms up to 1e-7 count as 1e-7. Where cos θ is 1 or −1 in f32,
-//! W = W₀ + (1 − t) X₁ + t X₂. A sum of the weights below 1e-6 gives t = ½. Products are f64 sums.
+//! W = W₀ + (1 − t) X₁ + t X₂. A sum of the weights below 1e-6 gives t = ½. ScalarProducts are f64 sums.
 //!
 //! Source: mergekit 0.1.5, `merge_methods/nuslerp.py`.
 
@@ -17,7 +17,7 @@ use super::differences::subtract;
 use super::group::Group;
 use super::method::{BoxedMerge, MergeMethod, RowBlock, TensorMerge, TensorTask};
 use super::mixer::Mixer;
-use super::products::{Combination, Products};
+use super::products::{ProductMerge, ScalarProducts};
 use crate::failure::Failure;
 use crate::merging::recipe::{BaseModel, Declaration, Parameter, WhenMissing};
 
@@ -64,7 +64,7 @@ impl MergeMethod for Nuslerp {
         let (columns, origin, models) = (task.columns, task.base, [first, second]);
         if !is_flat && task.shared.is_on(Parameter::NuslerpRowWise) {
             let sums = vec![[0.0; 3]; columns];
-            return Ok(Box::new(Columns {
+            return Ok(Box::new(ColumnArcs {
                 t,
                 columns,
                 origin,
@@ -73,10 +73,11 @@ impl MergeMethod for Nuslerp {
                 rows: [vec![], vec![]],
             }));
         }
-        let products = Products::new(columns, origin, models.into());
-        let rule =
-            move |of: &Products| Ok(factors(t, [of.of(0, 0), of.of(1, 1), of.of(0, 1)]).into());
-        Ok(Box::new(Combination::new(products, !is_flat, Box::new(rule))))
+        let products = ScalarProducts::new(columns, origin, models.into());
+        let rule = move |of: &ScalarProducts| {
+            Ok(factors(t, [of.of(0, 0), of.of(1, 1), of.of(0, 1)]).into())
+        };
+        Ok(Box::new(ProductMerge::new(products, !is_flat, Box::new(rule))))
     }
 }
 
@@ -92,7 +93,7 @@ fn factors(t: f64, [one, other, both]: [f64; 3]) -> [f64; 2] {
 }
 
 /// The merge of a tensor whose columns are vectors.
-struct Columns {
+struct ColumnArcs {
     t: f64,
     columns: usize,
     origin: Option<usize>,
@@ -103,7 +104,7 @@ struct Columns {
     rows: [Vec<f32>; 2],
 }
 
-impl Columns {
+impl ColumnArcs {
     /// X₁ and X₂ of some rows.
     fn vectors<'v>(&'v mut self, rows: &RowBlock<'v>) -> [&'v [f32]; 2] {
         let models = self.models.map(|model| rows.sources[model]);
@@ -117,7 +118,7 @@ impl Columns {
     }
 }
 
-impl TensorMerge for Columns {
+impl TensorMerge for ColumnArcs {
     fn reads(&self) -> usize {
         1
     }

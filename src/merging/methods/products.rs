@@ -1,4 +1,4 @@
-//! [`Products`] and [`Combination`]: linear combinations of models whose factors follow from the scalar products of the models.
+//! [`ScalarProducts`] and [`ProductMerge`]: linear combinations of models whose factors follow from the scalar products of the models.
 //!
 //! ```text
 //! X_t = W_t, or W_t − W₀ with an origin W₀          P_st = X_s·X_t
@@ -6,7 +6,7 @@
 //! ```
 //!
 //! A vector X_t is a whole tensor, or a row. Every number that such a rule needs (norms, angles, means on a sphere) is a product of
-//! combinations, so one read of the models is enough for any number of steps. Products and factors are f64, the sum is f32.
+//! combinations, so one read of the models is enough for any number of steps. ScalarProducts and factors are f64, the sum is f32.
 
 use anyhow::Result;
 
@@ -17,7 +17,7 @@ use super::sums::dot;
 
 /// Scalar products of models, or of their differences from an origin.
 #[derive(Debug)]
-pub(super) struct Products {
+pub(super) struct ScalarProducts {
     columns: usize,
     origin: Option<usize>,
     models: Vec<usize>,
@@ -27,7 +27,7 @@ pub(super) struct Products {
     sums: Vec<f64>,
 }
 
-impl Products {
+impl ScalarProducts {
     /// No products yet, of the sources `models` with rows of `columns` elements.
     pub(super) fn new(columns: usize, origin: Option<usize>, models: Vec<usize>) -> Self {
         let differences = origin.map_or(Vec::new(), |_| vec![Vec::new(); models.len()]);
@@ -98,20 +98,20 @@ impl Products {
 }
 
 /// The factors of the vectors, from their products.
-pub(super) type Rule = Box<dyn Fn(&Products) -> Result<Vec<f64>> + Send>;
+pub(super) type FactorRule = Box<dyn Fn(&ScalarProducts) -> Result<Vec<f64>> + Send>;
 
 /// The merge of a tensor.
-pub(super) struct Combination {
-    products: Products,
+pub(super) struct ProductMerge {
+    products: ScalarProducts,
     /// True if every row is a vector.
     is_by_row: bool,
-    rule: Rule,
+    rule: FactorRule,
     factors: Vec<f32>,
 }
 
-impl Combination {
+impl ProductMerge {
     /// A merge of whole tensors, or of rows, by `rule`.
-    pub(super) fn new(products: Products, is_by_row: bool, rule: Rule) -> Self {
+    pub(super) fn new(products: ScalarProducts, is_by_row: bool, rule: FactorRule) -> Self {
         Self { products, is_by_row, rule, factors: Vec::new() }
     }
 
@@ -157,7 +157,7 @@ impl Combination {
     }
 }
 
-impl TensorMerge for Combination {
+impl TensorMerge for ProductMerge {
     fn reads(&self) -> usize {
         usize::from(!self.is_by_row)
     }

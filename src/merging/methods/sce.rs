@@ -64,7 +64,7 @@ impl MergeMethod for Sce {
         };
         let experts: Vec<usize> = task.experts().map(|(at, _)| at).collect();
         let share = task.shared.get(Parameter::SelectTopk).unwrap_or(1.0);
-        Ok(Box::new(Selection {
+        Ok(Box::new(VarianceSelection {
             columns: task.columns,
             base,
             energies: vec![0.0; experts.len()],
@@ -84,7 +84,7 @@ impl MergeMethod for Sce {
 }
 
 /// The merge of a tensor.
-struct Selection {
+struct VarianceSelection {
     columns: usize,
     base: usize,
     experts: Vec<usize>,
@@ -108,7 +108,7 @@ struct Selection {
     weights: Vec<f32>,
 }
 
-impl Selection {
+impl VarianceSelection {
     /// True if some entries are kept and others are not.
     fn selects(&self) -> bool {
         self.share > 0.0 && self.share < 1.0
@@ -177,7 +177,7 @@ impl Selection {
     }
 }
 
-impl TensorMerge for Selection {
+impl TensorMerge for VarianceSelection {
     fn reads(&self) -> usize {
         if self.selects() { 3 } else { 1 }
     }

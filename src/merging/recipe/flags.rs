@@ -153,6 +153,8 @@ impl Recipe {
             out_dtype: flags.out_dtype,
             tokenizer: tokenizer.map(TokenizerRecipe::of),
             chat_template: None,
+            name: None,
+            ignored: Vec::new(),
         };
         recipe.check(declaration)?;
         Ok(recipe)
