@@ -3,7 +3,7 @@
 //! Perplexity and calibration read it in place of a checkpoint. It has the base's tensors with the base's dtypes. A read widens to
 //! whole rows, applies the change in f32 and rounds once.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -27,6 +27,8 @@ pub struct AdaptedSource {
     adapter: Adapter,
     /// The head that the adapter separates from the embedding.
     own_head: Option<TensorEntry>,
+    /// Tensors with more rows than the base's.
+    grown: BTreeMap<String, TensorEntry>,
     /// Changes in use, the latest last.
     cached: Mutex<VecDeque<Arc<TensorChange>>>,
 }
@@ -41,7 +43,13 @@ impl AdaptedSource {
         let own_head = adapter.own_head.as_ref().and_then(|own| {
             Some(TensorEntry { name: own.head.clone(), ..base.entry(&own.embedding)?.clone() })
         });
-        Ok(Self { base, adapter, own_head, cached: Mutex::default() })
+        let grown = adapter.grown(&*base);
+        Ok(Self { base, adapter, own_head, grown, cached: Mutex::default() })
+    }
+
+    /// The number of tokens, if the adapter adds tokens to the base's.
+    pub fn added_rows(&self) -> Option<usize> {
+        self.grown.values().next().map(|entry| entry.shape[0])
     }
 
     fn change(&self, tensor: &str) -> Result<Option<Arc<TensorChange>>> {
@@ -78,7 +86,10 @@ impl AdaptedSource {
     ) -> Result<StoredMatrix> {
         let dtype = stored_dtype(entry)?;
         wide.resize(rows.len() * change.columns, 0.0);
-        read_rows(&*self.base, entry, rows.clone(), change.columns, wide)?;
+        // The adapter replaces a tensor with more rows whole.
+        if !self.grown.contains_key(&change.tensor) {
+            read_rows(&*self.base, entry, rows.clone(), change.columns, wide)?;
+        }
         change.apply(rows.clone(), wide)?;
         Ok(StoredMatrix::from_f32(dtype, rows.len(), change.columns, wide))
     }
@@ -87,14 +98,15 @@ impl AdaptedSource {
 impl WeightSource for AdaptedSource {
     fn entry(&self, name: &str) -> Option<&TensorEntry> {
         let own_head = self.own_head.as_ref().filter(|head| head.name == name);
-        own_head.or_else(|| self.base.entry(name))
+        let grown = self.grown.get(name);
+        grown.or(own_head).or_else(|| self.base.entry(name))
     }
 
     fn read(&self, entry: &TensorEntry, start: u64, buffer: &mut [u8]) -> Result<()> {
         let end = start.saturating_add(buffer.len() as u64);
         let change = self.change(&entry.name)?;
         let stored = self.adapter.stored_in_base(&entry.name);
-        let entry = match stored == entry.name {
+        let entry = match stored == entry.name || self.grown.contains_key(&entry.name) {
             true => entry,
             false => self.base.entry(stored).unwrap_or(entry),
         };

@@ -29,7 +29,6 @@ pub(super) const MAX_RANK: usize = 16384;
 const REFUSED: &[(&str, &str)] = &[
     ("layer_replication", "it repeats layers of its base"),
     ("target_parameters", "it changes parameters that are not the weight of a module"),
-    ("fan_in_fan_out", "its base has transposed weights, which Llamas have not"),
     ("use_qalora", "it fits only its quantised base"),
     ("alora_invocation_tokens", "it acts on some tokens only, so it cannot be added to weights"),
     (
@@ -51,6 +50,7 @@ struct Raw {
     use_rslora: Option<bool>,
     use_dora: Option<bool>,
     ensure_weight_tying: Option<bool>,
+    fan_in_fan_out: Option<bool>,
     init_lora_weights: Option<Value>,
     rank_pattern: Option<InOrder<usize>>,
     alpha_pattern: Option<InOrder<f64>>,
@@ -100,6 +100,8 @@ pub(super) struct AdapterConfig {
     pub(super) use_dora: bool,
     /// `ensure_weight_tying`: embedding and head of a tied base stayed tied in training.
     pub(super) ensure_weight_tying: bool,
+    /// `fan_in_fan_out`: the linears of the base are transposed, which holds for GPT-2 alone.
+    pub(super) fan_in_fan_out: bool,
     use_rslora: bool,
     rank: usize,
     alpha: f64,
@@ -167,6 +169,7 @@ impl AdapterConfig {
             base_model: raw.base_model_name_or_path,
             use_dora: raw.use_dora.unwrap_or(false),
             ensure_weight_tying: raw.ensure_weight_tying.unwrap_or(false),
+            fan_in_fan_out: raw.fan_in_fan_out.unwrap_or(false),
             use_rslora: raw.use_rslora.unwrap_or(false),
             // The defaults of peft.
             rank: raw.r.unwrap_or(8),
@@ -391,7 +394,6 @@ mod tests {
         for (name, value) in [
             ("layer_replication", "[[0, 2]]"),
             ("target_parameters", r#"["experts.gate"]"#),
-            ("fan_in_fan_out", "true"),
             ("kasa_config", r#"{"beta": 1}"#),
             ("alora_invocation_tokens", "[1]"),
         ] {

@@ -12,7 +12,8 @@ use super::keys::{self, ChangePart};
 use super::parts::Parts;
 use super::stored::Stored;
 use crate::checkpoint::{
-    CONFIG_FILE as MODEL_CONFIG, Checkpoint, WeightSource, is_of_text_model, not_a_model,
+    CONFIG_FILE as MODEL_CONFIG, Checkpoint, TensorEntry, WeightSource, is_of_text_model,
+    not_a_model,
 };
 use crate::failure::Failure;
 use crate::linalg::LowRank;
@@ -41,6 +42,8 @@ pub struct Adapter {
     pub(super) keeps_tie: bool,
     /// The names in its file are of the text model inside a model of several media.
     pub(super) is_inside: bool,
+    /// `fan_in_fan_out` of the config.
+    says_transposed: bool,
     /// Changes by the name of the base's tensor.
     pub(super) parts: BTreeMap<String, Parts>,
     /// The head that the adapter separates from the embedding of a tied base.
@@ -107,6 +110,7 @@ impl Adapter {
             place: folder.to_path_buf(),
             base_model: config.base_model,
             keeps_tie: config.ensure_weight_tying,
+            says_transposed: config.fan_in_fan_out,
             is_inside: file.tensors().any(|entry| keys::is_inside(&entry.name)),
             parts,
             own_head: None,
@@ -146,6 +150,23 @@ impl Adapter {
             }
         }
         Ok(())
+    }
+
+    /// The tensors of the adapted model with more rows than the base's, by name: an embedding and a head with added tokens. The adapter
+    /// replaces them whole.
+    pub fn grown(&self, base: &dyn WeightSource) -> BTreeMap<String, TensorEntry> {
+        let parts = self.parts.iter();
+        let grown = parts.filter_map(|(tensor, parts)| {
+            let entry = parts.grown(tensor, base.entry(self.stored_in_base(tensor))?)?;
+            Some((tensor.clone(), entry))
+        });
+        grown.collect()
+    }
+
+    /// Returns whether the config says that the weights of its linears are transposed. peft ignores it with a warning, and so does this
+    /// program: linears are not.
+    pub fn says_transposed(&self) -> bool {
+        self.says_transposed
     }
 
     /// Names of the base's tensors that the adapter changes or replaces, sorted.

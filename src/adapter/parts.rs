@@ -13,6 +13,9 @@ use crate::checkpoint::TensorEntry;
 use crate::failure::Failure;
 use crate::linalg::LowRank;
 
+/// Ends of the names of tensors with a row per token.
+const OF_TOKENS: [&str; 2] = ["embed_tokens.weight", "lm_head.weight"];
+
 /// The change of a tensor of the base, before its factors are read.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Parts {
@@ -154,16 +157,14 @@ impl Parts {
         if let Some(whole) = &self.whole
             && whole.entry.shape != base.shape
         {
-            let failure = misfit(format!("`{}` is {:?}", whole.key(), whole.entry.shape));
-            // Only the number of rows differs.
-            let is_vocabulary =
-                base.shape.len() > 1 && whole.entry.shape.get(1..) == base.shape.get(1..);
-            return Err(match is_vocabulary {
-                true => failure.hint(
-                    "if tokens were added: give the base these rows first, as the training did",
-                ),
-                false => failure,
-            });
+            if !self.has_more_tokens(base) {
+                return Err(misfit(format!("`{}` is {:?}", whole.key(), whole.entry.shape)));
+            }
+            if self.product.is_some() || self.tokens.is_some() {
+                return Err(misfit(format!("`{}` is {:?}", whole.key(), whole.entry.shape))
+                    .detail("factors on an embedding with added tokens are not read")
+                    .hint("fold this adapter into its base with peft: model.merge_and_unload()"));
+            }
         }
         if let Some(product) = &self.product
             && !product.fits(&base.shape)
@@ -180,6 +181,23 @@ impl Parts {
             }
         }
         Ok(())
+    }
+
+    /// Returns whether the adapter replaces an embedding or a head by a tensor with more rows: tokens were added in training.
+    fn has_more_tokens(&self, base: &TensorEntry) -> bool {
+        let Some(Stored { entry: TensorEntry { shape: own, .. }, .. }) = &self.whole else {
+            return false;
+        };
+        OF_TOKENS.iter().any(|name| base.name.ends_with(name))
+            && matches!((&own[..], &base.shape[..]), ([more, width], [rows, same]) if more > rows && width == same)
+    }
+
+    /// The tensor of the adapted model, if the adapter adds rows to the base's tensor.
+    pub(super) fn grown(&self, tensor: &str, base: &TensorEntry) -> Option<TensorEntry> {
+        let own = self.whole.as_ref().filter(|_| self.has_more_tokens(base))?;
+        let (rows, shape) = (own.entry.shape[0] as u64, own.entry.shape.clone());
+        let bytes = base.bytes / base.shape[0].max(1) as u64 * rows;
+        Some(TensorEntry { name: tensor.to_owned(), shape, bytes, ..base.clone() })
     }
 
     /// Reads the factors.

@@ -24,7 +24,7 @@ const CARD: &str = "README.md";
 /// Trained factors of the matrices of a model.
 #[derive(Debug, Clone)]
 pub struct TrainedAdapter {
-    /// The name of the base, for `base_model_name_or_path`.
+    /// The base, for `base_model_name_or_path`: an id of the hub, or an absolute path, from which peft's automatic loader reads it.
     pub base: String,
     /// Rows of A.
     pub rank: usize,
@@ -98,9 +98,10 @@ impl TrainedAdapter {
     /// The card, as the hub shows it.
     fn card(&self) -> String {
         // A folder of this machine is no base that the hub knows.
-        let base = match self.base.split('/').count() {
-            2 => format!("base_model: {}\n", json!(self.base)),
-            _ => String::new(),
+        let is_id = self.base.split('/').count() == 2 && !self.base.starts_with('/');
+        let base = match is_id {
+            true => format!("base_model: {}\n", json!(self.base)),
+            false => String::new(),
         };
         format!(
             "---\n{base}library_name: peft\ntags:\n- prune\n- recovered\n- lora\n---\n\n# Low-rank factors for a pruned model\n\n\

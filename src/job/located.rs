@@ -17,7 +17,9 @@ use crate::failure::Failure;
 use crate::hub::{Hub, HubRepo, HubSettings, ModelFiles};
 use crate::linalg::StoredDtype;
 use crate::model::config::disagreements;
-use crate::model::{DecoderLayer, Dtypes, Embedding, Head, ModelConfig, stored_dtypes};
+use crate::model::{
+    DecoderLayer, Dtypes, Embedding, Head, ModelConfig, is_stored_dense, stored_dtypes,
+};
 use crate::packed::{self, PackedSource, PackedValues};
 use crate::quantized::{self, QuantizedSource};
 use crate::run::Events;
@@ -187,13 +189,15 @@ pub(super) fn config(folder: &Path) -> Result<ModelConfig> {
     ModelConfig::of_json(folder, &json)
 }
 
-/// The `config.json` of a folder, as the dense model of a packed checkpoint has it.
+/// The `config.json` of a folder, as the dense model of a packed checkpoint has it. A description of weights that are stored dense is
+/// left out.
 ///
 /// # Errors
 /// Fails as [`ModelConfig::read_json`].
 pub(super) fn dense_json(folder: &Path) -> Result<Value> {
     let mut json = ModelConfig::read_json(folder)?;
-    if packed::config::is_packed(&json)
+    let is_dense = json.get(packed::config::KEY).is_some_and(is_stored_dense);
+    if (is_dense || packed::config::is_packed(&json))
         && let Some(keys) = json.as_object_mut()
     {
         keys.remove(packed::config::KEY);

@@ -39,6 +39,17 @@ impl OpenedModel {
 }
 
 impl OpenedModel {
+    /// The name by which peft finds the model as a base: its id of the hub, or its folder as an absolute path.
+    pub(super) fn base_name(&self) -> String {
+        match &self.hub_model {
+            Some(model) => model.id.clone(),
+            None => {
+                let folder = self.folder.canonicalize();
+                folder.unwrap_or_else(|_| self.folder.clone()).display().to_string()
+            }
+        }
+    }
+
     /// The format that rounded the weights; `None` for weights as they were trained.
     fn quantization(&self) -> Option<String> {
         let is_rounded = |packed: &Arc<PackedSource>| packed.values() == PackedValues::Int8;

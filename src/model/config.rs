@@ -236,9 +236,26 @@ impl LinearId {
     }
 }
 
+/// Returns whether a `quantization_config` of compressed-tensors describes a checkpoint whose weights are stored as they are: a pruned
+/// model with `sparsity_config: {format: dense}`, without quantised groups.
+pub fn is_stored_dense(quantization: &Value) -> bool {
+    let is_empty = |key: &str| match quantization.get(key) {
+        None | Some(Value::Null) => true,
+        Some(Value::Object(groups)) => groups.is_empty(),
+        Some(_) => false,
+    };
+    let text = |of: &Value, key: &str| of.get(key).and_then(Value::as_str).map(str::to_string);
+    let sparsity = quantization.get("sparsity_config");
+    text(quantization, "quant_method").as_deref() == Some("compressed-tensors")
+        && sparsity.and_then(|of| text(of, "format")).as_deref() == Some("dense")
+        && is_empty("config_groups")
+        && is_empty("kv_cache_scheme")
+}
+
 /// Refuses quantised checkpoints.
 fn refuse_quantized(keys: &Keys<'_>) -> Result<()> {
-    if let Some(quantization) = keys.given("quantization_config") {
+    if let Some(quantization) = keys.given("quantization_config").filter(|of| !is_stored_dense(of))
+    {
         let method =
             quantization.get("quant_method").and_then(Value::as_str).unwrap_or("an unnamed method");
         return Err(Failure::new(format!("the checkpoint is quantised ({method})"))

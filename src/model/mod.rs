@@ -53,8 +53,8 @@ mod weight_form;
 
 pub use backward::{LayerGradients, TeacherStates};
 pub use config::{
-    LayerKind, ModelConfig, Rope, RopeScaling, completed_settings, layer_kinds, layer_lists,
-    text_settings, text_settings_mut,
+    LayerKind, ModelConfig, Rope, RopeScaling, completed_settings, is_stored_dense, layer_kinds,
+    layer_lists, text_settings, text_settings_mut,
 };
 pub use context::LayerContext;
 pub use embedding::{EMBEDDING, Embedding};

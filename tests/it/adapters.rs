@@ -7,6 +7,7 @@ mod combined;
 mod goldens;
 mod hostile;
 mod tied;
+mod tokens;
 
 use std::collections::BTreeMap;
 use std::fs;

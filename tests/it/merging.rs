@@ -7,8 +7,10 @@ mod distances;
 mod goldens;
 mod interrupted;
 mod memory;
+mod methods;
 mod pruned;
 mod random;
+mod recipes;
 mod stacks;
 mod vocabulary;
 

@@ -160,6 +160,9 @@ fn every_way_lowers_its_loss_and_keeps_zeros() {
             }
             if way.contains("--save-adapter") {
                 let adapter = Adapter::open(&place.path("out/adapter")).expect("an adapter");
+                // peft's automatic loader reads the base from there.
+                let base = place.path("pruned/model").canonicalize().expect("a folder");
+                assert_eq!(adapter.base_model_name(), base.to_str(), "{when}");
                 // Two matrices of both layers.
                 assert_eq!(adapter.changed().count(), 4, "{when}");
                 let card = std::fs::read_to_string(place.path("out/adapter/README.md"));

@@ -69,8 +69,8 @@ fn declaration(name: &'static str, kind: CombinationKind) -> Declaration {
 
 /// A declaration that refuses nothing, so that [`method`] can say why the method does not fit the semantics.
 fn permissive(name: &'static str) -> Declaration {
-    const ALL: [Declared; 10] = {
-        let mut all = [(Parameter::Weight, WhenMissing::Absent); 10];
+    const ALL: [Declared; Parameter::ALL.len()] = {
+        let mut all = [(Parameter::Weight, WhenMissing::Absent); Parameter::ALL.len()];
         let mut at = 0;
         while at < all.len() {
             all[at].0 = Parameter::ALL[at];

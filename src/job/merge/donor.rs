@@ -28,9 +28,7 @@ impl Donor {
         tensors: &[MergeTensor],
         vocabulary: &OutputVocabulary,
     ) -> Result<Self> {
-        let base = recipe.base_model.as_ref();
-        let base = inputs.models.iter().position(|model| Some(&model.spec) == base);
-        let model = base.unwrap_or(0);
+        let model = inputs.donor(recipe);
         let donor = inputs.models.get(model).context("a merge has models")?;
         let mut config = donor.config.clone();
         let object = config.as_object_mut().with_context(|| {

@@ -8,7 +8,6 @@ use crate::checkpoint::CHUNK_BYTES;
 use crate::failure::Failure;
 use crate::merging::methods::Scope;
 use crate::merging::pass::MergeTensor;
-use crate::merging::recipe::Parameter;
 use crate::placement::Budget;
 use crate::placement::inventory::Rates;
 use crate::run::plan::{MemoryPart, PartKind, PhasePlan, TimeEstimate};
@@ -24,7 +23,7 @@ const LISTED: u64 = 1 << 10;
 /// Freed pieces that the allocator keeps while the files are read back, in small parts between memory in use.
 const LEFT_OVER: u64 = 2 << 20;
 
-/// Bytes of the counts of an expert in a read, at most: two tables of 65,536 counts.
+/// Bytes of the counts of a search in a read, at most: two tables of 65,536 counts.
 const COUNTS: u64 = 2 * 65_536 * 8;
 
 /// Elements of a source that a thread of a recent CPU widens, measures or merges in a second.
@@ -72,8 +71,8 @@ pub(super) struct MergeShape {
     pub(super) largest_tensor: u64,
     /// True if zeros are compared with the zeros of all sources.
     pub(super) keeps_zeros: bool,
-    /// True if magnitudes are counted.
-    pub(super) searches: bool,
+    /// Order statistics that a worker searches at a time.
+    pub(super) searches: u64,
     /// Groups of tensors that are counted together; 0 where each is counted by itself.
     pub(super) groups: usize,
     /// Bytes of the factors of an adapter for a single tensor.
@@ -92,7 +91,6 @@ impl MergeShape {
     /// The numbers of the pass of a merge, as far as the tensors, the settings and a file of statistics decide them.
     pub(super) fn of(merge: &ResolvedMerge, settings: &MergeSettings, scope: Scope) -> Self {
         let ResolvedMerge { tensors, vocabulary, .. } = merge;
-        let per_model = merge.method.declaration().per_model;
         let groups = match scope {
             Scope::Tensor => 0,
             Scope::Layer => {
@@ -108,6 +106,7 @@ impl MergeShape {
             let bases = usize::from(tensor.recipe.base.is_some());
             tensor.recipe.sources.len() - bases
         });
+        let experts = experts.max().unwrap_or(1);
         let written = || tensors.iter().map(|tensor| tensor.dtype.bytes() as u64);
         let bytes = tensors.iter().map(MergeTensor::elements).zip(written());
         let statistics = settings.saliency_file.as_ref();
@@ -116,12 +115,12 @@ impl MergeShape {
             elements,
             longest_row: tensors.iter().map(|tensor| tensor.matrix().1).max().unwrap_or(1),
             sources: sources().max().unwrap_or(1),
-            experts: experts.max().unwrap_or(1),
+            experts,
             listed: sources().sum(),
             stored_bytes: 4 + written().max().unwrap_or(4),
             largest_tensor: bytes.map(|(elements, bytes)| elements * bytes).max().unwrap_or(0),
             keeps_zeros: settings.keep_zeros,
-            searches: per_model.iter().any(|(of, _)| *of == Parameter::Density),
+            searches: merge.method.searches(experts) as u64,
             groups,
             factor_bytes: merge.inputs.factor_bytes(),
             statistics_bytes: statistics.map_or(0, |file| file.len()),
@@ -152,9 +151,8 @@ impl MergeShape {
         let tensors = self.elements.iter().take(size.workers);
         let elements: u64 = tensors.map(|elements| piece.min(*elements)).sum();
         let pieces = elements * (4 * floats + self.stored_bytes + zeros);
-        let searches = if self.searches { self.experts as u64 } else { 0 };
         // Each worker counts, and so does each group.
-        let counts = COUNTS * searches * (size.workers as u64 + self.groups as u64);
+        let counts = COUNTS * self.searches * (size.workers as u64 + self.groups as u64);
         let factors = size.workers as u64 * self.factor_bytes;
         [
             part(PartKind::Program, self.program()),

@@ -9,13 +9,16 @@ use serde_json::Value;
 
 use crate::adapter::{AdaptedSource, Adapter, TensorChange};
 use crate::checkpoint::{CONFIG_FILE, Checkpoint, TensorEntry, WeightSource, is_of_text_model};
+use crate::data::ChatTemplate;
 use crate::failure::Failure;
 use crate::job::located::{self, HubModel, OpenedWeights};
 use crate::job::opened::OpenedModel;
 use crate::linalg::StoredDtype;
-use crate::merging::pass::{AdaptedRows, MappedRows, MergeSources, SourceRows, StoredRows};
-use crate::merging::recipe::{ModelShape, ModelSpec};
-use crate::merging::vocabulary::RowMap;
+use crate::merging::pass::{
+    AdaptedRows, MappedRows, MergeSources, ReplacedRows, SourceRows, StoredRows,
+};
+use crate::merging::recipe::{ModelShape, ModelSpec, Recipe};
+use crate::merging::vocabulary::{RowMap, TOKENIZER_FILE};
 use crate::model::{EMBEDDING, HEAD, ModelConfig, completed_settings};
 use crate::run::Events;
 use crate::settings::ModelSettings;
@@ -41,6 +44,8 @@ pub(super) struct InputModelFiles {
     /// The head of the folder's model is its embedding. An adapter can end this.
     pub(super) is_tied: bool,
     pub(super) adapter: Option<Arc<Adapter>>,
+    /// Embedding and head with more rows than the base's, by name: the adapter adds tokens.
+    grown: BTreeMap<String, TensorEntry>,
 }
 
 /// All inputs, in the order of [`crate::merging::recipe::Recipe::models`].
@@ -69,7 +74,9 @@ impl InputModels {
                 (&of.spec.model, &of.spec.revision) == (&spec.model, &spec.revision)
             };
             let mut input = match models.iter().find(is_its) {
-                Some(known) => InputModelFiles { spec, adapter: None, ..known.clone() },
+                Some(known) => {
+                    InputModelFiles { spec, adapter: None, grown: BTreeMap::new(), ..known.clone() }
+                }
                 None => {
                     let reading = format!("in the model `{spec}` of the recipe");
                     open_model(spec, cache_dir, events).context(reading)?
@@ -79,11 +86,23 @@ impl InputModels {
                 let folder = located::adapter(path, revision.as_deref(), cache_dir, events)?;
                 let adapter = open_adapter(&folder, input.is_tied)?;
                 adapter.check(&*input.checkpoint)?;
+                if adapter.says_transposed() {
+                    events.warn(format!(
+                        "the adapter `{path}` sets `fan_in_fan_out`, which has no meaning for linears; it is ignored, as in peft"
+                    ));
+                }
+                input.grown = adapter.grown(&*input.checkpoint);
                 input.adapter = Some(Arc::new(adapter));
             }
             models.push(input);
         }
         Ok(Self { models, row_maps: BTreeMap::new(), dtype })
+    }
+
+    /// The index of the model whose configuration and tokenizer the output gets: the base, else the first.
+    pub(super) fn donor(&self, recipe: &Recipe) -> usize {
+        let base = recipe.base_model.as_ref();
+        self.models.iter().position(|model| Some(&model.spec) == base).unwrap_or(0)
     }
 
     /// The folders that are read.
@@ -161,6 +180,8 @@ impl InputModelFiles {
         let tensors = self.checkpoint.tensors();
         let mut tensors: BTreeMap<String, Vec<usize>> =
             tensors.map(|entry| (entry.name.clone(), entry.shape.clone())).collect();
+        let grown = self.grown.iter().map(|(name, entry)| (name.clone(), entry.shape.clone()));
+        tensors.extend(grown);
         let unties = self.adapter.as_ref().is_some_and(|adapter| adapter.unties());
         if unties && let Some(entry) = self.entry(HEAD) {
             tensors.insert(HEAD.to_string(), entry.shape.clone());
@@ -174,9 +195,34 @@ impl InputModelFiles {
 
     /// The stored tensor that `tensor` of the model is, or that its adapter changes. The head of a tied model is its embedding.
     pub(super) fn entry(&self, tensor: &str) -> Option<&TensorEntry> {
-        self.checkpoint.entry(match tensor {
-            HEAD if self.is_tied => EMBEDDING,
+        let unties = self.adapter.as_ref().is_some_and(|adapter| adapter.unties());
+        let grown = self.grown.get(match tensor {
+            HEAD if self.is_tied && !unties => EMBEDDING,
             tensor => tensor,
+        });
+        grown.or_else(|| {
+            self.checkpoint.entry(match tensor {
+                HEAD if self.is_tied => EMBEDDING,
+                tensor => tensor,
+            })
+        })
+    }
+
+    /// The folder of the tokenizer: the adapter's, if a tokenizer was saved with it, else the model's.
+    pub(super) fn tokenizer_folder(&self) -> &Path {
+        let own = self.adapter.as_ref().map(|adapter| adapter.folder());
+        own.filter(|own| own.join(TOKENIZER_FILE).is_file()).unwrap_or(&self.folder)
+    }
+
+    /// The folder of the chat template: the adapter's, if it has one, else the model's.
+    ///
+    /// # Errors
+    /// Fails for a damaged template of the adapter.
+    pub(super) fn template_folder(&self) -> Result<&Path> {
+        let own = self.adapter.as_ref().map(|adapter| adapter.folder());
+        Ok(match own {
+            Some(own) if ChatTemplate::find(own)?.is_some() => own,
+            _ => &self.folder,
         })
     }
 
@@ -208,8 +254,10 @@ impl InputModels {
         let entry = model
             .entry(tensor)
             .with_context(|| format!("tensor `{tensor}` is not in `{}`", model.folder.display()))?;
-        let base: Box<dyn SourceRows + '_> =
-            Box::new(StoredRows::new(&*model.checkpoint, entry, self.dtype)?);
+        let base: Box<dyn SourceRows + '_> = match model.grown.values().any(|own| own == entry) {
+            true => Box::new(ReplacedRows),
+            false => Box::new(StoredRows::new(&*model.checkpoint, entry, self.dtype)?),
+        };
         Ok(match model.change(tensor)? {
             None => base,
             Some(change) => Box::new(AdaptedRows { base, change }),
@@ -256,7 +304,11 @@ pub(super) fn put_on(model: &mut OpenedModel, adapter: Adapter) -> Result<()> {
         model.config =
             Arc::new(ModelConfig { tie_word_embeddings: false, ..(*model.config).clone() });
     }
-    model.source = Arc::new(AdaptedSource::new(Arc::clone(&model.source), adapter)?);
+    let source = AdaptedSource::new(Arc::clone(&model.source), adapter)?;
+    if let Some(vocab_size) = source.added_rows() {
+        model.config = Arc::new(ModelConfig { vocab_size, ..(*model.config).clone() });
+    }
+    model.source = Arc::new(source);
     Ok(())
 }
 
@@ -283,6 +335,7 @@ fn open_model(
         config,
         is_tied: true,
         adapter: None,
+        grown: BTreeMap::new(),
     };
     let is_set = |settings: &Value| settings.get("tie_word_embeddings").and_then(Value::as_bool);
     let is_set = is_set(&model.config).or_else(|| is_set(model.settings()));

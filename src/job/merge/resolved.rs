@@ -35,12 +35,16 @@ pub(super) struct ResolvedMerge {
 }
 
 impl ResolvedMerge {
-    /// Reads the recipe, opens its models, and resolves every tensor.
+    /// Opens the models of a recipe, and resolves every tensor.
     ///
     /// # Errors
     /// Fails for everything that can be wrong with recipe and models.
-    pub(super) fn of(settings: &MergeSettings, events: &dyn Events) -> Result<Self> {
-        let recipe = read_recipe(settings)?;
+    pub(super) fn of(
+        settings: &MergeSettings,
+        recipe: Recipe,
+        events: &dyn Events,
+    ) -> Result<Self> {
+        recipe.ignored.iter().for_each(|warning| events.warn(warning.clone()));
         let (declaration, method) = combined::method(settings, &recipe.merge_method)?;
         check_flags(settings, method)?;
         if settings.recipe.base.is_some()
@@ -108,13 +112,16 @@ impl ResolvedMerge {
     }
 }
 
-/// Reads the recipe of a file or of flags.
-fn read_recipe(settings: &MergeSettings) -> Result<Recipe> {
+/// Reads the recipes of a file, or the recipe of flags.
+///
+/// # Errors
+/// Fails for everything that can be wrong with a file or flags alone.
+pub(super) fn read_recipes(settings: &MergeSettings) -> Result<Vec<Recipe>> {
     let methods = combined::declarations(settings.semantics);
     match &settings.config {
         Some(path) => {
-            let mut recipe = Recipe::load(path, &methods)?;
-            if let Some(source) = &settings.recipe.tokenizer {
+            let mut recipes = Recipe::load(path, &methods)?;
+            if let (Some(source), Some(recipe)) = (&settings.recipe.tokenizer, recipes.last_mut()) {
                 if recipe.tokenizer.is_some() {
                     return Err(Failure::usage("the recipe has a tokenizer, and so has --vocab")
                         .hint("leave one of them out")
@@ -122,9 +129,9 @@ fn read_recipe(settings: &MergeSettings) -> Result<Recipe> {
                 }
                 recipe.tokenizer = Some(TokenizerRecipe::of(source.clone()));
             }
-            Ok(recipe)
+            Ok(recipes)
         }
-        None => Recipe::from_flags(settings.recipe.clone(), &methods),
+        None => Ok(vec![Recipe::from_flags(settings.recipe.clone(), &methods)?]),
     }
 }
 

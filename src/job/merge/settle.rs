@@ -16,7 +16,7 @@ use crate::job::settled_run::RunStart;
 use crate::job::{machine, same_run};
 use crate::merging::methods::{MethodSettings, Scope};
 use crate::merging::pass::MergeTensor;
-use crate::merging::recipe::{Parameter, without_folders};
+use crate::merging::recipe::{Parameter, Recipe, without_folders};
 use crate::placement::cpu_budget;
 use crate::run::{Events, Moment};
 use crate::runtime::Clock;
@@ -26,16 +26,20 @@ use crate::settings::{MergeEval, MergeSettings, PIECE_ELEMENTS, SaliencySource, 
 const WORKERS_PER_THREAD: usize = 2;
 
 impl MergeJob {
-    /// Reads the recipe, opens all models, and resolves every tensor, the output's files, folders and memory.
+    /// Opens all models of a recipe, and resolves every tensor, the output's files, folders and memory.
     ///
     /// # Errors
     /// Fails for everything that can be wrong with recipe, models, flags and folders.
-    pub(super) fn settle(settings: MergeSettings, events: &dyn Events) -> Result<RunStart<Self>> {
+    pub(super) fn settle(
+        settings: MergeSettings,
+        recipe: Recipe,
+        events: &dyn Events,
+    ) -> Result<RunStart<Self>> {
         check_device(&settings.device)?;
         let clock = Clock::new();
         clock.mark(Moment::Start, events);
         let started_unix_seconds = machine::unix_seconds();
-        let merge = ResolvedMerge::of(&settings, events)?;
+        let merge = ResolvedMerge::of(&settings, recipe, events)?;
         let layout = layout_of(&merge, settings.out_shard_size.0)?;
         let method_settings = method_settings(&settings);
         let scope = merge.method.scope(&method_settings);

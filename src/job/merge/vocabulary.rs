@@ -10,10 +10,11 @@ use anyhow::{Context, Result};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use super::models::InputModels;
+use super::models::{InputModelFiles, InputModels};
+use super::other_tokenizer::{self, other_folder, tokenizer_size};
 use crate::bytes::hex;
+use crate::checkpoint::CONFIG_FILE;
 use crate::failure::Failure;
-use crate::job::located;
 use crate::merging::methods::Semantics;
 use crate::merging::pass::MergeTensor;
 use crate::merging::recipe::{ModelSpec, Recipe, TokenizerRecipe, TokenizerSource};
@@ -83,10 +84,19 @@ impl OutputVocabulary {
                 let other = other_folder(tokenizer, settings, inputs, events)?;
                 Self::of_recipe(tokenizer, recipe, inputs, other, tensors)?
             }
-            None => Self::as_it_is(settings, inputs, tensors, events)?,
+            None => {
+                let mut kept = Self::as_it_is(settings, inputs, tensors, events)?;
+                let donor = inputs.donor(recipe);
+                if let Some(of) = other_tokenizer::of_donor(donor, inputs, tensors, events)? {
+                    kept.read_bytes += tokenizer_size(&of.folder);
+                    (kept.tokenizer, kept.name) = (Some(of.folder), of.name);
+                }
+                kept
+            }
         };
         if let Some(asked) = &recipe.chat_template {
-            let folders: Vec<&Path> = inputs.models.iter().map(|model| &*model.folder).collect();
+            let folders = inputs.models.iter().map(InputModelFiles::template_folder);
+            let folders: Vec<&Path> = folders.collect::<Result<_>>()?;
             vocabulary.edit.chat_template = chat_template(asked, &folders)?;
             if vocabulary.edit.chat_template.is_none() {
                 events.warn("no model has a chat template, so the output has none".to_string());
@@ -169,12 +179,18 @@ impl OutputVocabulary {
             // A model whose embedding is not merged may still give its tokenizer.
             let own = rows.get(&number).copied();
             let own = own.unwrap_or_else(|| configured_rows(model.settings()));
-            tokens.push(ModelTokens::read(name, &model.folder, own)?);
+            tokens.push(ModelTokens::read(name, model.tokenizer_folder(), own)?);
             specs.push(model.spec.clone());
         }
         if let Some((spec, folder)) = other {
-            let config = ModelConfig::read_json(&folder)?;
-            let rows = configured_rows(text_settings(&config).unwrap_or(&config));
+            // An adapter's folder has a tokenizer and no configuration.
+            let rows = match folder.join(CONFIG_FILE).is_file() {
+                false => MOST_TOKENS,
+                true => {
+                    let config = ModelConfig::read_json(&folder)?;
+                    configured_rows(text_settings(&config).unwrap_or(&config))
+                }
+            };
             tokens.push(ModelTokens::read(spec.to_string(), &folder, rows)?);
             specs.push(spec);
         }
@@ -284,7 +300,8 @@ impl OutputVocabulary {
         let Some(config) = config.as_object_mut() else {
             return Ok(());
         };
-        if let Some(folder) = self.tokenizer.as_deref().filter(|folder| *folder != donor) {
+        let other = self.tokenizer.as_deref().filter(|folder| *folder != donor);
+        if let Some(folder) = other.filter(|folder| folder.join(CONFIG_FILE).is_file()) {
             let own = ModelConfig::read_json(folder)?;
             for name in ["bos_token_id", "eos_token_id", "pad_token_id"] {
                 match own.get(name) {
@@ -339,24 +356,6 @@ impl OutputVocabulary {
     }
 }
 
-/// The model of the tokenizer with its folder, where it is none of the models that are merged.
-fn other_folder(
-    tokenizer: &TokenizerRecipe,
-    settings: &MergeSettings,
-    inputs: &InputModels,
-    events: &dyn Events,
-) -> Result<Option<(ModelSpec, PathBuf)>> {
-    let TokenizerSource::Model(spec) = &tokenizer.source else {
-        return Ok(None);
-    };
-    if inputs.models.iter().any(|model| model.spec == *spec) {
-        return Ok(None);
-    }
-    let (revision, cache) = (spec.revision.as_deref(), settings.cache_dir.as_deref());
-    let folder = located::tokenizer(&spec.model, revision, cache, events)?;
-    Ok(Some((spec.clone(), folder)))
-}
-
 /// The first tokens of a list.
 fn listed(count: usize, tokens: &[String]) -> String {
     let shown: Vec<String> =
@@ -409,12 +408,6 @@ fn set_rows(tensors: &mut [MergeTensor], rows: usize) {
     }
 }
 
-/// Bytes of the `tokenizer.json` in a folder.
-fn tokenizer_size(folder: &Path) -> u64 {
-    let file = std::fs::metadata(folder.join(TOKENIZER_FILE));
-    file.map_or(0, |file| file.len())
-}
-
 /// Warns where models have equally many rows but different tokens in them, and returns the bytes that were read for it. A merge of
 /// weights alone needs no tokenizer, so a tokenizer that cannot be read is passed over.
 fn warn_of_other_tokens(
@@ -422,7 +415,8 @@ fn warn_of_other_tokens(
     rows: &BTreeMap<usize, usize>,
     events: &dyn Events,
 ) -> u64 {
-    let folders: BTreeSet<&Path> = rows.keys().map(|&of| &*inputs.models[of].folder).collect();
+    let folders = rows.keys().map(|&of| inputs.models[of].tokenizer_folder());
+    let folders: BTreeSet<&Path> = folders.collect();
     let digests: BTreeSet<Option<String>> = folders
         .iter()
         .map(|folder| ModelTokens::digest(&folder.display().to_string(), folder).ok())
@@ -435,9 +429,10 @@ fn warn_of_other_tokens(
         let model = &inputs.models[model];
         let name = model.spec.to_string();
         // Most models share their tokenizer: it is hashed, not parsed again.
-        let known = ModelTokens::digest(&name, &model.folder);
+        let folder = model.tokenizer_folder();
+        let known = ModelTokens::digest(&name, folder);
         if known.is_ok_and(|digest| !others.contains_key(&digest))
-            && let Ok(tokens) = ModelTokens::read(name, &model.folder, rows)
+            && let Ok(tokens) = ModelTokens::read(name, folder, rows)
         {
             others.insert(tokens.sha256.clone(), tokens);
         }

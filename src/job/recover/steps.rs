@@ -69,7 +69,7 @@ impl Trained {
         };
         let modules = part.ids.iter();
         let adapter = TrainedAdapter {
-            base: job.model.report()?.name(),
+            base: job.model.base_name(),
             rank: recovery.settings.rank,
             alpha: recovery.settings.alpha,
             modules: modules.map(|one| one.module().to_string()).collect(),

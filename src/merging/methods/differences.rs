@@ -86,6 +86,11 @@ impl MergeMethod for DifferenceMethod {
         }
     }
 
+    fn searches(&self, experts: usize) -> usize {
+        let has_density = self.per_model.iter().any(|(of, _)| *of == Parameter::Density);
+        if has_density { experts } else { 0 }
+    }
+
     fn uses_saliency(&self) -> bool {
         matches!(self.trimming, Trimming::Magnitude | Trimming::Random | Trimming::Ramp)
     }
@@ -239,8 +244,7 @@ impl Differences<'_> {
     fn subtract(&mut self, rows: &RowBlock<'_>) {
         let base = self.base(rows);
         for (expert, difference) in self.experts.iter().zip(&mut self.trimmed) {
-            difference.resize(base.len(), 0.0);
-            Arch::new().dispatch(Subtract { from: rows.sources[expert.source], base, difference });
+            subtract(rows.sources[expert.source], base, difference);
         }
     }
 
@@ -381,6 +385,12 @@ impl Expert {
     fn vote(&self, column: usize) -> f32 {
         self.votes.get(column).copied().unwrap_or(self.weight)
     }
+}
+
+/// Computes W_t − W₀ of as many elements as the base has.
+pub(super) fn subtract(from: &[f32], base: &[f32], difference: &mut Vec<f32>) {
+    difference.resize(base.len(), 0.0);
+    Arch::new().dispatch(Subtract { from, base, difference });
 }
 
 struct Subtract<'a> {

@@ -29,6 +29,11 @@ pub trait MergeMethod: Sync {
         false
     }
 
+    /// Order statistics that the merge of a tensor searches at a time. Each needs tables of counts.
+    fn searches(&self, _experts: usize) -> usize {
+        0
+    }
+
     /// Begins the merge of a tensor, as part of `group`.
     ///
     /// # Errors

@@ -5,7 +5,7 @@
 //! cos θ: the mean over all pairs of experts of D_s·D_t / (|D_s| |D_t|), D_t = W_t − W₀, n experts
 //! ```
 //!
-//! The angle belongs to the whole tensor, or to a row with `filter_wise`. Products of norms below 1e-6 count as 1e-6. If the denominator
+//! The angle belongs to the whole tensor, or to a row with `filter_wise`. ScalarProducts of norms below 1e-6 count as 1e-6. If the denominator
 //! is below 1e-6, the base stays.
 //!
 //! Source: D.-H. Jang, S. Yun, D. Han, "Model stock" (2024, arXiv:2403.19522), equation 2; mergekit 0.1.5, `merge_methods/model_stock.py`.
@@ -15,7 +15,7 @@ use anyhow::Result;
 use super::group::Group;
 use super::method::{BoxedMerge, MergeMethod, RowBlock, TensorMerge, TensorTask};
 use super::mixer::Mixer;
-use super::sums::dot;
+use super::products::ScalarProducts;
 use crate::failure::Failure;
 use crate::merging::recipe::{BaseModel, Declaration, Parameter, WhenMissing};
 
@@ -53,10 +53,9 @@ impl MergeMethod for ModelStock {
         Ok(Box::new(Stock {
             columns: task.columns,
             base,
-            products: vec![0.0; experts.len() * experts.len()],
+            products: ScalarProducts::new(task.columns, Some(base), experts.clone()),
             experts,
             is_by_row: task.shared.is_on(Parameter::FilterWise),
-            differences: Vec::new(),
         }))
     }
 }
@@ -67,35 +66,15 @@ struct Stock {
     base: usize,
     experts: Vec<usize>,
     is_by_row: bool,
-    /// D_s·D_t, `[experts, experts]`, of the tensor or of the current row.
-    products: Vec<f64>,
-    /// D_t of a row, expert by expert.
-    differences: Vec<f32>,
+    /// D_s·D_t of the tensor or of the current row.
+    products: ScalarProducts,
 }
 
 impl Stock {
-    /// Adds the products of a row, which begins at `start` in the block.
-    fn add(&mut self, rows: &RowBlock<'_>, start: usize) {
-        let range = start..start + self.columns;
-        let base = &rows.sources[self.base][range.clone()];
-        self.differences.clear();
-        for &expert in &self.experts {
-            let pairs = rows.sources[expert][range.clone()].iter().zip(base);
-            self.differences.extend(pairs.map(|(from, base)| from - base));
-        }
-        let count = self.experts.len();
-        let of = |at: usize| &self.differences[at * self.columns..(at + 1) * self.columns];
-        for first in 0..count {
-            for second in first..count {
-                self.products[first * count + second] += dot(of(first), of(second));
-            }
-        }
-    }
-
     /// τ, from the products.
     fn ratio(&self) -> f32 {
         let count = self.experts.len();
-        let product = |first: usize, second: usize| self.products[first * count + second];
+        let product = |first: usize, second: usize| self.products.of(first, second);
         let (mut sum, mut pairs) = (0.0, 0.0);
         for first in 0..count {
             for second in first + 1..count {
@@ -119,12 +98,7 @@ impl TensorMerge for Stock {
     }
 
     fn measure(&mut self, _read: usize, rows: &RowBlock<'_>) {
-        if rows.first_row == 0 {
-            self.products.fill(0.0);
-        }
-        for start in (0..rows.sources[self.base].len()).step_by(self.columns) {
-            self.add(rows, start);
-        }
+        self.products.measure(rows);
     }
 
     fn merge(
@@ -133,13 +107,18 @@ impl TensorMerge for Stock {
         _mixer: &mut dyn Mixer,
         merged: &mut [f32],
     ) -> Result<()> {
-        let mut ratio = if self.is_by_row { 0.0 } else { self.ratio() };
+        let mut ratio = 0.0;
+        if self.is_by_row {
+            self.products.take(rows);
+        } else {
+            ratio = self.ratio();
+        }
         let count = self.experts.len() as f32;
         for (row, merged) in merged.chunks_mut(self.columns).enumerate() {
             let start = row * self.columns;
             if self.is_by_row {
-                self.products.fill(0.0);
-                self.add(rows, start);
+                self.products.clear();
+                self.products.add(rows, row);
                 ratio = self.ratio();
             }
             let range = start..start + merged.len();

@@ -1,12 +1,12 @@
 //! Order statistics of magnitudes, exact, in two reads of the values and without sorting.
 //!
-//! The bits of |x| order like |x| (IEEE 754 §5.10). The first read counts the upper 15 of the 31 bits, which finds the bin of the wanted
-//! position. The second read counts the lower 16 bits of the values in that bin. Counts of several tensors are added, so a search
+//! The bits of |x| order like |x| (IEEE 754 §5.10), and a turn of the bits of negative x makes them order like x. The first read counts
+//! the upper 16 bits, which finds the bin of the wanted position. The second read counts the lower 16 bits of the values in that bin. Counts of several tensors are added, so a search
 //! among all weights of a model needs no more memory than a search in a single tensor.
 
-/// Bits of |x| that the first read counts.
-const UPPER_BINS: usize = 1 << 15;
-/// Bits of |x| that the second read counts.
+/// Values of the bits that the first read counts.
+const UPPER_BINS: usize = 1 << 16;
+/// Values of the bits that the second read counts.
 const LOWER_BINS: usize = 1 << 16;
 /// All bits but the sign.
 const MAGNITUDE: u32 = 0x7fff_ffff;
@@ -17,10 +17,22 @@ pub(super) fn key(value: f32) -> u32 {
     value.to_bits() & MAGNITUDE
 }
 
+/// Bits that order like x, its sign included.
+#[inline(always)]
+pub(super) fn signed_key(value: f32) -> u32 {
+    let bits = value.to_bits();
+    if bits > MAGNITUDE { !bits } else { bits | !MAGNITUDE }
+}
+
+/// The value with these [`signed_key`] bits.
+pub(super) fn from_signed_key(key: u32) -> f32 {
+    f32::from_bits(if key > MAGNITUDE { key & MAGNITUDE } else { !key })
+}
+
 /// The value at a position of the ascending order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct OrderStatistic {
-    /// Its [`key`].
+    /// Its [`key`], or its [`signed_key`] where these are counted.
     pub(super) key: u32,
     /// Smaller values.
     pub(super) below: u64,
@@ -49,8 +61,13 @@ impl Counts {
         }
     }
 
-    /// Counts values.
+    /// Counts magnitudes.
     pub(super) fn add(&mut self, values: &[f32]) {
+        self.add_keys(values, key);
+    }
+
+    /// Counts the bits of values.
+    pub(super) fn add_keys(&mut self, values: &[f32], key: impl Fn(f32) -> u32) {
         match self {
             Self::Upper(counts) => {
                 for value in values {
@@ -98,6 +115,11 @@ impl Search {
     /// Begins a search for these positions, from 0.
     pub(super) fn new(positions: Vec<u64>) -> Self {
         Self { positions, stage: Stage::Upper(vec![0; UPPER_BINS]) }
+    }
+
+    /// Searches for the value at this position alone. The position counts from the end of the first read on.
+    pub(super) fn aim(&mut self, position: u64) {
+        self.positions = vec![position];
     }
 
     /// Adds the counts of a tensor in the current read.
@@ -214,6 +236,14 @@ mod tests {
             let equal = sorted.iter().filter(|key| **key == wanted).count() as u64;
             assert_eq!((found.below, found.equal), (below, equal));
         }
+    }
+
+    #[test]
+    fn signed_bits_order_like_numbers() {
+        let values = [f32::MIN, -2.0, -1.5, -1e-40, -0.0, 0.0, 1e-40, 1.5, 2.0, f32::MAX];
+        let keys = values.map(signed_key);
+        assert!(keys.is_sorted_by(|one, other| one < other));
+        assert_eq!(keys.map(|key| from_signed_key(key).to_bits()), values.map(f32::to_bits));
     }
 
     #[test]

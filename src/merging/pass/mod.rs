@@ -19,4 +19,4 @@ pub use devices::MergeDevice;
 pub use mapped_rows::MappedRows;
 pub use merge_pass::{MergeJournal, MergePass, MergeTensor};
 pub use on_candle::CandleMixer;
-pub use rows::{AdaptedRows, MergeSources, SourceRows, StoredRows};
+pub use rows::{AdaptedRows, MergeSources, ReplacedRows, SourceRows, StoredRows};

@@ -89,6 +89,16 @@ impl SourceRows for StoredRows<'_> {
     }
 }
 
+/// Rows that an adapter replaces whole: zeros until then.
+pub struct ReplacedRows;
+
+impl SourceRows for ReplacedRows {
+    fn read(&self, _rows: Range<usize>, values: &mut [f32], _bytes: &mut Vec<u8>) -> Result<()> {
+        values.fill(0.0);
+        Ok(())
+    }
+}
+
 /// Rows of a base with an adapter's change.
 pub struct AdaptedRows<'a> {
     /// The base's rows.

@@ -12,16 +12,33 @@ use super::setting::Parameters;
 use crate::failure::Failure;
 
 impl Recipe {
-    /// Refuses parameters, models and slices that the method cannot have.
-    pub(super) fn check(&self, declaration: &Declaration) -> Result<(), Failure> {
-        for parameters in [&self.module_parameters, &self.parameters] {
-            check_shared_scope(declaration, parameters)?;
+    /// Takes out the parameters that the method does not read, and warns of each: mergekit ignores them. In the scope of a model, they
+    /// include values for all models.
+    pub(super) fn leave_out_ignored(&mut self, declaration: &Declaration) {
+        let Self { module_parameters, parameters, inputs, ignored, .. } = self;
+        for scope in [module_parameters, parameters] {
+            ignored.extend(scope.leave_out(declaration, false));
         }
-        for slice in self.slices(1).iter() {
-            check_shared_scope(declaration, &slice.parameters)?;
-            for source in &slice.sources {
-                check_model_scope(declaration, &source.parameters)?;
+        match inputs {
+            MergeInputs::Models(inputs) => {
+                for input in inputs {
+                    ignored.extend(input.value.parameters.leave_out(declaration, true));
+                }
             }
+            MergeInputs::Slices(slices) => {
+                for slice in slices {
+                    ignored.extend(slice.value.parameters.leave_out(declaration, false));
+                    for source in &mut slice.value.sources {
+                        ignored.extend(source.value.parameters.leave_out(declaration, true));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Refuses models and slices that the method cannot have.
+    pub(super) fn check(&self, declaration: &Declaration) -> Result<(), Failure> {
+        for slice in self.slices(1).iter() {
             self.check_models(declaration, slice)?;
             check_lengths(slice)?;
         }
@@ -72,8 +89,10 @@ impl Recipe {
                     .failure(format!("`{}` is merged with itself", source.model)));
             }
         }
-        if declaration.base_model == BaseModel::Required {
-            let Some(base) = self.base_of(slice) else {
+        let base = self.base_of(slice);
+        let needs_base = declaration.base_model == BaseModel::Required;
+        if needs_base || (declaration.base_model.is_subtracted() && base.is_some()) {
+            let Some(base) = base else {
                 let hint = match slice.place {
                     Place::Line(..) => "add `base_model: MODEL`",
                     Place::Flags => "add --base MODEL",
@@ -90,12 +109,14 @@ impl Recipe {
                     .hint("add it with the layer range of the others"));
             }
         }
-        let count = models.len();
+        let is_origin = declaration.base_model == BaseModel::Origin && base.is_some();
+        let count = models.len() - usize::from(is_origin);
         if declaration.models.contains(&count) {
             return Ok(());
         }
+        let beside = if is_origin { " beside the base model" } else { "" };
         let failure = slice.place.failure(format!(
-            "the method `{method}` merges {} models, found {count}",
+            "the method `{method}` merges {} models{beside}, found {count}",
             shown(&declaration.models)
         ));
         let models: Vec<String> = models.iter().map(ToString::to_string).collect();
@@ -128,32 +149,26 @@ fn check_lengths(slice: &SliceRecipe) -> Result<(), Failure> {
     }
 }
 
-/// Checks a scope that holds parameters of both kinds.
-fn check_shared_scope(declaration: &Declaration, parameters: &Parameters) -> Result<(), Failure> {
-    for (parameter, setting) in parameters.iter() {
-        if !is_in(parameter, declaration.shared) && !is_in(parameter, declaration.per_model) {
-            return Err(not_of(declaration, parameter, &setting.place));
-        }
+impl Parameters {
+    /// Takes out what the method does not read in this scope, and returns a warning for each.
+    fn leave_out(&mut self, declaration: &Declaration, is_of_model: bool) -> Vec<String> {
+        let mut warnings: Vec<String> = Vec::new();
+        let method = declaration.name;
+        self.retain(|parameter, place| {
+            let is_shared = is_in(parameter, declaration.shared);
+            if is_in(parameter, declaration.per_model) || (is_shared && !is_of_model) {
+                return true;
+            }
+            let name = parameter.name();
+            let reason = match is_shared {
+                true => "in the scope of a model: move it to the `parameters` of the slice or of the recipe",
+                false => "which is a parameter of other methods",
+            };
+            warnings.push(format!("{place}: the method `{method}` ignores `{name}`, {reason}"));
+            false
+        });
+        warnings
     }
-    Ok(())
-}
-
-/// Checks the scope of a model. A value for all models would be ignored there.
-fn check_model_scope(declaration: &Declaration, parameters: &Parameters) -> Result<(), Failure> {
-    for (parameter, setting) in parameters.iter() {
-        if is_in(parameter, declaration.per_model) {
-            continue;
-        }
-        let name = parameter.name();
-        if is_in(parameter, declaration.shared) {
-            return Err(setting
-                .place
-                .failure(format!("`{name}` has one value for all models of a slice"))
-                .hint(format!("move `{name}` to the `parameters` of the slice or of the recipe")));
-        }
-        return Err(not_of(declaration, parameter, &setting.place));
-    }
-    Ok(())
 }
 
 /// True for a parameter of the list, and for `int8_mask`, which changes no result.

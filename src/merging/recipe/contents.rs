@@ -13,25 +13,19 @@ use super::model_spec::ModelSpec;
 use super::parameter::Declaration;
 use super::place::{Place, Placed, listed, unknown};
 use super::setting::Parameters;
-use super::tokenizer::{TokenizerRecipe, TokenizerSource};
+use super::tokenizer::{TokenRow, TokenizerRecipe, TokenizerSource};
 use super::yaml;
 use crate::failure::Failure;
 use crate::input::{Expected, read_given, with_remedy};
 use crate::linalg::StoredDtype;
 
 /// Methods of mergekit and peft that this version does not have.
-pub const OTHER_METHODS: [&str; 13] = [
-    "arcee_fusion",
+pub const OTHER_METHODS: [&str; 7] = [
     "dare_linear_svd",
     "dare_ties_svd",
-    "karcher",
     "magnitude_prune_svd",
-    "multislerp",
-    "nearswap",
-    "nuslerp",
     "ram",
     "ramplus_tl",
-    "sce",
     "svd",
     "ties_svd",
 ];
@@ -39,6 +33,8 @@ pub const OTHER_METHODS: [&str; 13] = [
 /// A merge: models, method, parameters.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Recipe {
+    /// The name by which later recipes of the same file read the result.
+    pub name: Option<String>,
     /// The name of a method that exists.
     pub merge_method: String,
     /// The model that differences are taken from.
@@ -57,6 +53,8 @@ pub struct Recipe {
     pub tokenizer: Option<TokenizerRecipe>,
     /// The chat template of the output: `auto`, a name or Jinja.
     pub chat_template: Option<String>,
+    /// Keys that mergekit knows and the method ignores, as warnings.
+    pub ignored: Vec<String>,
 }
 
 /// The models of a merge.
@@ -101,7 +99,7 @@ pub(super) type PlacedSlice = Placed<SliceRecipe>;
 pub struct SliceSource {
     /// The model.
     pub model: ModelSpec,
-    /// Its layers, never empty.
+    /// Its layers. A slice of no layers chooses embedding, norm and head alone.
     #[serde(deserialize_with = "layer_range")]
     pub layer_range: Range<usize>,
     /// Its parameters in this slice, the narrowest scope.
@@ -113,6 +111,7 @@ pub struct SliceSource {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RecipeFile {
+    name: Option<String>,
     merge_method: Placed<String>,
     base_model: Option<ModelSpec>,
     models: Option<Vec<Placed<ModelInput>>>,
@@ -165,7 +164,7 @@ fn dtype<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<StoredDtyp
 /// `[first layer, layer after the last]`.
 fn layer_range<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Range<usize>, D::Error> {
     match Vec::deserialize(deserializer)?.as_slice() {
-        &[start, end] if start < end => Ok(start..end),
+        &[start, end] if start <= end => Ok(start..end),
         ends => Err(D::Error::custom(format!(
             "the layer range {ends:?} is not [first layer, layer after the last]"
         ))),
@@ -173,17 +172,53 @@ fn layer_range<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Range<usize
 }
 
 impl Recipe {
-    /// Reads a recipe file and checks it against the methods that exist.
+    /// Reads the recipes of a file, a document each, and checks them against the methods that exist. A recipe may name the results of
+    /// the recipes before it, which therefore have names.
     ///
     /// # Errors
-    /// Fails when the file cannot be read, and as [`Recipe::from_yaml`].
-    pub fn load(path: &Path, methods: &[Declaration]) -> Result<Self> {
+    /// Fails when the file cannot be read, for a document without a name that is not the last, for a name that is no name of a folder or
+    /// stands twice, and as [`Recipe::from_yaml`].
+    pub fn load(path: &Path, methods: &[Declaration]) -> Result<Vec<Self>> {
         let text = read_given(path, Expected::Settings).map_err(|error| {
             let failure =
                 Failure::new(format!("cannot read a recipe from `{}`: {error}", path.display()));
             with_remedy(failure, &error)
         })?;
-        Self::from_yaml(&text, &path.display().to_string(), methods)
+        Self::all_from_yaml(&text, &path.display().to_string(), methods)
+    }
+
+    /// Reads the recipes of a file, as [`Recipe::load`] does.
+    pub(super) fn all_from_yaml(
+        text: &str,
+        file: &str,
+        methods: &[Declaration],
+    ) -> Result<Vec<Self>> {
+        let read = yaml::read_all::<Placed<RecipeFile>>(text, file).or_else(|failure| {
+            if let Ok(all) = yaml::read_all::<MethodFile>(text, file) {
+                for MethodFile { merge_method: name } in &all {
+                    declaration(name, methods, &name.place)?;
+                }
+            }
+            Err(failure)
+        })?;
+        let (count, mut names) = (read.len(), BTreeSet::new());
+        let mut recipes = Vec::with_capacity(count);
+        for (at, read) in read.into_iter().enumerate() {
+            let place = read.place.clone();
+            match &read.name {
+                Some(name) if at + 1 < count => check_name(name, &place, &mut names)?,
+                None if at + 1 < count => {
+                    return Err(place
+                        .failure("a second recipe follows, and this recipe has no name")
+                        .detail("every recipe but the last is read by its name")
+                        .hint("add `name: NAME`, or write each recipe into a file of its own")
+                        .into());
+                }
+                _ => {}
+            }
+            recipes.push(Self::of_file(read, methods)?);
+        }
+        Ok(recipes)
     }
 
     /// Reads a recipe in mergekit's YAML and checks it against the methods that exist. `file` names it in errors. Paths of models are
@@ -200,7 +235,12 @@ impl Recipe {
             }
             Err(failure)
         });
-        let Placed { place, value: read } = read?;
+        Self::of_file(read?, methods)
+    }
+
+    /// The recipe of a document.
+    fn of_file(read: Placed<RecipeFile>, methods: &[Declaration]) -> Result<Self> {
+        let Placed { place, value: read } = read;
         let declaration = declaration(&read.merge_method, methods, &read.merge_method.place)?;
         let (inputs, module_parameters) = match (read.models, read.slices, read.modules) {
             (None, None, Some(ModulesFile { default: module })) => {
@@ -225,7 +265,8 @@ impl Recipe {
                     .into());
             }
         };
-        let recipe = Self {
+        let mut recipe = Self {
+            name: read.name,
             merge_method: read.merge_method.value,
             base_model: read.base_model,
             inputs,
@@ -235,9 +276,44 @@ impl Recipe {
             out_dtype: read.out_dtype,
             tokenizer,
             chat_template: read.chat_template,
+            ignored: Vec::new(),
         };
+        recipe.leave_out_ignored(declaration);
         recipe.check(declaration)?;
         Ok(recipe)
+    }
+
+    /// Reads the model called `name` from a folder from here on.
+    pub fn read_from(&mut self, name: &str, folder: &Path) {
+        let replace = |spec: &mut ModelSpec| {
+            if spec.model == name && spec.revision.is_none() {
+                spec.model = folder.display().to_string();
+            }
+        };
+        self.base_model.iter_mut().for_each(replace);
+        match &mut self.inputs {
+            MergeInputs::Models(inputs) => {
+                inputs.iter_mut().for_each(|input| replace(&mut input.value.model));
+            }
+            MergeInputs::Slices(slices) => {
+                for slice in slices {
+                    slice.value.base_model.iter_mut().for_each(replace);
+                    let sources = slice.value.sources.iter_mut();
+                    sources.for_each(|source| replace(&mut source.value.model));
+                }
+            }
+        }
+        let Some(tokenizer) = &mut self.tokenizer else {
+            return;
+        };
+        if let TokenizerSource::Model(spec) = &mut tokenizer.source {
+            replace(spec);
+        }
+        for (_, token) in &mut tokenizer.tokens.0 {
+            if let Some(TokenRow::Model(spec) | TokenRow::Token(spec, _)) = &mut token.source {
+                replace(spec);
+            }
+        }
     }
 
     /// Every different model once: the base first, then in the order of the recipe. A model that only gives a tokenizer or the row
@@ -259,6 +335,22 @@ impl Recipe {
             }
         }
         models
+    }
+}
+
+/// Refuses a name that is no name of a folder, or that stands in the file twice.
+fn check_name(name: &str, place: &Place, known: &mut BTreeSet<String>) -> Result<(), Failure> {
+    let is_plain = |of: char| of.is_alphanumeric() || "._- ".contains(of);
+    if name.is_empty() || name.starts_with('.') || !name.chars().all(is_plain) {
+        return Err(place
+            .failure(format!("`{}` is no name for a merge", name.escape_debug()))
+            .hint("use letters, digits, `.`, `-` and `_`"));
+    }
+    match known.insert(name.to_string()) {
+        true => Ok(()),
+        false => Err(place
+            .failure(format!("two recipes have the name `{name}`"))
+            .hint("give each recipe its own name")),
     }
 }
 

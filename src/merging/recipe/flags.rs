@@ -6,7 +6,7 @@ use clap::Args;
 use super::check::not_of;
 use super::contents::{MergeInputs, ModelInput, Recipe, declaration};
 use super::model_spec::ModelSpec;
-use super::parameter::{BaseModel, Declaration, Parameter, WhenMissing};
+use super::parameter::{Declaration, Parameter, WhenMissing};
 use super::place::{Place, Placed};
 use super::setting::{Parameters, Setting, check_range};
 use super::tokenizer::{TokenizerRecipe, TokenizerSource};
@@ -69,7 +69,7 @@ pub struct FlagRecipe {
     #[arg(hide_short_help = true, long, value_name = "BOOL", conflicts_with = "config")]
     pub rescale: Option<bool>,
 
-    /// Position between the base (0) and the other model (1), for slerp
+    /// Position between the base (0) and the other model (1), for slerp; reach of nearswap
     #[arg(hide_short_help = true, long, value_name = "T", conflicts_with = "config")]
     pub t: Option<f64>,
 
@@ -128,9 +128,8 @@ impl Recipe {
         let specs: Vec<ModelSpec> = specs.collect::<Result<_, _>>()?;
         let per_model = model_parameters(&flags, declaration, specs.len())?;
         let base = flags.base.as_deref().map(spec).transpose()?;
-        let is_input = |base: &ModelSpec| {
-            declaration.base_model == BaseModel::Required || specs.contains(base)
-        };
+        let is_input =
+            |base: &ModelSpec| declaration.base_model.is_subtracted() || specs.contains(base);
         let base_model = base.clone().filter(is_input);
         let tokenizer = flags.tokenizer.clone().map(|source| match (source, &base) {
             // The recipe does not name this base.
@@ -154,6 +153,8 @@ impl Recipe {
             out_dtype: flags.out_dtype,
             tokenizer: tokenizer.map(TokenizerRecipe::of),
             chat_template: None,
+            name: None,
+            ignored: Vec::new(),
         };
         recipe.check(declaration)?;
         Ok(recipe)
@@ -299,7 +300,7 @@ tokenizer_source: base
     fn flags_that_do_not_fit_are_refused_as_usage() {
         for (given, error) in [
             (flags("ties", &[]), "there is nothing to merge"),
-            (flags("sce", &["a"]), "the method `sce` does not exist in this version"),
+            (flags("ram", &["a"]), "the method `ram` does not exist in this version"),
             (
                 FlagRecipe { base: None, ..flags("ties", &["a"]) },
                 "the method `ties` needs a base model\nhint: add --base MODEL",

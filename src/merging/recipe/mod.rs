@@ -6,6 +6,7 @@
 //! | `flags` | a recipe from flags of the command line |
 //! | `write` | a recipe as YAML that mergekit reads |
 //! | `resolve` | the inputs and the values of every tensor of the output |
+//! | `mismatches` | tensors that the sources do not share |
 //! | `parameter` | names of parameters, declarations of methods, values |
 //! | `setting` | values over depth and by filter; the parameters of a scope |
 //! | `model_spec` | `model@revision+adapter` |
@@ -17,6 +18,7 @@
 mod check;
 mod contents;
 mod flags;
+mod mismatches;
 mod model_spec;
 mod parameter;
 mod place;

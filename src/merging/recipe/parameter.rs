@@ -29,13 +29,27 @@ pub enum Parameter {
     T,
     /// An angle per row instead of an angle per tensor.
     FilterWise,
+    /// nuslerp takes a whole tensor as one vector.
+    NuslerpFlatten,
+    /// nuslerp takes the columns of a tensor as vectors, and its rows otherwise.
+    NuslerpRowWise,
+    /// multislerp divides the weights by their sum.
+    NormalizeWeights,
+    /// The number that multislerp adds to norms.
+    Eps,
+    /// The share of the entries with the largest variance that sce keeps.
+    SelectTopk,
+    /// Steps of the search for a Karcher mean, at most.
+    MaxIter,
+    /// The norm of a step that ends the search for a Karcher mean.
+    Tol,
     /// A smaller mask in mergekit; it changes no result and is accepted.
     Int8Mask,
 }
 
 impl Parameter {
     /// All parameters.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 18] = [
         Self::Weight,
         Self::Density,
         Self::Gamma,
@@ -46,6 +60,13 @@ impl Parameter {
         Self::Lambda,
         Self::T,
         Self::FilterWise,
+        Self::NuslerpFlatten,
+        Self::NuslerpRowWise,
+        Self::NormalizeWeights,
+        Self::Eps,
+        Self::SelectTopk,
+        Self::MaxIter,
+        Self::Tol,
         Self::Int8Mask,
     ];
 
@@ -62,19 +83,37 @@ impl Parameter {
             Self::Lambda => "lambda",
             Self::T => "t",
             Self::FilterWise => "filter_wise",
+            Self::NuslerpFlatten => "nuslerp_flatten",
+            Self::NuslerpRowWise => "nuslerp_row_wise",
+            Self::NormalizeWeights => "normalize_weights",
+            Self::Eps => "eps",
+            Self::SelectTopk => "select_topk",
+            Self::MaxIter => "max_iter",
+            Self::Tol => "tol",
             Self::Int8Mask => "int8_mask",
         }
     }
 
     /// True for a parameter that is `true` or `false`.
     pub fn is_switch(self) -> bool {
-        matches!(self, Self::Normalize | Self::Rescale | Self::FilterWise | Self::Int8Mask)
+        matches!(
+            self,
+            Self::Normalize
+                | Self::Rescale
+                | Self::FilterWise
+                | Self::NuslerpFlatten
+                | Self::NuslerpRowWise
+                | Self::NormalizeWeights
+                | Self::Int8Mask
+        )
     }
 
     /// The values that make sense.
     pub fn range(self) -> RangeInclusive<f64> {
         match self {
-            Self::Density | Self::Gamma | Self::Epsilon | Self::T => 0.0..=1.0,
+            Self::Density | Self::Gamma | Self::Epsilon | Self::T | Self::SelectTopk => 0.0..=1.0,
+            Self::Eps | Self::Tol => 0.0..=1.0,
+            Self::MaxIter => 0.0..=10_000.0,
             _ if self.is_switch() => 0.0..=1.0,
             _ => f64::MIN..=f64::MAX,
         }
@@ -100,8 +139,17 @@ pub type Declared = (Parameter, WhenMissing);
 pub enum BaseModel {
     /// The method needs a base model, and does not treat it as an expert.
     Required,
+    /// The method takes differences from a base model if there is one, which is no expert then.
+    Origin,
     /// The method treats the base like any model.
     Optional,
+}
+
+impl BaseModel {
+    /// True if a base model is no expert.
+    pub fn is_subtracted(self) -> bool {
+        self != Self::Optional
+    }
 }
 
 /// The inputs that a method declares.
@@ -111,9 +159,9 @@ pub struct Declaration {
     pub name: &'static str,
     /// The role of the base model.
     pub base_model: BaseModel,
-    /// Models of a slice, the base included.
+    /// Models of a slice, the base included; without a base that is an origin.
     pub models: RangeInclusive<usize>,
-    /// Parameters with a value per model. A required base model has no values.
+    /// Parameters with a value per model. A base model that differences are taken from has no values.
     pub per_model: &'static [Declared],
     /// Parameters with a value per tensor.
     pub shared: &'static [Declared],

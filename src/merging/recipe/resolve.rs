@@ -17,22 +17,19 @@ use std::collections::{BTreeMap, BTreeSet};
 use anyhow::Result;
 
 use super::contents::{MergeInputs, PlacedSlice, Recipe};
+use super::mismatches::{Forms, Mismatches};
 use super::model_spec::ModelSpec;
-use super::parameter::{BaseModel, Declaration, Declared, Parameter, ParameterValues, WhenMissing};
+use super::parameter::{Declaration, Declared, Parameter, ParameterValues, WhenMissing};
 use super::place::Place;
 use super::setting::Parameters;
 use crate::failure::Failure;
+use crate::model::{EMBEDDING, HEAD};
 
-const EMBEDDING: &str = "model.embed_tokens.weight";
 const NORM: &str = "model.norm.weight";
-const HEAD: &str = "lm_head.weight";
 const LAYERS: &str = "model.layers.";
 
 /// Layers of the largest output; more are a mistake.
 const MOST_LAYERS: usize = 4096;
-
-/// Differences that an error lists.
-const LISTED: usize = 10;
 
 /// A model as its headers and its config describe it, an adapter included.
 #[derive(Debug, Clone)]
@@ -49,6 +46,14 @@ impl ModelShape {
     /// Returns whether the head is a tensor of its own.
     pub fn has_head(&self) -> bool {
         !self.tie_word_embeddings && self.tensors.contains_key(HEAD)
+    }
+
+    /// Returns whether layers of this model have a tensor in all these shapes, and others lack it where `is_lacking`.
+    fn has_kinds(&self, suffix: &str, forms: &Forms, is_lacking: bool) -> bool {
+        let layers = 0..self.num_hidden_layers;
+        let own: BTreeSet<Option<&Vec<usize>>> =
+            layers.map(|layer| self.tensors.get(&format!("{LAYERS}{layer}.{suffix}"))).collect();
+        forms.keys().all(|form| own.contains(&Some(form))) && (!is_lacking || own.contains(&None))
     }
 
     /// The shape of a tensor outside the layers.
@@ -148,7 +153,8 @@ impl Recipe {
         }
         resolver.outside(NORM, NORM, last)?;
         resolver.head(last)?;
-        resolver.mismatches.refuse(layer)?;
+        resolver.check_kinds(layer);
+        resolver.mismatches.refuse()?;
         Ok(Resolved { left_out: left_out(shapes), tensors: resolver.tensors })
     }
 
@@ -187,6 +193,13 @@ impl Recipe {
                     .place
                     .failure(format!("the output has more than {MOST_LAYERS} layers up to here")));
             }
+        }
+        if count == 0 {
+            return Err(Failure::new("the output has no layers")
+                .detail("every `layer_range` of the recipe is empty")
+                .hint(
+                    "write [first layer, layer after the last], such as `layer_range: [0, 16]`",
+                ));
         }
         Ok(count)
     }
@@ -254,6 +267,7 @@ impl Resolver<'_> {
             let prefixes: Vec<String> = prefixes
                 .map(|source| format!("{LAYERS}{}.", source.layer_range.start + i))
                 .collect();
+            self.mismatches.expected.clear();
             for suffix in self.layer_tensors(slice, &prefixes) {
                 let name = format!("{LAYERS}{layer}.{suffix}");
                 let names = prefixes.iter().map(|prefix| format!("{prefix}{suffix}"));
@@ -262,6 +276,34 @@ impl Resolver<'_> {
             *layer += 1;
         }
         Ok(())
+    }
+
+    /// Records tensors that some layers of the output lack, or have in a different shape, unless a model has layers of these kinds, too: a
+    /// configuration says which layers are of which kind.
+    fn check_kinds(&mut self, layers: usize) {
+        for (suffix, forms) in std::mem::take(&mut self.mismatches.forms) {
+            let with: usize = forms.values().map(|(count, _)| count).sum();
+            if (with == layers && forms.len() == 1)
+                || self
+                    .models
+                    .values()
+                    .any(|(_, shape)| shape.has_kinds(&suffix, &forms, with < layers))
+            {
+                continue;
+            }
+            if with < layers {
+                let message = format!("`{suffix}`: in {with} of {layers} layers");
+                self.mismatches.lacking.push(message);
+            }
+            let mut forms = forms.into_iter();
+            if let Some((expected, (_, at))) = forms.next() {
+                self.mismatches
+                    .shapes
+                    .extend(forms.map(|(shape, (_, of))| {
+                        format!("{of} is {shape:?}, {at} is {expected:?}")
+                    }));
+            }
+        }
     }
 
     /// The tensors of a layer that any source has, without the beginning of their names. Differences are recorded.
@@ -274,7 +316,11 @@ impl Resolver<'_> {
             for (name, shape) in tensors.filter(|(name, _)| !is_buffer(name)) {
                 let suffix = &name[prefix.len()..];
                 self.mismatches.compare(suffix, name, &source.model, shape);
-                names.insert(suffix.to_string());
+                if names.insert(suffix.to_string()) {
+                    let forms = self.mismatches.forms.entry(suffix.to_string()).or_default();
+                    let form = forms.entry(shape.clone());
+                    form.or_insert((0, format!("`{name}` of `{}`", source.model))).0 += 1;
+                }
             }
         }
         for name in &names {
@@ -285,7 +331,6 @@ impl Resolver<'_> {
                     self.mismatches.lacks(&tensor, &source.model);
                 }
             }
-            *self.mismatches.layers_with.entry(name.clone()).or_default() += 1;
         }
         names
     }
@@ -304,7 +349,7 @@ impl Resolver<'_> {
         let mut sources = Vec::with_capacity(names.len());
         for (source, tensor) in slice.sources.iter().zip(names) {
             let is_subtracted =
-                self.declaration.base_model == BaseModel::Required && base == Some(&source.model);
+                self.declaration.base_model.is_subtracted() && base == Some(&source.model);
             let declared = if is_subtracted { &[] } else { self.declaration.per_model };
             let scopes = std::iter::once(&source.parameters).chain(wide);
             let values = values(declared, scopes, &tensor, t).map_err(|parameter| {
@@ -348,62 +393,6 @@ impl Resolver<'_> {
                 format!("add `{name}: NUMBER` to the `parameters` of the model or of the recipe")
             }
         })
-    }
-}
-
-/// Tensors that models do not share.
-#[derive(Default)]
-struct Mismatches {
-    /// Tensors that only some models have.
-    lacking: Vec<String>,
-    shapes: Vec<String>,
-    /// The first shape seen of each tensor, and its place. Tensors of layers are known by the end of their names.
-    expected: BTreeMap<String, (Vec<usize>, String)>,
-    /// Layers of the output that have a tensor.
-    layers_with: BTreeMap<String, usize>,
-}
-
-impl Mismatches {
-    fn lacks(&mut self, tensor: &str, model: &ModelSpec) {
-        self.lacking.push(format!("`{model}` has no `{tensor}`"));
-    }
-
-    /// Compares a shape with the first shape seen of the tensor, and records a difference: all layers and models must be alike.
-    fn compare(&mut self, suffix: &str, name: &str, model: &ModelSpec, shape: &[usize]) {
-        let Some((expected, at)) = self.expected.get(suffix) else {
-            let at = format!("`{name}` of `{model}`");
-            self.expected.insert(suffix.to_string(), (shape.to_vec(), at));
-            return;
-        };
-        // Vocabularies may differ; the merge decides on that.
-        let has_tokens = [EMBEDDING, HEAD].contains(&name);
-        let skip = usize::from(has_tokens);
-        if expected.len() != shape.len() || expected.iter().skip(skip).ne(shape.iter().skip(skip)) {
-            self.shapes.push(format!("`{name}` of `{model}` is {shape:?}, {at} is {expected:?}"));
-        }
-    }
-
-    fn refuse(mut self, layers: usize) -> Result<(), Failure> {
-        if self.lacking.is_empty() {
-            let some = self.layers_with.iter().filter(|(_, count)| **count != layers);
-            let some = some.map(|(name, count)| format!("`{name}`: in {count} of {layers} layers"));
-            self.lacking.extend(some);
-        }
-        for (mismatches, message) in [
-            (self.lacking, "some models have tensors that others lack"),
-            (self.shapes, "the models have tensors of different shapes"),
-        ] {
-            if mismatches.is_empty() {
-                continue;
-            }
-            let shown = mismatches.iter().take(LISTED);
-            let failure = shown.fold(Failure::new(message), Failure::detail);
-            return Err(match mismatches.len() {
-                ..=LISTED => failure,
-                more => failure.detail(format!("and {} more", more - LISTED)),
-            });
-        }
-        Ok(())
     }
 }
 

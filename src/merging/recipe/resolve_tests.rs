@@ -336,9 +336,10 @@ fn models_with_other_tensors_or_shapes_are_refused_with_a_list() {
         refusal(TWO, &[shape(2), other.clone()]),
         "some models have tensors that others lack\n  `a` has no `model.layers.1.self_attn.q_proj.bias`"
     );
-    let alone = "merge_method: passthrough\nmodels: [{model: a}]\n";
+    let mut all = other;
+    all.tensors.insert("model.layers.0.self_attn.q_proj.bias".into(), vec![8]);
     assert_eq!(
-        refusal(alone, &[other]),
+        refusal(STACKED, &[shape(2), all]),
         "some models have tensors that others lack\n  `self_attn.q_proj.bias`: in 1 of 2 layers"
     );
     let mut wide = shape(2);
@@ -347,8 +348,14 @@ fn models_with_other_tensors_or_shapes_are_refused_with_a_list() {
     assert_eq!(
         refusal(TWO, &[shape(2), wide]),
         "the models have tensors of different shapes\n  `model.layers.1.mlp.down_proj.weight` of `b` is [8, 24], \
-         `model.layers.0.mlp.down_proj.weight` of `a` is [8, 16]"
+         `model.layers.1.mlp.down_proj.weight` of `a` is [8, 16]"
     );
+    let mut wide = shape(2);
+    for layer in 0..2 {
+        wide.tensors.insert(format!("model.layers.{layer}.{DOWN}.weight"), vec![8, 24]);
+    }
+    let refused = refusal(STACKED, &[shape(2), wide]);
+    assert!(refused.contains("the models have tensors of different shapes"), "{refused}");
     let mut none = shape(9);
     none.tensors.retain(|name, _| !name.contains("layers"));
     let refused = refusal(TWO, &[shape(9), none]);
@@ -358,6 +365,55 @@ fn models_with_other_tensors_or_shapes_are_refused_with_a_list() {
     without.tensors.remove(NORM);
     let refused = refusal(TWO, &[shape(2), without]);
     assert!(refused.contains("`b` has no `model.norm.weight`"), "{refused}");
+}
+
+/// A layer of each of two models.
+const STACKED: &str = "merge_method: passthrough
+slices:
+  - sources: [{model: a, layer_range: [0, 1]}]
+  - sources: [{model: b, layer_range: [1, 2]}]
+";
+
+#[test]
+fn layers_of_a_model_may_differ_in_kind() {
+    // Layer 1 has a bias and a narrower matrix, as a dense layer among layers of experts.
+    let mut hybrid = shape(2);
+    hybrid.tensors.insert("model.layers.1.self_attn.q_proj.bias".into(), vec![8]);
+    hybrid.tensors.insert(format!("model.layers.1.{DOWN}.weight"), vec![8, 4]);
+    let alone = read("merge_method: passthrough\nmodels: [{model: a}]\n").unwrap();
+    let resolved = alone.resolve(&method("passthrough"), std::slice::from_ref(&hybrid)).unwrap();
+    assert_eq!(resolved.tensors.len(), hybrid.tensors.len());
+    let both = read(TWO).unwrap();
+    assert!(both.resolve(&method("linear"), &[hybrid.clone(), hybrid.clone()]).is_ok());
+    // A layer of one kind is not merged with a layer of the other.
+    let crossed = "merge_method: linear
+slices:
+  - sources: [{model: a, layer_range: [0, 1]}, {model: b, layer_range: [1, 2]}]
+parameters: {weight: 1}
+";
+    let refused = refusal(crossed, &[hybrid.clone(), hybrid]);
+    assert!(refused.contains("`a` has no `model.layers.0.self_attn.q_proj.bias`"), "{refused}");
+}
+
+#[test]
+fn a_slice_of_no_layers_chooses_norm_and_head() {
+    let text = "merge_method: linear
+slices:
+  - sources: [{model: a, layer_range: [0, 2]}, {model: b, layer_range: [0, 2]}]
+  - sources: [{model: b, layer_range: [2, 2]}]
+parameters: {weight: 1}
+";
+    let recipe = read(text).unwrap();
+    let resolved = recipe.resolve(&method("linear"), &[shape(2), shape(2)]).unwrap();
+    for tensor in &resolved.tensors {
+        let models: Vec<usize> = tensor.sources.iter().map(|source| source.model).collect();
+        let is_of_last = [NORM, HEAD].contains(&&*tensor.name);
+        assert_eq!(models, if is_of_last { vec![1] } else { vec![0, 1] }, "{}", tensor.name);
+    }
+    assert_eq!(resolved.tensors.len(), shape(2).tensors.len());
+    let none =
+        "merge_method: passthrough\nslices:\n  - sources: [{model: a, layer_range: [2, 2]}]\n";
+    assert!(refusal(none, &[shape(2)]).contains("the output has no layers"));
 }
 
 #[test]

@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 
 use super::parameter::Parameter;
-use super::place::Placed;
+use super::place::{Place, Placed};
 use crate::failure::Failure;
 
 /// The values of a parameter in a scope.
@@ -180,6 +180,11 @@ impl Parameters {
     /// Sets a parameter.
     pub fn set(&mut self, parameter: Parameter, setting: Placed<Setting>) {
         self.0.insert(parameter, setting);
+    }
+
+    /// Keeps the settings that `keeps` returns true for.
+    pub(super) fn retain(&mut self, mut keeps: impl FnMut(Parameter, &Place) -> bool) {
+        self.0.retain(|parameter, setting| keeps(*parameter, &setting.place));
     }
 
     /// All settings, ordered by parameter.

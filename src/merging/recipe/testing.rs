@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 
 use super::Parameter::{
-    Density, Epsilon, FilterWise, Gamma, Lambda, Normalize, Rescale, Scale, T, Weight,
+    Density, Eps, Epsilon, FilterWise, Gamma, Lambda, MaxIter, Normalize, NormalizeWeights,
+    NuslerpFlatten, NuslerpRowWise, Rescale, Scale, SelectTopk, T, Tol, Weight,
 };
 use super::WhenMissing::{Absent, Is, Required};
 use super::{BaseModel, Declaration, Declared, ModelShape, Recipe};
@@ -28,6 +29,11 @@ pub(super) fn methods() -> Vec<Declaration> {
         models,
         ..of(name, per_model, shared)
     };
+    let origin = |name, models, shared| Declaration {
+        base_model: BaseModel::Origin,
+        models,
+        ..of(name, &[(Weight, Required)], shared)
+    };
     vec![
         without_base("linear", 1..=usize::MAX, &[(Weight, Required)], &[(Normalize, Is(1.0))]),
         Declaration { models: 2..=2, ..of("slerp", &[], &[(T, Required)]) },
@@ -41,6 +47,10 @@ pub(super) fn methods() -> Vec<Declaration> {
         of("breadcrumbs_ties", WITH_GAMMA, SHARED),
         Declaration { models: 3..=usize::MAX, ..of("model_stock", &[], &[(FilterWise, Is(0.0))]) },
         without_base("passthrough", 1..=1, &[(Scale, Absent)], &[]),
+        without_base("karcher", 1..=usize::MAX, &[], &[(MaxIter, Is(10.0)), (Tol, Is(1e-5))]),
+        of("sce", &[], &[(SelectTopk, Is(1.0))]),
+        origin("nuslerp", 2..=2, &[(NuslerpRowWise, Is(0.0)), (NuslerpFlatten, Is(1.0))]),
+        origin("multislerp", 1..=usize::MAX, &[(NormalizeWeights, Is(1.0)), (Eps, Is(1e-8))]),
     ]
 }
 

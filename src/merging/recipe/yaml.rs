@@ -27,6 +27,28 @@ const DEEPEST: usize = 32;
 /// Fails, with file and line, for a file that is too large, is not YAML, holds no document or several, unfolds to more than the limits,
 /// repeats a key, has an alias inside its own anchor or a tag of its own, and for values that are no `T`.
 pub(super) fn read<T: DeserializeOwned>(text: &str, file: &str) -> Result<T, Failure> {
+    read_by(text, file, |text| serde_saphyr::from_str_with_options(text, options()))
+}
+
+/// Reads all documents of a file. Empty documents do not count.
+///
+/// # Errors
+/// Fails as [`read`], but not for several documents.
+pub(super) fn read_all<T: DeserializeOwned>(text: &str, file: &str) -> Result<Vec<T>, Failure> {
+    let all: Vec<T> =
+        read_by(text, file, |text| serde_saphyr::from_multiple_with_options(text, options()))?;
+    match all.is_empty() {
+        true => Err(Failure::new(format!("`{file}` is empty"))),
+        false => Ok(all),
+    }
+}
+
+/// Reads a file by `parse`, within the limits.
+fn read_by<T>(
+    text: &str,
+    file: &str,
+    parse: impl FnOnce(&str) -> Result<T, Error>,
+) -> Result<T, Failure> {
     if text.len() > LARGEST {
         return Err(Failure::new(format!(
             "`{file}` is too large for a recipe: {} bytes, at most {LARGEST} are read",
@@ -35,8 +57,7 @@ pub(super) fn read<T: DeserializeOwned>(text: &str, file: &str) -> Result<T, Fai
     }
     Place::begin(file);
     let unreadable = Failure::new(format!("`{file}` cannot be read as YAML"));
-    blaming(unreadable, || serde_saphyr::from_str_with_options(text, options()))?
-        .map_err(|error| failure(&error, file))
+    blaming(unreadable, || parse(text))?.map_err(|error| failure(&error, file))
 }
 
 fn options() -> Options {

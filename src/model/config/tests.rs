@@ -43,6 +43,30 @@ fn rotary_scaling_is_read_under_the_old_and_the_new_key() {
 }
 
 #[test]
+fn a_sparsity_config_of_weights_that_are_stored_dense_loads() {
+    let of = |settings: Value| {
+        let mut quantization = json!({"quant_method": "compressed-tensors", "format": "dense",
+            "config_groups": {}, "kv_cache_scheme": null,
+            "sparsity_config": {"format": "dense", "sparsity_structure": "2:4"}});
+        for (key, value) in settings.as_object().unwrap() {
+            quantization[key.as_str()] = value.clone();
+        }
+        ModelConfig::from_json(&with("quantization_config", quantization))
+    };
+    assert_eq!(of(json!({})).unwrap(), ModelConfig::from_json(&tiny()).unwrap());
+    assert!(of(json!({"config_groups": null})).is_ok());
+    for refused in [
+        json!({"config_groups": {"group_0": {"weights": {"num_bits": 8}}}}),
+        json!({"kv_cache_scheme": {"num_bits": 8}}),
+        json!({"sparsity_config": {"format": "sparse-bitmask"}}),
+        json!({"quant_method": "gptq"}),
+    ] {
+        let found = of(refused.clone()).unwrap_err().to_string();
+        assert!(found.contains("the checkpoint is quantised"), "{refused}: {found}");
+    }
+}
+
+#[test]
 fn what_cannot_be_computed_is_refused_by_name() {
     let refusals = [
         (

@@ -161,5 +161,7 @@ fn a_quantised_checkpoint_is_trained_as_an_adapter_only() {
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     let adapter = Adapter::open(&place.path("out/adapter")).expect("an adapter");
     assert_eq!(adapter.changed().count(), 14);
+    let base = place.path("four").canonicalize().expect("a folder");
+    assert_eq!(adapter.base_model_name(), base.to_str());
     assert!(!place.path("out/model").exists());
 }

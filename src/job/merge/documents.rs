@@ -1,0 +1,73 @@
+//! The recipes of a file, as mergekit-multi runs them: each but the last has a name and a folder, `SAVE/merges/NAME`, and later recipes read its
+//! model by the name. The last recipe gives the result.
+
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+
+use super::merge_recipe::merge_recipe;
+use super::resolved::read_recipes;
+use crate::failure::Failure;
+use crate::merging::recipe::Recipe;
+use crate::run::{Events, Manifest};
+use crate::settings::{MergeEval, MergeSettings};
+
+/// The folder of the merges before the last, in the run folder.
+const MERGES: &str = "merges";
+
+/// Performs the merges of a file, or the merge of flags, and returns the record of the last.
+///
+/// A merge before the last is not repeated if the same command has finished it.
+///
+/// # Errors
+/// Fails before the first merge for everything that can be wrong with the file, and with the first error of a merge.
+pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
+    let mut recipes = read_recipes(&settings)?;
+    let count = recipes.len();
+    for at in 0..count.saturating_sub(1) {
+        let recipe = recipes[at].clone();
+        let name = recipe.name.clone().context("recipes before the last have names")?;
+        let Some(save) = &settings.save else {
+            return Err(Failure::usage("a file of several recipes needs a run folder")
+                .detail(format!("the merge `{name}` is read by the recipes after it"))
+                .hint("add --save DIR")
+                .into());
+        };
+        let folder = save.join(MERGES).join(&name);
+        events.note(format!("merge        {} of {count}: `{name}`", at + 1));
+        if !settings.force && is_finished(&folder, &recipe, &settings) {
+            events.note(format!("`{}` is finished already", folder.display()));
+        } else {
+            let own = MergeSettings {
+                save: Some(folder.clone()),
+                save_model: None,
+                eval: MergeEval::None,
+                resume: false,
+                ..settings.clone()
+            };
+            merge_recipe(own, recipe, events)?;
+        }
+        let model = folder.join("model");
+        recipes[at + 1..].iter_mut().for_each(|later| later.read_from(&name, &model));
+    }
+    if count > 1 {
+        events.note(format!("merge        {count} of {count}"));
+    }
+    let last = recipes.pop().context("a file has recipes")?;
+    merge_recipe(settings, last, events)
+}
+
+/// Returns whether the record of a folder says that this command has finished this recipe.
+fn is_finished(folder: &Path, recipe: &Recipe, settings: &MergeSettings) -> bool {
+    let record = std::fs::read_to_string(folder.join("run.json"));
+    let record: Option<Value> = record.ok().and_then(|text| serde_json::from_str(&text).ok());
+    let arguments = |of: &[String]| -> Vec<String> {
+        of.iter().filter(|of| *of != "--resume").cloned().collect()
+    };
+    record.is_some_and(|record| {
+        let own: Option<Vec<String>> = serde_json::from_value(record["arguments"].clone()).ok();
+        own.is_some_and(|own| arguments(&own) == arguments(&settings.arguments))
+            && record["merge"]["recipe"].as_str() == Some(&recipe.to_yaml(str::to_string))
+    })
+}
