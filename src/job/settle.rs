@@ -13,7 +13,7 @@ use super::opened::OpenedModel;
 use super::pass::early_shape;
 use super::planned::Planning;
 use super::planned_texts::plan_early;
-use super::recover::Recovery;
+use super::recover::{Recovery, closing};
 use super::resolved::{Pruning, allocates};
 use super::same_run;
 use super::settled_run::{RunStart, RunTask, SettledRun, offload_folder};
@@ -94,6 +94,11 @@ fn settle_opened(
         let known = unfinished.as_ref().filter(|_| !settings.output.force);
         let known = known.and_then(|state| state.allocation.clone());
         (model, pruning) = allocate::resolved(&settings, model, pruning, known, events)?;
+    }
+    if let Some(recovery) = &mut recovery {
+        let known = unfinished.as_ref().filter(|_| !settings.output.force);
+        let known = known.and_then(|state| state.allocation.clone());
+        model = closing::settle(&settings, model, recovery, known, events)?;
     }
     let (texts, plan, resident_layers) = match given.sharing {
         Sharing::Next(first) => (Arc::clone(&first.texts), first.plan.clone(), 0),

@@ -33,6 +33,7 @@
 //! | `permute` | permutations of rows and columns |
 //! | `product` | C = X·Wᵀ with f32 sums, the products that take most of a run's time |
 //! | `profile` | the profiler of arithmetic: time and operations of each part of a layer |
+//! | `ranks` | order statistics of magnitudes, from histograms |
 //! | `rectangles` | rectangles of a matrix, each written by one thread |
 //! | `select` | selection of the k lowest scores, ties to the lower index, without sorting |
 //! | `stored` | a weight matrix in its stored dtype |
@@ -72,6 +73,7 @@ pub mod peak;
 pub mod permute;
 pub mod product;
 pub mod profile;
+pub mod ranks;
 mod rectangles;
 pub mod select;
 pub mod stored;

@@ -16,6 +16,7 @@ use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
+use super::closing::ClosingSettings;
 use super::deciding::not_deciding;
 use super::values::{not_negative, positive, share};
 use crate::quantized::FourBitFormat;
@@ -174,6 +175,11 @@ pub struct RecoverySettings {
     /// Stop after N measurements without a better one
     #[arg(hide_short_help = true, long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = TEXT)]
     pub patience: Option<u64>,
+
+    /// Masks that close.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub closing: ClosingSettings,
 }
 
 /// Heading of the optimizer's flags.

@@ -216,6 +216,15 @@ impl Recovery {
             settings.per_step(),
             job.model.seqlen,
         ));
+        if let Some(closing) = self.closing_report(schedule.steps, config) {
+            events.note(format!(
+                "masks        close from {:.4} to {} in {} choices by step {}",
+                closing.before,
+                closing.to,
+                closing.choices.len(),
+                closing.last_step
+            ));
+        }
         if let Some((examples, held)) = &job.texts.examples {
             let held = held.as_ref().map_or(0, |held| held.len());
             events.note(format!(

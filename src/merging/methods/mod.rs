@@ -2,7 +2,7 @@
 //!
 //! W = f(W₁ … Wₙ), tensor by tensor. A method sees the rows of a tensor in order and in pieces of any size. Its result does not
 //! depend on the pieces: sums over a tensor are added row by row in f64 (`sums`), order statistics are counted in integers
-//! (`ranks`), and random numbers belong to elements (`random`).
+//! (`linalg::ranks`), and random numbers belong to elements (`random`).
 //!
 //! | file | content |
 //! | --- | --- |
@@ -14,7 +14,6 @@
 //! | `trim_plan` | the trim of an expert, from a method's settings |
 //! | `trim` | the choice of the entries of a difference |
 //! | `group` | tensors that are trimmed together |
-//! | `ranks` | order statistics of magnitudes, from histograms |
 //! | `random` | random numbers by tensor and element |
 //! | `sums` | sums of rows in a fixed order |
 
@@ -29,7 +28,6 @@ mod mixer;
 mod model_stock;
 mod passthrough;
 mod random;
-mod ranks;
 mod regmean_diag;
 mod slerp;
 mod sums;

@@ -13,24 +13,24 @@ const MAGNITUDE: u32 = 0x7fff_ffff;
 
 /// The bits of |x|.
 #[inline(always)]
-pub(super) fn key(value: f32) -> u32 {
+pub fn key(value: f32) -> u32 {
     value.to_bits() & MAGNITUDE
 }
 
 /// The value at a position of the ascending order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct OrderStatistic {
+pub struct OrderStatistic {
     /// Its [`key`].
-    pub(super) key: u32,
+    pub key: u32,
     /// Smaller values.
-    pub(super) below: u64,
+    pub below: u64,
     /// Values equal to it.
-    pub(super) equal: u64,
+    pub equal: u64,
 }
 
 /// The counts of a tensor in a read.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum Counts {
+pub enum Counts {
     /// Of the first read.
     Upper(Vec<u64>),
     /// Of the second read, per wanted position.
@@ -39,7 +39,7 @@ pub(super) enum Counts {
 
 impl Counts {
     /// Counts nothing yet, for the read that `search` is at.
-    pub(super) fn of(search: &Search) -> Self {
+    pub fn of(search: &Search) -> Self {
         match &search.stage {
             Stage::Upper(_) => Self::Upper(vec![0; UPPER_BINS]),
             Stage::Lower(bins) => {
@@ -50,7 +50,7 @@ impl Counts {
     }
 
     /// Counts values.
-    pub(super) fn add(&mut self, values: &[f32]) {
+    pub fn add(&mut self, values: &[f32]) {
         match self {
             Self::Upper(counts) => {
                 for value in values {
@@ -89,19 +89,19 @@ enum Stage {
 
 /// The search for the values at some positions of the ascending order.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Search {
+pub struct Search {
     positions: Vec<u64>,
     stage: Stage,
 }
 
 impl Search {
     /// Begins a search for these positions, from 0.
-    pub(super) fn new(positions: Vec<u64>) -> Self {
+    pub fn new(positions: Vec<u64>) -> Self {
         Self { positions, stage: Stage::Upper(vec![0; UPPER_BINS]) }
     }
 
     /// Adds the counts of a tensor in the current read.
-    pub(super) fn add(&mut self, counts: &Counts) {
+    pub fn add(&mut self, counts: &Counts) {
         let sum = |all: &mut Vec<u64>, more: &Vec<u64>| {
             for (all, more) in all.iter_mut().zip(more) {
                 *all += more;
@@ -122,7 +122,7 @@ impl Search {
     ///
     /// # Panics
     /// Panics where fewer values were counted than a position asks for.
-    pub(super) fn advance(&mut self) {
+    pub fn advance(&mut self) {
         let at = |counts: &[u64], position: u64| {
             let mut below = 0;
             for (bin, count) in counts.iter().enumerate() {
@@ -162,7 +162,7 @@ impl Search {
     }
 
     /// The values at the positions, once both reads have ended.
-    pub(super) fn found(&self) -> Option<&[OrderStatistic]> {
+    pub fn found(&self) -> Option<&[OrderStatistic]> {
         match &self.stage {
             Stage::Found(found) => Some(found),
             _ => None,
