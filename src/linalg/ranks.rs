@@ -7,7 +7,7 @@
 /// Bits of |x| that the first read counts.
 const UPPER_BINS: usize = 1 << 15;
 /// Bits of |x| that the second read counts.
-const LOWER_BINS: usize = 1 << 16;
+pub const LOWER_BINS: usize = 1 << 16;
 /// All bits but the sign.
 const MAGNITUDE: u32 = 0x7fff_ffff;
 

@@ -311,8 +311,12 @@ impl<'a> Training<'a> {
         let first = self.head.steps.first().filter(|_| from == 0).map(|report| report.loss);
         let lowest = known.iter().copied().chain(first).fold(f64::INFINITY, f64::min);
         if !loss.is_finite() || loss > lowest + EXPLOSION {
+            let before = match lowest.is_finite() {
+                true => format!(" ({lowest:.4} before)"),
+                false => String::new(),
+            };
             return Err(Diverged {
-                what: format!("the held-out loss is {loss:.4} ({lowest:.4} before)"),
+                what: format!("the held-out loss is {loss:.4}{before}"),
                 at: TrainingStep { number: step, rate: self.rate_of(step.saturating_sub(1)) },
             }
             .into());

@@ -15,11 +15,15 @@
 
 use super::kept::KeptMask;
 use super::optimizer::Optimizer;
-use crate::linalg::ranks::{Counts, OrderStatistic, Search, key};
+use crate::linalg::ranks::{Counts, LOWER_BINS, OrderStatistic, Search, key};
 use crate::pruning::{Pattern, Target};
 
 /// Elements of a piece.
 const PIECE: usize = 1 << 14;
+
+/// Bytes of a choice: the bins of a search twice, and a piece.
+pub const CHOICE_BYTES: usize =
+    2 * LOWER_BINS * size_of::<u64>() + PIECE * size_of::<(usize, Rank, f32)>();
 
 /// A choice at its edge: how near a tie was.
 #[derive(Debug, Clone, Copy, PartialEq)]

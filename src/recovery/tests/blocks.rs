@@ -71,6 +71,7 @@ fn trained_blocks(
         base: training.base(model),
         part: &training.part,
         optimizer: adamw(Hyperparameters::default()),
+        closing: None,
         max_grad_norm: None,
         schedule: Schedule {
             shape: ScheduleShape::Constant,
