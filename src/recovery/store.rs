@@ -369,13 +369,13 @@ impl ParameterStore {
     /// Reads what [`ParameterStore::save`] has written. Masks that do not close stay as [`ParameterStore::put`] stored them.
     ///
     /// # Errors
-    /// Fails when `from` ends early or has masks of another kind, and when the file cannot be written.
+    /// Fails when `from` ends early or has masks of the other kind, and when the file cannot be written.
     pub fn load(&mut self, from: &mut dyn Read) -> Result<()> {
         let mut flags = [0];
         from.read_exact(&mut flags)?;
         self.has_best = flags[0] & HAS_BEST != 0;
         let has_masks = flags[0] & HAS_MASKS != 0;
-        ensure!(has_masks == self.closes, "its masks are those of another training");
+        ensure!(has_masks == self.closes, "masks close in only one of the saved and the present training");
         for layer in 0..self.layers {
             for at in 0..self.specs.len() {
                 let mut values = vec![0f32; self.specs[at].elements()];

@@ -24,7 +24,7 @@ const CHOICES: u64 = 50;
 pub struct ClosingSettings {
     /// Remove weights during the training, until this share of them, or N of each M neighbours, is zero
     ///
-    /// For `full`, and for `blocks` with weights. The sparsity rises from that of the model as 1 - (1 - t)^3. Each choice removes the weights with the lowest
+    /// For `full`, and for `blocks` with weights. The sparsity rises from the sparsity of the model as 1 - (1 - t)^3. Each choice removes the weights with the lowest
     /// |W| * sqrt(v) of their matrix, where v is the second moment of AdamW. AdamW has a beta2 of 0.95 then.
     #[arg(long, value_name = "RATIO|N:M")]
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -238,7 +238,7 @@ mod tests {
 
     #[test]
     fn every_group_loses_its_lowest_keys() {
-        for (name, size, count) in [("adamw", 4, 8000), ("adamw8bit", 8, 40_000), ("sgd", 5, 500)] {
+        for (name, size, count) in [("adamw", 4, 20_000), ("adamw8bit", 8, 4800), ("sgd", 5, 500)] {
             let (mut values, mut kept, mut state, optimizer) = trained(name, count);
             for removed in [0, 1, size / 2] {
                 let order = order(&values, &kept, &state, &*optimizer);
@@ -250,12 +250,12 @@ mod tests {
                 let mut matrix =
                     TrainedMatrix { values: &mut values, kept: &mut kept, state: &mut state };
                 assert_eq!(matrix.close(goal, &*optimizer), None);
-                for group in 0..count / size {
-                    let of_group = order.iter().filter(|&&at| at / size == group);
+                let mut places = vec![0; count / size];
+                for at in order {
+                    let group = at / size;
                     let gone = (0..size).filter(|at| !before.is_kept(group * size + at)).count();
-                    for (place, &at) in of_group.enumerate() {
-                        assert_eq!(kept.is_kept(at), place >= removed.max(gone), "{name} {at}");
-                    }
+                    assert_eq!(kept.is_kept(at), places[group] >= removed.max(gone), "{name} {at}");
+                    places[group] += 1;
                 }
             }
         }

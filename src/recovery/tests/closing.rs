@@ -92,7 +92,7 @@ fn a_stream_between_any_two_steps_continues_to_the_same_bits() {
             let got = (bits(trainer.store()), masks(trainer.store()));
             assert!(got == expected, "from step {step}, {:?}", training.part);
         }
-        // A stream without masks is of another training.
+        // A training whose masks stand still refuses a stream with masks.
         let mut other =
             Training { closing: None, ..training.clone() }.trainer(&model, &clock, &events);
         other.initialise(3, &unchanged).unwrap();

@@ -10,7 +10,7 @@ use crate::support::Place;
 const CLOSED: [(&str, f64); 6] = [
     ("--how full --close-to 0.8 --close-by 0.5 --mask-every 1", 0.8),
     ("--how full --close-to 0.7 --optim paged-adamw8bit --train-norms", 0.7),
-    ("--how full --close-to 0.9 --optim sgd --lr 1e-2 --held-out 0", 0.9),
+    ("--how full --close-to 0.9 --optim sgd --held-out 0", 0.9),
     ("--how full --close-to 0.8 --teacher m --keep-activations 1 --close-by 1", 0.8),
     ("--how blocks --close-to 0.8 --teacher m --nsamples 16", 0.8),
     ("--how blocks --close-to 0.55 --teacher m --nsamples 16 --optim adamw8bit", 0.55),
@@ -149,10 +149,9 @@ fn masks_that_cannot_close_are_refused_with_a_remedy() {
         assert!(!ran.stderr.contains("panicked"), "{}", ran.stderr);
         assert!(!place.path("out/model").exists(), "{more}");
     }
-    assert_eq!(place.run("quantize --model m --save four").code, 0);
+    assert_eq!(place.run("quantize --to nf4 m --save four").code, 0);
     let ran = place.run(
-        &format!("{COMMON} --how full --close-to 0.8 --save out")
-            .replace("pruned/model", "four/model"),
+        &format!("{COMMON} --how full --close-to 0.8 --save out").replace("pruned/model", "four"),
     );
     assert_eq!(ran.code, 2, "{}", ran.stderr);
     assert!(ran.stderr.contains("name the checkpoint before its quantisation"), "{}", ran.stderr);
