@@ -88,16 +88,15 @@ fn settle_opened(
         // The settings are resolved already.
         pruning = Pruning::resolve(&mut settings.clone(), &model.config, &folder)?;
     }
+    let known = unfinished.as_ref().filter(|_| !settings.output.force);
+    let known = known.and_then(|state| state.allocation.clone());
     if pruning.as_ref().is_some_and(|of| allocates(&settings, of)) {
         let mut shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
         plan_early(&planning, &mut shape, &model)?;
-        let known = unfinished.as_ref().filter(|_| !settings.output.force);
-        let known = known.and_then(|state| state.allocation.clone());
+        let known = known.clone();
         (model, pruning) = allocate::resolved(&settings, model, pruning, known, events)?;
     }
     if let Some(recovery) = &mut recovery {
-        let known = unfinished.as_ref().filter(|_| !settings.output.force);
-        let known = known.and_then(|state| state.allocation.clone());
         model = closing::settle(&settings, model, recovery, known, events)?;
     }
     let (texts, plan, resident_layers) = match given.sharing {

@@ -328,7 +328,8 @@ impl ParameterStore {
     /// Fails when the file cannot be read or `out` cannot be written.
     pub fn save(&self, out: &mut dyn Write) -> Result<()> {
         let masks = if self.closes { HAS_MASKS } else { 0 };
-        out.write_all(&[u8::from(self.has_best) * HAS_BEST | masks])?;
+        let best = if self.has_best { HAS_BEST } else { 0 };
+        out.write_all(&[best | masks])?;
         for layer in 0..self.layers {
             // The data of a parameter go out kind by kind: all data of a layer would be the largest part of a step's memory.
             for at in 0..self.specs.len() {
@@ -375,7 +376,10 @@ impl ParameterStore {
         from.read_exact(&mut flags)?;
         self.has_best = flags[0] & HAS_BEST != 0;
         let has_masks = flags[0] & HAS_MASKS != 0;
-        ensure!(has_masks == self.closes, "masks close in only one of the saved and the present training");
+        ensure!(
+            has_masks == self.closes,
+            "masks close in only one of the saved and the present training"
+        );
         for layer in 0..self.layers {
             for at in 0..self.specs.len() {
                 let mut values = vec![0f32; self.specs[at].elements()];

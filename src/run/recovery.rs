@@ -68,12 +68,12 @@ pub struct ClosingReport {
     /// The last step that removed weights. Held-out losses of earlier steps belong to lower sparsities.
     pub last_step: u64,
     /// The sparsity after each choice; for blocks, in every layer.
-    pub choices: Vec<SparsityReport>,
+    pub choices: Vec<ChoiceReport>,
 }
 
 /// The sparsity after a choice.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct SparsityReport {
+pub struct ChoiceReport {
     /// The step, from 1.
     pub step: u64,
     /// Zeros over all weights of the trained matrices.

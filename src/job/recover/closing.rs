@@ -18,7 +18,7 @@ use crate::pipeline::{LayerRatios, Selection, TargetPlan};
 use crate::pruning::{Pattern, Target, method};
 use crate::recovery::optimizers::ClosingSchedule;
 use crate::recovery::{ClosingMasks, ClosingRange};
-use crate::run::recovery::{ClosingReport, SparsityReport};
+use crate::run::recovery::{ChoiceReport, ClosingReport};
 use crate::run::{AllocationReport, Events};
 use crate::settings::{
     CloseTarget, ClosingSettings, PRUNE_METHOD, RecoverySettings, RecoveryWay, Settings,
@@ -219,9 +219,7 @@ impl Recovery {
             to: self.settings.closing.close_to?.to_string(),
             before: sparsity(0),
             last_step,
-            choices: choices
-                .map(|step| SparsityReport { step, sparsity: sparsity(step) })
-                .collect(),
+            choices: choices.map(|step| ChoiceReport { step, sparsity: sparsity(step) }).collect(),
         })
     }
 
