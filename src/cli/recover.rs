@@ -9,6 +9,7 @@ use super::model::check_named;
 use super::outcome::Outcome;
 use crate::failure::Failure;
 use crate::job;
+use crate::pipeline::LayerRatios;
 use crate::report;
 use crate::settings::{
     CalibrationSettings, DeviceSettings, EvalSides, EvaluationSettings, ModelSettings,
@@ -89,7 +90,9 @@ impl RecoverArgs {
             .hint("leave --lora-dropout out; --weight-decay and --patience limit overfitting, too")
             .into());
         }
-        let recovery = self.recovery.clone().settled();
+        let mut recovery = self.recovery.clone().settled();
+        let layer_ratios = recovery.closing.layer_ratios_file.as_deref().map(LayerRatios::load);
+        recovery.closing.layer_ratios = layer_ratios.transpose()?;
         if recovery.how == RecoveryWay::Full && recovery.trains == TrainedKind::Factors
             || recovery.how == RecoveryWay::Lora && recovery.trains == TrainedKind::Weights
         {

@@ -51,7 +51,7 @@ pub(super) fn resolved(
 ///
 /// # Errors
 /// Fails where the pass does not fit, for layers that cannot be read, and for activations that are not finite.
-fn ratios(
+pub(super) fn ratios(
     (settings, sparsity): (&Settings, &SparsitySettings),
     model: OpenedModel,
     ratio: f64,
@@ -152,7 +152,7 @@ fn try_out(
 }
 
 /// Tells the ratios.
-fn announce(report: &AllocationReport, events: &dyn Events) {
+pub(super) fn announce(report: &AllocationReport, events: &dyn Events) {
     for tried in &report.tried {
         let loss = match tried.loss {
             Some(loss) => format!("{loss:.4} nat per token"),

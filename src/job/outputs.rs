@@ -161,7 +161,7 @@ fn create(job: &SettledRun, events: &dyn Events) -> Result<OpenedFiles> {
     };
     let state = RunState {
         settings: job.deciding.clone(),
-        allocation: job.pruning().and_then(|pruning| pruning.allocation.clone()),
+        allocation: job.allocation().cloned(),
         layer_drop: model.part_of.as_ref().and_then(|whole| whole.layer_drop.clone()),
         width_drop: model.part_of.as_ref().and_then(|whole| whole.width_drop.clone()),
         ..begun

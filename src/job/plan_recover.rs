@@ -67,6 +67,7 @@ pub fn training_table(settings: &PlanSettings, events: &dyn Events) -> Result<Ve
                 peak: cpu.map(|cpu| cpu.peak).unwrap_or_default(),
                 peak_phase: cpu.and_then(|cpu| cpu.peak_phase),
                 least: planner::least_that_works(&run).cpu,
+                seconds: plan.time.seconds,
                 files: ByteSize(paged.0 + base.0),
             });
         }

@@ -13,7 +13,7 @@ use super::opened::OpenedModel;
 use super::pass::early_shape;
 use super::planned::Planning;
 use super::planned_texts::plan_early;
-use super::recover::Recovery;
+use super::recover::{Recovery, closing};
 use super::resolved::{Pruning, allocates};
 use super::same_run;
 use super::settled_run::{RunStart, RunTask, SettledRun, offload_folder};
@@ -88,12 +88,16 @@ fn settle_opened(
         // The settings are resolved already.
         pruning = Pruning::resolve(&mut settings.clone(), &model.config, &folder)?;
     }
+    let known = unfinished.as_ref().filter(|_| !settings.output.force);
+    let known = known.and_then(|state| state.allocation.clone());
     if pruning.as_ref().is_some_and(|of| allocates(&settings, of)) {
         let mut shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
         plan_early(&planning, &mut shape, &model)?;
-        let known = unfinished.as_ref().filter(|_| !settings.output.force);
-        let known = known.and_then(|state| state.allocation.clone());
+        let known = known.clone();
         (model, pruning) = allocate::resolved(&settings, model, pruning, known, events)?;
+    }
+    if let Some(recovery) = &mut recovery {
+        model = closing::settle(&settings, model, recovery, known, events)?;
     }
     let (texts, plan, resident_layers) = match given.sharing {
         Sharing::Next(first) => (Arc::clone(&first.texts), first.plan.clone(), 0),

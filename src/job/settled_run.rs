@@ -19,7 +19,7 @@ use crate::pipeline::{Observed, SaveMasks};
 use crate::ranks::Ranks;
 use crate::report;
 use crate::run::manifest::PerplexityReport;
-use crate::run::{Events, HiddenStatesStorage, Manifest, Plan, RunState};
+use crate::run::{AllocationReport, Events, HiddenStatesStorage, Manifest, Plan, RunState};
 use crate::runtime::Side;
 use crate::settings::{EvalSides, Settings};
 
@@ -104,6 +104,15 @@ impl SettledRun {
     /// The dense perplexity, where an earlier run has measured it.
     pub(super) fn dense(&self) -> Option<PerplexityReport> {
         self.pruning()?.dense
+    }
+
+    /// The allocation of the layers' ratios, where they were measured.
+    pub(super) fn allocation(&self) -> Option<&AllocationReport> {
+        match &self.task {
+            RunTask::Prune(pruning) => pruning.allocation.as_ref(),
+            RunTask::Recover(recovery) => recovery.closing.as_ref()?.allocation.as_ref(),
+            RunTask::Measure(_) => None,
+        }
     }
 
     /// The file of `--save-masks`.

@@ -33,6 +33,7 @@
 //! | `permute` | permutations of rows and columns |
 //! | `product` | C = X·Wᵀ with f32 sums, the products that take most of a run's time |
 //! | `profile` | the profiler of arithmetic: time and operations of each part of a layer |
+//! | `order_statistics` | order statistics of magnitudes, from histograms |
 //! | `rectangles` | rectangles of a matrix, each written by one thread |
 //! | `select` | selection of the k lowest scores, ties to the lower index, without sorting |
 //! | `stored` | a weight matrix in its stored dtype |
@@ -67,6 +68,7 @@ pub mod low_rank;
 pub mod matmul;
 pub mod nf4;
 pub mod one_token;
+pub mod order_statistics;
 pub mod parts;
 pub mod peak;
 pub mod permute;

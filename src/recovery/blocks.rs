@@ -16,10 +16,12 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 
 use super::base::BaseLayers;
+use super::closing::ClosingMasks;
 use super::merger::{LayerOutput, zeros};
 use super::parameters::{BaseLayer, LayerParameters, TrainedPart};
 use super::parts::Diverged;
 use super::reuse::BufferReuse;
+use super::store::ChangedParameter;
 use crate::checkpoint::WeightSource;
 use crate::linalg::derivatives::squared_error_backward;
 use crate::linalg::tensor;
@@ -44,6 +46,8 @@ pub struct BlockTrainer<'a> {
     pub part: &'a TrainedPart,
     /// The rule of updates.
     pub optimizer: Box<dyn Optimizer>,
+    /// Masks that close in the steps of each layer; `None` where they stand still.
+    pub closing: Option<ClosingMasks>,
     /// The largest norm of a layer's gradients; `None` for no limit.
     pub max_grad_norm: Option<f64>,
     /// The learning rates of a layer's steps.
@@ -157,16 +161,21 @@ impl BlockTrainer<'_> {
             }
             .into());
         }
+        let index = layer.index();
         self.spare.take(layer, &self.part.ids);
         let factor = self.max_grad_norm.and_then(|limit| clip_factor(squares.sqrt(), limit));
         clock.measure(Phase::Update, || {
             for (place, values) in values.iter_mut().enumerate() {
-                let gradient = &mut collected[place];
+                let (gradient, kept) = (&mut collected[place][..], kept[place].as_mut());
                 if let Some(factor) = factor {
                     scale(gradient, factor);
                 }
-                let state = &mut trained.states[place];
-                self.optimizer.update(at, values, gradient, kept[place].as_ref(), state);
+                let state = &mut trained.states[place][..];
+                self.optimizer.update(at, values, gradient, kept.as_deref(), state);
+                if let Some(closing) = &self.closing {
+                    let changed = ChangedParameter { place, values, gradient, kept, state };
+                    closing.close(at.number, index, changed, &*self.optimizer);
+                }
             }
         });
         Ok(sum / elements as f64)

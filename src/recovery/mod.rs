@@ -12,6 +12,7 @@
 //! | `trainer` | a step over the whole model: forward sweep, head, reverse sweep, clipping, update |
 //! | `distill` | the dense model's last hidden states, whose logits a training of the whole model learns |
 //! | `blocks` | an editor that trains each layer to reproduce the dense model's layer |
+//! | `closing` | masks that close while a model trains |
 //! | `merger` | an editor that writes trained layers |
 //! | [`optimizers`] | optimizers, learning rates, clipping, rounding: the mathematics on slices |
 //!
@@ -21,6 +22,7 @@
 
 mod base;
 mod blocks;
+mod closing;
 mod distill;
 mod example;
 mod merger;
@@ -37,6 +39,7 @@ mod tests;
 
 pub use base::{BaseLayers, BaseReader, MaskFile};
 pub use blocks::BlockTrainer;
+pub use closing::{ChosenMask, ClosingMasks, ClosingRange, MaskReceiver};
 pub use distill::Distillation;
 pub use example::Example;
 pub use merger::{LayerOutput, Merger};
@@ -45,5 +48,5 @@ pub use parameters::{
 };
 pub use parts::{Diverged, StepOutcome, TrainerParts};
 pub use reuse::BufferReuse;
-pub use store::{ParameterChange, ParameterStore, StorePlace};
+pub use store::{ChangedParameter, ParameterChange, ParameterStore, StorePlace};
 pub use trainer::Trainer;

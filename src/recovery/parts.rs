@@ -7,6 +7,7 @@ use std::sync::Arc;
 use candle_core::DType;
 
 use super::base::BaseLayers;
+use super::closing::ClosingMasks;
 use super::distill::Distillation;
 use super::parameters::TrainedPart;
 use super::store::ParameterStore;
@@ -41,6 +42,8 @@ pub struct TrainerParts<'a> {
     pub store: ParameterStore,
     /// The rule of updates.
     pub optimizer: Box<dyn Optimizer>,
+    /// Masks that close; `None` where they stand still.
+    pub closing: Option<ClosingMasks>,
     /// The dense model whose logits are learned, too.
     pub distillation: Option<Distillation>,
     /// The largest norm of the gradients; `None` for no limit.

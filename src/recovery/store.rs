@@ -3,22 +3,38 @@
 //! A parameter in a file is in memory only while it is used: its values in a pass of its layer, all of it in its update. The file has a
 //! record per layer. In a record every parameter has its values, its gradient, its optimizer state and its mask.
 //!
-//! A store can keep the best values beside the current values. It writes both to a stream, from which a later process continues.
+//! A store can keep the best values beside the current values. It writes both to a stream, from which a later process continues. Masks
+//! that close are part of the stream.
 
 use std::borrow::Cow;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 
 use super::parameters::{LayerParameters, ParameterSpec};
 use crate::disk::positioned;
 use crate::recovery::optimizers::{KeptMask, Optimizer};
 use crate::runtime::hidden_states::spill_file;
 
-/// A change of a parameter: its values, its gradient, its mask, and the state of the optimizer.
-pub type ParameterChange<'c> = dyn FnMut(&mut [f32], &mut [f32], Option<&KeptMask>, &mut [u8]) + 'c;
+/// A parameter while it is changed.
+#[derive(Debug)]
+pub struct ChangedParameter<'a> {
+    /// Its place among the parameters of a layer.
+    pub place: usize,
+    /// Its values.
+    pub values: &'a mut [f32],
+    /// Its gradient.
+    pub gradient: &'a mut [f32],
+    /// Its mask, from which bits may be removed.
+    pub kept: Option<&'a mut KeptMask>,
+    /// Its state of the optimizer.
+    pub state: &'a mut [u8],
+}
+
+/// A change of a parameter.
+pub type ParameterChange<'c> = dyn FnMut(ChangedParameter<'_>) + 'c;
 
 /// The place of a store.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -68,7 +84,13 @@ pub struct ParameterStore {
     layers: usize,
     store: StoreSlots,
     has_best: bool,
+    /// Masks change during the training.
+    closes: bool,
 }
+
+/// Bits of the first byte of a stream.
+const HAS_BEST: u8 = 1;
+const HAS_MASKS: u8 = 2;
 
 impl ParameterStore {
     /// An empty store. Every layer is put before it is used.
@@ -88,7 +110,13 @@ impl ParameterStore {
             }
             StorePlace::File(folder) => StoreSlots::File(spill_file(folder, "parameters")?),
         };
-        Ok(Self { specs, state_bytes, layers, store, has_best: false })
+        Ok(Self { specs, state_bytes, layers, store, has_best: false, closes: false })
+    }
+
+    /// The same store, whose masks `close` during the training.
+    #[must_use]
+    pub fn closing(self, closes: bool) -> Self {
+        Self { closes, ..self }
     }
 
     /// The bytes of a store of these parameters: in memory, or in the file.
@@ -217,27 +245,37 @@ impl ParameterStore {
         Ok(())
     }
 
-    /// Calls `change` with values, gradient, mask and state of every parameter of a layer. The gradients are gone afterwards.
+    /// Calls `change` with every parameter of a layer. The gradients are gone afterwards.
     ///
     /// # Errors
     /// Fails when the file cannot be read or written.
     pub fn update(&mut self, layer: usize, change: &mut ParameterChange<'_>) -> Result<()> {
-        for at in 0..self.specs.len() {
+        for place in 0..self.specs.len() {
             if let StoreSlots::Memory(slots) = &mut self.store {
-                let slot = &mut slots[layer][at];
+                let slot = &mut slots[layer][place];
                 let mut gradient = std::mem::take(&mut slot.gradient);
                 let StoredParameter { values, state, kept, .. } = slot;
-                change(values, &mut gradient, kept.as_ref(), state);
+                let (gradient, kept) = (&mut gradient[..], kept.as_mut());
+                change(ChangedParameter { place, values, gradient, kept, state });
                 continue;
             }
-            let mut values = self.read_floats(layer, at, DataKind::Values)?;
-            let mut gradient = self.read_floats(layer, at, DataKind::Gradient)?;
-            let mut state = vec![0; self.state_bytes[at]];
-            self.read(layer, at, DataKind::State, &mut state)?;
-            let kept = self.mask(layer, at)?;
-            change(&mut values, &mut gradient, kept.as_ref(), &mut state);
-            self.write(layer, at, DataKind::Values, bytemuck::cast_slice(&values))?;
-            self.write(layer, at, DataKind::State, &state)?;
+            let mut values = self.read_floats(layer, place, DataKind::Values)?;
+            let mut gradient = self.read_floats(layer, place, DataKind::Gradient)?;
+            let mut state = vec![0; self.state_bytes[place]];
+            self.read(layer, place, DataKind::State, &mut state)?;
+            let mut kept = self.mask(layer, place)?;
+            change(ChangedParameter {
+                place,
+                values: &mut values,
+                gradient: &mut gradient,
+                kept: kept.as_mut(),
+                state: &mut state,
+            });
+            self.write(layer, place, DataKind::Values, bytemuck::cast_slice(&values))?;
+            self.write(layer, place, DataKind::State, &state)?;
+            if let Some(kept) = kept.filter(|_| self.closes) {
+                self.write(layer, place, DataKind::Kept, kept.bits())?;
+            }
         }
         Ok(())
     }
@@ -284,17 +322,22 @@ impl ParameterStore {
         Ok(())
     }
 
-    /// Writes values and states of all layers, and the best values where they are kept.
+    /// Writes values and states of all layers, masks that close, and the best values where they are kept.
     ///
     /// # Errors
     /// Fails when the file cannot be read or `out` cannot be written.
     pub fn save(&self, out: &mut dyn Write) -> Result<()> {
-        out.write_all(&[u8::from(self.has_best)])?;
+        let masks = if self.closes { HAS_MASKS } else { 0 };
+        let best = if self.has_best { HAS_BEST } else { 0 };
+        out.write_all(&[best | masks])?;
         for layer in 0..self.layers {
             // The data of a parameter go out kind by kind: all data of a layer would be the largest part of a step's memory.
             for at in 0..self.specs.len() {
                 self.copy(layer, at, DataKind::Values, out)?;
                 self.copy(layer, at, DataKind::State, out)?;
+                if self.closes {
+                    self.copy(layer, at, DataKind::Kept, out)?;
+                }
                 if self.has_best {
                     self.copy(layer, at, DataKind::Best, out)?;
                 }
@@ -310,6 +353,7 @@ impl ParameterStore {
                 let slot = &slots[layer][at];
                 out.write_all(match kind {
                     DataKind::State => &slot.state,
+                    DataKind::Kept => slot.kept.as_ref().map_or(&[], KeptMask::bits),
                     DataKind::Best => bytemuck::cast_slice(&slot.best),
                     _ => bytemuck::cast_slice(&slot.values),
                 })?;
@@ -323,20 +367,30 @@ impl ParameterStore {
         Ok(())
     }
 
-    /// Reads what [`ParameterStore::save`] has written. Masks stay as [`ParameterStore::put`] stored them.
+    /// Reads what [`ParameterStore::save`] has written. Masks that do not close stay as [`ParameterStore::put`] stored them.
     ///
     /// # Errors
-    /// Fails when `from` ends early, and when the file cannot be written.
+    /// Fails when `from` ends early or has masks of the other kind, and when the file cannot be written.
     pub fn load(&mut self, from: &mut dyn Read) -> Result<()> {
-        let mut has_best = [0];
-        from.read_exact(&mut has_best)?;
-        self.has_best = has_best[0] == 1;
+        let mut flags = [0];
+        from.read_exact(&mut flags)?;
+        self.has_best = flags[0] & HAS_BEST != 0;
+        let has_masks = flags[0] & HAS_MASKS != 0;
+        ensure!(
+            has_masks == self.closes,
+            "masks close in only one of the saved and the present training"
+        );
         for layer in 0..self.layers {
             for at in 0..self.specs.len() {
                 let mut values = vec![0f32; self.specs[at].elements()];
                 from.read_exact(bytemuck::cast_slice_mut(&mut values))?;
                 let mut state = vec![0; self.state_bytes[at]];
                 from.read_exact(&mut state)?;
+                let mut bits = Vec::new();
+                if self.closes {
+                    bits.resize(self.size(at, DataKind::Kept) as usize, 0);
+                    from.read_exact(&mut bits)?;
+                }
                 let mut best = Vec::new();
                 if self.has_best {
                     best.resize(values.len(), 0f32);
@@ -344,11 +398,17 @@ impl ParameterStore {
                 }
                 if let StoreSlots::Memory(slots) = &mut self.store {
                     let slot = &mut slots[layer][at];
+                    if !bits.is_empty() {
+                        slot.kept = KeptMask::from_bits(bits, values.len());
+                    }
                     (slot.values, slot.state, slot.best) = (values, state, best);
                     continue;
                 }
                 self.write(layer, at, DataKind::Values, bytemuck::cast_slice(&values))?;
                 self.write(layer, at, DataKind::State, &state)?;
+                if !bits.is_empty() {
+                    self.write(layer, at, DataKind::Kept, &bits)?;
+                }
                 if self.has_best {
                     self.write(layer, at, DataKind::Best, bytemuck::cast_slice(&best))?;
                 }

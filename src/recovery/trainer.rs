@@ -5,7 +5,7 @@
 //! head             loss, dh_L                              with a teacher, of its logits too (`distill`)
 //! reverse sweep    dh_l, dθ_l = vector-Jacobian product of layer_l at h_l  activations are computed again
 //! clipping         factor = min(1, limit / ‖dθ‖)                          the norm over all layers
-//! update           θ_l by the optimizer
+//! update           θ_l by the optimizer; some of its masks close (`closing`)
 //! ```
 //!
 //! The loss is the mean over all predicted tokens of the step, so the number of examples that pass at once changes nothing. This is
@@ -19,7 +19,7 @@ use super::parameters::{BaseLayer, LayerParameters, TrainedForm};
 use super::parts::{Diverged, StepOutcome, TrainerParts};
 use super::reuse::BufferReuse;
 use super::states::LayerInputs;
-use super::store::ParameterStore;
+use super::store::{ChangedParameter, ParameterStore};
 use crate::model::{DecoderLayer, Embedding, Head, KeptActivations, TeacherStates};
 use crate::recovery::optimizers::TrainingStep;
 use crate::recovery::optimizers::clip::{clip_factor, scale, sum_of_squares};
@@ -384,17 +384,22 @@ impl<'a> Trainer<'a> {
 
     fn update(&mut self, norm: f64, at: TrainingStep) -> Result<()> {
         self.is_updating = true;
-        let TrainerParts { store, optimizer, max_grad_norm, clock, .. } = &mut self.parts;
+        let TrainerParts { store, optimizer, closing, max_grad_norm, clock, .. } = &mut self.parts;
         let factor = max_grad_norm.and_then(|limit| clip_factor(norm, limit));
+        let (step, optimizer) = (at.number, &**optimizer);
         // Bias corrections count the steps of the states.
         let at = TrainingStep { number: at.number - self.restarted_after, ..at };
         clock.measure(Phase::Update, || {
             (0..store.layers()).try_for_each(|layer| {
-                store.update(layer, &mut |values, gradient, kept, state| {
+                store.update(layer, &mut |mut changed| {
+                    let ChangedParameter { values, gradient, kept, state, .. } = &mut changed;
                     if let Some(factor) = factor {
                         scale(gradient, factor);
                     }
-                    optimizer.update(at, values, gradient, kept, state);
+                    optimizer.update(at, values, gradient, kept.as_deref(), state);
+                    if let Some(closing) = closing {
+                        closing.close(step, layer, changed, optimizer);
+                    }
                 })
             })
         })?;

@@ -20,6 +20,14 @@ pub(super) fn rows(
         format!("{how}: {of}, {parameters} parameters; {optim}, rate {rate:.3e}"),
     )];
     let mut row = |name: &'static str, value: String| rows.push((name, value));
+    if let Some(closing) = &recovery.closing {
+        let (before, to, choices) = (closing.before, &closing.to, closing.choices.len());
+        let last = closing.last_step;
+        row(
+            "  masks",
+            format!("closed from {before:.4} to {to} in {choices} choices, by step {last}"),
+        );
+    }
     if let (Some(first), Some(last)) = (recovery.steps.first(), recovery.steps.last()) {
         let tokens: u64 = recovery.steps.iter().map(|step| step.predicted).sum();
         let [first, last] =
@@ -47,7 +55,7 @@ pub(super) fn rows(
     if !losses.is_empty() {
         row("  loss left", format!("{} % of the first step's, by layer", losses.join(", ")));
     }
-    if recovery.new_zeros > 0 {
+    if recovery.new_zeros > 0 && recovery.closing.is_none() {
         row("  new zeros", format!("{} trained weights became zero", recovery.new_zeros));
     }
     if let Some(adapter) = &recovery.adapter {

@@ -3,6 +3,7 @@
 use serde::Serialize;
 
 use super::format::Table;
+use super::plan;
 use crate::bytes::ByteSize;
 use crate::run::Phase;
 
@@ -25,6 +26,8 @@ pub struct TrainingRow {
     pub peak_phase: Option<Phase>,
     /// The least memory that works.
     pub least: ByteSize,
+    /// The estimated time of the default steps.
+    pub seconds: f64,
     /// Bytes of files in the offload folder, but for hidden states.
     pub files: ByteSize,
 }
@@ -42,6 +45,7 @@ pub fn table(rows: &[TrainingRow]) -> String {
             ("in", row.peak_phase.map_or_else(String::new, |phase| phase.to_string())),
             ("least memory", row.least.to_string()),
             ("files", row.files.to_string()),
+            ("time", plan::duration(row.seconds)),
         ]
     });
     Table::of(records).markdown()

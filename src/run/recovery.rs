@@ -45,6 +45,9 @@ pub struct RecoveryReport {
     /// The step whose parameters were written; absent for blocks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub best_step: Option<u64>,
+    /// Masks that closed; absent where they stood still.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub closing: Option<ClosingReport>,
     /// The end of a training whose loss exploded, or was not finite. `steps` and `held_out` then end at the best state.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub divergence: Option<Divergence>,
@@ -53,6 +56,28 @@ pub struct RecoveryReport {
     /// The folder of the adapter; absent without an adapter.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub adapter: Option<String>,
+}
+
+/// Masks that closed during a training.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ClosingReport {
+    /// The sparsity in the end, as asked for: `0.8`, `2:4`.
+    pub to: String,
+    /// The sparsity of the trained matrices before the first step.
+    pub before: f64,
+    /// The last step that removed weights. Held-out losses of earlier steps belong to lower sparsities.
+    pub last_step: u64,
+    /// The sparsity after each choice; for blocks, in every layer.
+    pub choices: Vec<ChoiceReport>,
+}
+
+/// The sparsity after a choice.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct ChoiceReport {
+    /// The step, from 1.
+    pub step: u64,
+    /// Zeros over all weights of the trained matrices.
+    pub sparsity: f64,
 }
 
 /// The end of a training whose loss exploded after a good measurement.

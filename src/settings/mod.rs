@@ -7,13 +7,14 @@
 //! | --- | --- |
 //! | `run` | the settings of `prune`, `prune eval` and `prune recover`, made of groups |
 //! | `model`, `sparsity`, `calibration`, `evaluation`, `device`, `output` | groups that commands share |
-//! | `layer_drop`, `width_drop`, `recovery` | groups of smaller models and of trainings |
+//! | `layer_drop`, `width_drop`, `recovery`, `closing` | groups of smaller models and of trainings |
 //! | `merge`, `quantize`, `pack`, `generate`, `grid`, `plan` | settings of the other commands |
 //! | `conversion` | what `prune quantize`, `pack` and `unpack` share |
 //! | `defaults`, `values` | shared defaults; parsers of flag values |
 //! | `deciding` | the mark of settings that do not decide the result |
 
 mod calibration;
+mod closing;
 mod conversion;
 mod deciding;
 mod defaults;
@@ -35,6 +36,7 @@ mod values;
 mod width_drop;
 
 pub use calibration::CalibrationSettings;
+pub use closing::{CloseTarget, ClosingSettings};
 pub use conversion::ConversionSettings;
 pub use defaults::{DATASET, NSAMPLES, PRUNE_METHOD, SEQLEN};
 pub use device::{DeviceChoice, DeviceMapChoice, DeviceSettings, HiddenStatesChoice, check_device};

@@ -2,11 +2,12 @@
 //!
 //! ```text
 //! rate of kept weights   0.064 / hidden_size        1e-3 for 64, 1.6e-5 for 4096
-//! the same in blocks     0.256 / hidden_size        4e-3 for 64, 6.3e-5 for 4096
+//! while masks close      0.64 / hidden_size         1e-2 for 64, 1.6e-4 for 4096
+//! kept weights in blocks 0.256 / hidden_size        4e-3 for 64, 6.3e-5 for 4096
 //! rate of factors        0.016 / √hidden_size       2e-3 for 64, 2.5e-4 for 4096
 //! ```
 //!
-//! The first two follow the scaling of Adam's rate with the width (Yang et al. 2022, arXiv:2203.03466). The third is near 1e-3 for a
+//! The first three follow the scaling of Adam's rate with the width (Yang et al. 2022, arXiv:2203.03466). The last is near 1e-3 for a
 //! width of 256, and near QLoRA's 2e-4 for 7B (Dettmers et al. 2023, arXiv:2305.14314).
 
 use std::convert::Infallible;
@@ -16,6 +17,7 @@ use clap::builder::RangedU64ValueParser;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 
+use super::closing::ClosingSettings;
 use super::deciding::not_deciding;
 use super::values::{not_negative, positive, share};
 use crate::quantized::FourBitFormat;
@@ -99,7 +101,7 @@ pub struct RecoverySettings {
 
     /// Learning rate [default: fits the width]
     ///
-    /// The default is 0.064 / hidden_size for weights, in blocks 0.256 / hidden_size, and 0.016 / sqrt(hidden_size) for factors.
+    /// The default is 0.064 / hidden_size for weights, with --close-to 0.64 / hidden_size, in blocks 0.256 / hidden_size, and 0.016 / sqrt(hidden_size) for factors.
     #[arg(long, value_name = "RATE", value_parser = positive, help_heading = OPTIMIZER)]
     pub lr: Option<f64>,
 
@@ -174,6 +176,11 @@ pub struct RecoverySettings {
     /// Stop after N measurements without a better one
     #[arg(hide_short_help = true, long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = TEXT)]
     pub patience: Option<u64>,
+
+    /// Masks that close.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub closing: ClosingSettings,
 }
 
 /// Heading of the optimizer's flags.
@@ -263,6 +270,7 @@ impl RecoverySettings {
         let width = hidden_size as f64;
         self.lr.unwrap_or(match (self.trains, self.how) {
             (TrainedKind::Weights, RecoveryWay::Blocks) => 0.256 / width,
+            (TrainedKind::Weights, _) if self.closing.close_to.is_some() => 0.64 / width,
             (TrainedKind::Weights, _) => 0.064 / width,
             (TrainedKind::Factors, _) => 0.016 / width.sqrt(),
         })
@@ -299,6 +307,8 @@ mod tests {
         let full = RecoverySettings::of(RecoveryWay::Full);
         assert_eq!(full.rate(64), 1e-3);
         assert!((full.rate(4096) - 1.5625e-5).abs() < 1e-12);
+        let closing = ClosingSettings { close_to: "0.8".parse().ok(), ..Default::default() };
+        assert_eq!(RecoverySettings { closing, ..full }.rate(64), 1e-2);
         assert_eq!(RecoverySettings::of(RecoveryWay::Blocks).rate(64), 4e-3);
         let lora = RecoverySettings::of(RecoveryWay::Lora);
         assert_eq!(lora.rate(64), 2e-3);

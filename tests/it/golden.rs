@@ -3,6 +3,7 @@
 //! `cargo test --test it golden -- --nocapture` prints the tables of docs/dev/parity.md. `support::shared` finds the files.
 
 mod allocation;
+mod closing_runs;
 mod compare;
 mod families;
 mod permutation;

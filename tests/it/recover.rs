@@ -1,6 +1,7 @@
 //! `prune recover` on small random checkpoints: every way lowers its loss and keeps zeros, a training that is killed anywhere leaves the
 //! files of an undisturbed one, and bad input is refused.
 
+mod closing;
 mod devices;
 mod diverged;
 mod killed;

@@ -1,13 +1,14 @@
 //! Data of a training, in place of the data that texts and seeds give, so that tests repeat a recorded training.
 
 use std::fmt;
+use std::sync::Arc;
 
 use anyhow::{Result, ensure};
 
 use super::super::opened::OpenedModel;
 use super::super::texts::Texts;
 use crate::data::{Calibration, ExampleOrder, Examples};
-use crate::recovery::LayerParameters;
+use crate::recovery::{LayerParameters, MaskReceiver};
 use crate::settings::Settings;
 
 /// The parameters of a layer before the first step, from the parameters that the seed gives.
@@ -22,6 +23,10 @@ pub struct GivenTraining {
     pub order: Option<Vec<Vec<usize>>>,
     /// The first parameters; `None` for the parameters that the seed gives.
     pub initial: Option<Box<InitialParameters>>,
+    /// The learning rates of the steps; `None` for the rates of the schedule.
+    pub rates: Option<Vec<f64>>,
+    /// Sees every mask that closes.
+    pub masks: Option<Arc<MaskReceiver>>,
 }
 
 impl fmt::Debug for GivenTraining {

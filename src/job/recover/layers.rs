@@ -12,7 +12,6 @@ use super::steps::{Trained, states_dtype, without_model};
 use crate::linalg::StoredDtype;
 use crate::model::on_device::candle_dtype;
 use crate::pipeline::expected;
-use crate::pruning::Pattern;
 use crate::recovery::optimizers::rounding::Bf16Rounding;
 use crate::recovery::{BlockTrainer, BufferReuse, Diverged, LayerOutput, Merger};
 use crate::run::manifest::LayerReport;
@@ -82,7 +81,7 @@ impl Recovery {
         }
         let report = report(job, self, &layers, trained)?;
         Ok(RunResults {
-            expected: expected::expected_of(&layers, Pattern::Unstructured),
+            expected: expected::expected_of(&layers, self.pattern()),
             swept,
             perplexity,
             layers: Some(layers),
@@ -122,6 +121,7 @@ fn block_trainer<'t>(
         base: FrozenBase::open(job, recovery, events)?.layers(job, recovery, 0),
         part: &recovery.part,
         optimizer: recovery.optimizer(),
+        closing: recovery.closing_masks(schedule.steps),
         max_grad_norm: recovery.settings.max_grad_norm,
         schedule,
         batch: Box::new(batch),
@@ -185,6 +185,7 @@ fn report(
         steps: head.map(|head| head.steps.clone()).unwrap_or_default(),
         held_out: head.map(|head| head.held_out.clone()).unwrap_or_default(),
         best_step: head.and_then(|head| head.best_step),
+        closing: recovery.closing_report(schedule.steps, config),
         divergence: head.and_then(|head| head.divergence.clone()),
         new_zeros: new_zeros.sum(),
         adapter: job.adapter_folder(recovery).map(|folder| folder.display().to_string()),

@@ -3,6 +3,7 @@
 //! | file | story |
 //! | --- | --- |
 //! | `resolved` | trained parameters, teacher and optimizer, resolved against the model |
+//! | `closing` | masks that close: the sparsity of every matrix before and after |
 //! | `teacher` | the dense model that is learned from |
 //! | `shape` | the training in numbers, for the memory plan |
 //! | `steps` | `--how lora` and `full`: the steps of a training of the whole model |
@@ -13,6 +14,7 @@
 //! | `given` | recorded data, for tests |
 
 mod base;
+pub(super) mod closing;
 mod given;
 mod layers;
 mod published;

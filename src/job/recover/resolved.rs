@@ -6,6 +6,7 @@ use std::sync::Arc;
 use anyhow::Result;
 
 use super::super::opened::OpenedModel;
+use super::closing::{self, ClosingPlan};
 use super::given::GivenTraining;
 use super::teacher::Teacher;
 use crate::failure::Failure;
@@ -21,6 +22,9 @@ use crate::settings::{
     ALL_LINEAR, ComputeDtype, DISTILL_WEIGHT, RecoverySettings, RecoveryWay, Settings, TrainedKind,
 };
 
+/// β₂ of a training whose masks close: the second moments follow the gradients of the last choices, about twenty steps.
+const CLOSING_BETA2: f64 = 0.95;
+
 /// The recovery part of a run.
 pub(in crate::job) struct Recovery {
     pub(in crate::job) settings: RecoverySettings,
@@ -30,6 +34,8 @@ pub(in crate::job) struct Recovery {
     pub(super) teacher: Option<Teacher>,
     kind: &'static OptimizerKind,
     rate: f64,
+    /// Masks that close; `None` where they stand still, and before they are settled.
+    pub(in crate::job) closing: Option<ClosingPlan>,
     /// Data in place of the data that texts and seeds give.
     pub(in crate::job) given: Arc<GivenTraining>,
     /// Layers whose frozen weights stay in memory.
@@ -56,7 +62,7 @@ impl Recovery {
         }
         let only_adapter = recovery.save_adapter && settings.output.no_save_model;
         if model.quantized.is_some() && (!only_adapter || recovery.base_quant.is_some()) {
-            return Err(quantized_base(&model.folder).into());
+            return Err(quantized_base(&model.folder, recovery).into());
         }
         let teacher = recovery.teacher.as_ref();
         let teacher = teacher.map(|folder| Teacher::open(folder, settings, model, events));
@@ -94,6 +100,7 @@ impl Recovery {
             teacher,
             kind,
             rate: recovery.rate(config.hidden_size),
+            closing: None,
             given: Arc::default(),
             resident_layers: 0,
         })
@@ -109,7 +116,10 @@ impl Recovery {
         (self.kind.build)(Hyperparameters {
             weight_decay: self.settings.weight_decay,
             momentum: self.settings.momentum,
-            ..Hyperparameters::default()
+            ..match self.settings.closing.close_to {
+                Some(_) => Hyperparameters { beta2: CLOSING_BETA2, ..Hyperparameters::default() },
+                None => Hyperparameters::default(),
+            }
         })
     }
 
@@ -173,6 +183,7 @@ impl Recovery {
 pub(super) fn check(settings: &Settings) -> Result<()> {
     if let Some(recovery) = &settings.recovery {
         check_ways(recovery, settings)?;
+        closing::check(recovery)?;
     }
     check_device(settings)
 }
@@ -273,7 +284,14 @@ fn no_optimizer(name: &str) -> Failure {
     }
 }
 
-fn quantized_base(folder: &Path) -> Failure {
+fn quantized_base(folder: &Path, recovery: &RecoverySettings) -> Failure {
+    if let Some(target) = recovery.closing.close_to {
+        return Failure::usage(format!(
+            "`{}` is quantised to 4 bits, so it has no weights that --close-to {target} could choose from",
+            folder.display()
+        ))
+        .hint("name the checkpoint before its quantisation, and quantise the result: prune quantize");
+    }
     Failure::usage(format!(
         "`{}` is quantised to 4 bits, and no model can be merged into it",
         folder.display()

@@ -11,6 +11,7 @@ use crate::linalg::{StoredDtype, factor_parts_elements};
 use crate::model::on_device::TrainedSizes;
 use crate::model::{LinearId, ModelConfig, footprint, stored_dtypes};
 use crate::pipeline::{RunShape, TrainingShape};
+use crate::recovery::optimizers::choice::CHOICE_BYTES;
 use crate::recovery::{ParameterSpec, ParameterStore, TrainedForm};
 use crate::run::{Events, MemorySettings};
 
@@ -28,6 +29,7 @@ impl Recovery {
         let values: usize = specs.iter().map(|spec| 4 * spec.elements() + mask(spec)).sum();
         let states: usize = specs.iter().map(|spec| optimizer.state_bytes(spec.elements())).sum();
         let is_whole = self.is_whole();
+        let choice = self.settings.closing.close_to.map_or(0, |_| CHOICE_BYTES);
         let store = match (is_whole, self.is_paged()) {
             (true, false) => self.store_bytes(config),
             _ => 0,
@@ -51,11 +53,12 @@ impl Recovery {
                 (true, false) => 0,
                 (true, true) => values as u64,
                 // The values of the layer that is trained, and its states.
-                (false, _) => (values + states) as u64,
+                (false, _) => (values + states + choice) as u64,
             }),
             gradients: ByteSize::of(self.gradient_elements(run), 4),
             update: ByteSize(match (is_whole, self.is_paged()) {
-                (true, true) => specs.iter().map(whole).max().unwrap_or(0) as u64,
+                (true, true) => (specs.iter().map(whole).max().unwrap_or(0) + choice) as u64,
+                (true, false) => choice as u64,
                 _ => 0,
             }),
             is_kept: !is_whole || self.settings.keep_activations >= config.num_hidden_layers,
@@ -216,6 +219,15 @@ impl Recovery {
             settings.per_step(),
             job.model.seqlen,
         ));
+        if let Some(closing) = self.closing_report(schedule.steps, config) {
+            events.note(format!(
+                "masks        close from {:.4} to {} in {} choices by step {}",
+                closing.before,
+                closing.to,
+                closing.choices.len(),
+                closing.last_step
+            ));
+        }
         if let Some((examples, held)) = &job.texts.examples {
             let held = held.as_ref().map_or(0, |held| held.len());
             events.note(format!(

@@ -168,7 +168,8 @@ impl<'a> Training<'a> {
         };
         let config = &model.config;
         let specs = recovery.part.parameters(config);
-        let store = ParameterStore::new(specs, &*optimizer, config.num_hidden_layers, &place)?;
+        let store = ParameterStore::new(specs, &*optimizer, config.num_hidden_layers, &place)?
+            .closing(recovery.closing.is_some());
         let mut settings = job.plan.memory_settings.clone();
         // A weight that is packed for a single product costs memory and saves nothing.
         settings.keep_packed &= recovery.settings.per_step() > 1;
@@ -191,6 +192,7 @@ impl<'a> Training<'a> {
             part: recovery.part.clone(),
             store,
             optimizer,
+            closing: recovery.closing_masks(self.schedule.steps),
             max_grad_norm: recovery.settings.max_grad_norm,
             compute,
             spill_folder: job.spill_folder(),
@@ -223,7 +225,7 @@ impl<'a> Training<'a> {
                 break;
             }
             let chosen = self.order.examples_of(step as usize, per_step);
-            let at = TrainingStep { number: step + 1, rate: self.schedule.rate_of(step) };
+            let at = TrainingStep { number: step + 1, rate: self.rate_of(step) };
             let outcome = with_examples(self.examples, &chosen, |batch| trainer.step(batch, at))?;
             self.head.steps.push(StepReport {
                 step: at.number,
@@ -304,21 +306,22 @@ impl<'a> Training<'a> {
         let Some(held) = self.held else { return Ok(()) };
         let all: Vec<usize> = (0..held.len()).collect();
         let loss = with_examples(held, &all, |batch| trainer.loss(batch))?;
-        let known = self.head.held_out.iter().map(|report| report.loss);
-        let first = self.head.steps.first().map(|report| report.loss);
-        let lowest = known.chain(first).fold(f64::INFINITY, f64::min);
+        let from = self.first_comparable();
+        let known: Vec<f64> = self.comparable().map(|report| report.loss).collect();
+        let first = self.head.steps.first().filter(|_| from == 0).map(|report| report.loss);
+        let lowest = known.iter().copied().chain(first).fold(f64::INFINITY, f64::min);
         if !loss.is_finite() || loss > lowest + EXPLOSION {
+            let before = match lowest.is_finite() {
+                true => format!(" ({lowest:.4} before)"),
+                false => String::new(),
+            };
             return Err(Diverged {
-                what: format!("the held-out loss is {loss:.4} ({lowest:.4} before)"),
-                at: TrainingStep {
-                    number: step,
-                    rate: self.schedule.rate_of(step.saturating_sub(1)),
-                },
+                what: format!("the held-out loss is {loss:.4}{before}"),
+                at: TrainingStep { number: step, rate: self.rate_of(step.saturating_sub(1)) },
             }
             .into());
         }
-        let best = self.head.held_out.iter().map(|report| report.loss);
-        let is_best = best.fold(f64::INFINITY, f64::min) > loss;
+        let is_best = step >= from && known.into_iter().fold(f64::INFINITY, f64::min) > loss;
         // A measurement is recorded only when the values are kept: a state that is saved in between measures again.
         if is_best {
             trainer.parameters_mut().keep_best()?;
@@ -328,9 +331,26 @@ impl<'a> Training<'a> {
         self.events.note(format!(
             "step {step}: held-out loss {loss:.4}, perplexity {:.4}{}",
             loss.exp(),
-            if is_best { "" } else { ", not the best" }
+            match (is_best, step >= from) {
+                (true, _) => "",
+                (false, true) => ", not the best",
+                (false, false) => ", at a lower sparsity than the result",
+            }
         ));
         Ok(())
+    }
+
+    /// The learning rate of a step, from 0.
+    fn rate_of(&self, step: u64) -> f64 {
+        let given = self.recovery.given.rates.as_ref();
+        let given = given.and_then(|rates| rates.get(step as usize).copied());
+        given.unwrap_or_else(|| self.schedule.rate_of(step))
+    }
+
+    /// The step from which on all masks are the last masks: held-out losses before belong to lower sparsities.
+    fn first_comparable(&self) -> u64 {
+        let closing = self.recovery.closing_masks(self.schedule.steps);
+        closing.map_or(0, |closing| closing.schedule.last())
     }
 
     fn is_measured_after(&self, step: u64) -> bool {
@@ -340,13 +360,19 @@ impl<'a> Training<'a> {
         step == steps || step.is_multiple_of(every.max(1))
     }
 
+    /// The measurements with the masks of the result.
+    fn comparable(&self) -> impl Iterator<Item = &HeldOutReport> {
+        let from = self.first_comparable();
+        self.head.held_out.iter().filter(move |report| report.step >= from)
+    }
+
     /// Returns whether the last measurements, as many as `--patience`, were worse than the best before them.
     fn is_out_of_patience(&self) -> bool {
         let Some(patience) = self.recovery.settings.patience else {
             return false;
         };
         let best = self.head.best_step.unwrap_or(0);
-        let later = self.head.held_out.iter().filter(|report| report.step > best);
+        let later = self.comparable().filter(|report| report.step > best);
         later.count() as u64 >= patience
     }
 

@@ -15,7 +15,7 @@ use crate::run::Events;
 use crate::settings::{ModelSettings, Settings};
 
 /// Elements that are compared at once.
-const PIECE: usize = 1 << 18;
+pub(super) const PIECE: usize = 1 << 18;
 
 /// The share of zeros from which on a piece of a matrix counts as pruned. Dense weights have few zeros, by chance.
 const PRUNED: f64 = 0.01;
@@ -113,7 +113,7 @@ impl Teacher {
 }
 
 /// Some elements of a tensor, in f32.
-fn values(
+pub(super) fn values(
     source: &dyn WeightSource,
     entry: &TensorEntry,
     first: usize,

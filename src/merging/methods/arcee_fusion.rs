@@ -16,9 +16,9 @@ use anyhow::Result;
 use super::group::Group;
 use super::method::{BoxedMerge, MergeMethod, RowBlock, TensorMerge, TensorTask};
 use super::mixer::Mixer;
-use super::ranks::{Counts, Search, from_signed_key, signed_key};
 use super::softmax::SoftmaxDivergence;
 use crate::failure::Failure;
+use crate::linalg::order_statistics::{Counts, Search, from_signed_key, signed_key};
 use crate::merging::recipe::{BaseModel, Declaration};
 
 /// `arcee_fusion`.

@@ -25,10 +25,10 @@ use super::method::{
     TensorTask,
 };
 use super::mixer::{Divisor, Formula, Mixer, Mixture, Share};
-use super::ranks::Counts;
 use super::sums::absolute;
 use super::trim::{Trim, Trimmer};
 use super::trim_plan::{SearchPlan, Trimming, trim_of};
+use crate::linalg::order_statistics::Counts;
 use crate::merging::recipe::{BaseModel, Declaration, Declared, Parameter, WhenMissing};
 
 /// A method of this kind.

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::ranks::{Counts, OrderStatistic, Search};
+use crate::linalg::order_statistics::{Counts, OrderStatistic, Search};
 
 /// Norms below this number are not used for rescaling, as in mergekit.
 const SMALLEST_NORM: f64 = 1e-7;

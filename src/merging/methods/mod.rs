@@ -2,7 +2,7 @@
 //!
 //! W = f(W₁ … Wₙ), tensor by tensor. A method sees the rows of a tensor in order and in pieces of any size. Its result does not
 //! depend on the pieces: sums over a tensor are added row by row in f64 (`sums`), order statistics are counted in integers
-//! (`ranks`), and random numbers belong to elements (`random`).
+//! (`linalg::ranks`), and random numbers belong to elements (`random`).
 //!
 //! | file | content |
 //! | --- | --- |
@@ -17,7 +17,6 @@
 //! | `trim` | the choice of the entries of a difference |
 //! | `softmax` | the divergence of rows, in PyTorch's order of operations |
 //! | `group` | tensors that are trimmed together |
-//! | `ranks` | order statistics of magnitudes, from histograms |
 //! | `random` | random numbers by tensor and element |
 //! | `sums` | sums of rows in a fixed order |
 
@@ -38,7 +37,6 @@ mod nuslerp;
 mod passthrough;
 mod products;
 mod random;
-mod ranks;
 mod regmean_diag;
 mod sce;
 mod slerp;

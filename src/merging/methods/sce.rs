@@ -19,10 +19,10 @@ use super::differences::subtract;
 use super::group::Group;
 use super::method::{BoxedMerge, MergeMethod, RowBlock, TensorMerge, TensorTask};
 use super::mixer::Mixer;
-use super::ranks::{Counts, Search};
 use super::sums::dot;
 use super::trim::{Edge, Trim, Trimmer};
 use crate::failure::Failure;
+use crate::linalg::order_statistics::{Counts, Search};
 use crate::merging::recipe::{BaseModel, Declaration, Parameter, WhenMissing};
 
 /// Sums of energies below this give all experts one weight, and smaller divisors count as this.

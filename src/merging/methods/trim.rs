@@ -8,7 +8,7 @@
 //! | [`Trim::Ramp`] | entry i with a probability that rises with the rank of its score in its row, from p − ε to p + ε |
 
 use super::random::{Stream, WORDS};
-use super::ranks::{OrderStatistic, key};
+use crate::linalg::order_statistics::{OrderStatistic, key};
 use crate::linalg::select;
 
 /// Elements that are compared at once.

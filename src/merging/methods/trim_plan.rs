@@ -8,9 +8,9 @@ use anyhow::Result;
 use super::group::Group;
 use super::method::{Scope, Semantics, SourceTask, TensorTask};
 use super::random::Stream;
-use super::ranks::OrderStatistic;
 use super::trim::{Edge, Trim};
 use crate::failure::Failure;
+use crate::linalg::order_statistics::OrderStatistic;
 use crate::merging::recipe::Parameter;
 
 /// The trimming of a method.

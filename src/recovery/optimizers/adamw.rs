@@ -16,7 +16,7 @@ use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::kept::{F32, KeptMask, TASK, is_kept, parts};
-use super::optimizer::{Hyperparameters, Optimizer, TrainingStep, check};
+use super::optimizer::{Hyperparameters, Optimizer, TrainingStep, check, roots_of};
 
 /// AdamW; see the module's first lines.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -63,6 +63,15 @@ impl Optimizer for AdamW {
                     kept,
                 });
             });
+    }
+
+    fn root_second_moments(&self, state: &[u8], elements: usize, first: usize, roots: &mut [f32]) {
+        roots_of(&state[F32 * elements..], first, roots);
+    }
+
+    fn clear_first_moments(&self, state: &mut [u8], kept: &KeptMask) {
+        let first = &mut state[..F32 * kept.elements()];
+        kept.fill_pruned(first.as_chunks_mut().0, [0; F32]);
     }
 }
 

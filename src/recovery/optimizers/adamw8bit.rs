@@ -30,7 +30,7 @@ use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::kept::{F32, KeptMask, TASK, is_kept, parts};
-use super::optimizer::{Hyperparameters, Optimizer, TrainingStep, check};
+use super::optimizer::{Hyperparameters, Optimizer, TrainingStep, check, roots_of};
 use crate::linalg::dynamic_map::DynamicMap;
 
 /// Elements per scale.
@@ -109,6 +109,33 @@ impl Optimizer for AdamW8bit {
                 };
                 run(rule, of.0, of.1, kept, moments);
             });
+    }
+
+    fn root_second_moments(&self, state: &[u8], elements: usize, first: usize, roots: &mut [f32]) {
+        if !self.has_coded_moments(elements) {
+            return roots_of(&state[F32 * elements..], first, roots);
+        }
+        let (codes, scales) = state[elements..].split_at(elements);
+        let scales = &scales[scales.len() / 2..].as_chunks().0;
+        let values = DynamicMap::unsigned().values();
+        for (at, root) in roots.iter_mut().enumerate() {
+            let scale = f32::from_le_bytes(scales[(first + at) / BLOCK]);
+            *root = (values[usize::from(codes[first + at])] * scale).sqrt();
+        }
+    }
+
+    fn has_coded_moments(&self, elements: usize) -> bool {
+        elements >= LEAST_ELEMENTS
+    }
+
+    fn clear_first_moments(&self, state: &mut [u8], kept: &KeptMask) {
+        let elements = kept.elements();
+        if self.has_coded_moments(elements) {
+            kept.fill_pruned(&mut state[..elements], DynamicMap::signed().code(0.0));
+        } else {
+            let first = &mut state[..F32 * elements];
+            kept.fill_pruned(first.as_chunks_mut().0, [0; F32]);
+        }
     }
 }
 

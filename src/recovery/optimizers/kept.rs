@@ -58,7 +58,18 @@ impl KeptMask {
 
     /// The number of kept weights.
     pub fn count(&self) -> usize {
-        (0..self.elements).filter(|&at| self.is_kept(at)).count()
+        let ones: usize = self.bits.iter().map(|byte| byte.count_ones() as usize).sum();
+        // Bits beyond the last element do not count.
+        let beyond = self.elements..self.bits.len() * PER_BYTE;
+        ones - beyond.filter(|&at| self.is_kept(at)).count()
+    }
+
+    /// Removes an element.
+    ///
+    /// # Panics
+    /// Panics where `element` is outside.
+    pub fn remove(&mut self, element: usize) {
+        self.bits[element / PER_BYTE] &= !(1 << (element % PER_BYTE));
     }
 
     /// Sets the values of pruned weights to +0.
@@ -66,13 +77,18 @@ impl KeptMask {
     /// # Panics
     /// Panics where there are not as many values as elements.
     pub fn apply(&self, values: &mut [f32]) {
+        self.fill_pruned(values, 0.0);
+    }
+
+    /// Puts a value in the place of every pruned weight.
+    pub(super) fn fill_pruned<T: Copy + Send + Sync>(&self, values: &mut [T], pruned: T) {
         assert_eq!(values.len(), self.elements, "a mask of these values");
         let tasks = values.par_chunks_mut(TASK);
         let tasks = tasks.zip(self.bits.par_chunks(TASK / PER_BYTE));
         tasks.for_each(|(values, bits)| {
             for (values, &byte) in values.chunks_mut(PER_BYTE).zip(bits) {
                 for (at, value) in values.iter_mut().enumerate() {
-                    *value = if byte >> at & 1 == 1 { *value } else { 0.0 };
+                    *value = if byte >> at & 1 == 1 { *value } else { pruned };
                 }
             }
         });
@@ -113,5 +129,9 @@ mod tests {
         }
         assert_eq!(KeptMask::from_bits(vec![25, 1], 10), Some(mask));
         assert_eq!(KeptMask::from_bits(vec![25], 10), None);
+        let mut wide = KeptMask::from_bits(vec![25, 0xff], 10).unwrap();
+        assert_eq!(wide.count(), 5);
+        wide.remove(9);
+        assert!((wide.count(), wide.is_kept(8), wide.is_kept(9)) == (4, true, false));
     }
 }

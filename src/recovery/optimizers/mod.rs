@@ -10,7 +10,9 @@
 //! | --- | --- |
 //! | `adamw` | AdamW in f32 |
 //! | `adamw8bit` | AdamW with 8-bit states, in blocks of 256 elements |
+//! | `choice` | the weights that a closing mask removes from a matrix |
 //! | `clip` | clipping of gradients by their global norm |
+//! | `closing` | the steps in which masks close, and the sparsity after each of them |
 //! | `kept` | the mask of kept weights: one bit per element of a flattened parameter, 1 = kept, least significant bit first |
 //! | `optimizer` | `Optimizer`: a step on a flattened parameter |
 //! | `schedule` | learning rates of steps: constant, linear or cosine, after a linear warm-up |
@@ -20,7 +22,9 @@
 
 pub mod adamw;
 pub mod adamw8bit;
+pub mod choice;
 pub mod clip;
+pub mod closing;
 pub mod kept;
 pub mod optimizer;
 pub mod rounding;
@@ -32,6 +36,8 @@ pub mod trainer_names;
 #[cfg(test)]
 mod adamw8bit_tests;
 
+pub use choice::{ChoiceEdge, TrainedMatrix};
+pub use closing::ClosingSchedule;
 pub use kept::KeptMask;
 pub use optimizer::{Hyperparameters, Optimizer, TrainingStep};
 pub use schedule::{Schedule, ScheduleShape};

@@ -70,6 +70,27 @@ pub trait Optimizer: fmt::Debug + Send + Sync {
         kept: Option<&KeptMask>,
         state: &mut [u8],
     );
+
+    /// Writes √v of some elements, where v is the second moment; 1 for an optimizer without it.
+    ///
+    /// # Arguments
+    /// * `state`: the state of a parameter with `elements` elements
+    /// * `first`: the element of the first root
+    fn root_second_moments(&self, state: &[u8], elements: usize, first: usize, roots: &mut [f32]);
+
+    /// Returns whether the moments of a parameter are rounded to codes, so that many are equal.
+    fn has_coded_moments(&self, _elements: usize) -> bool {
+        false
+    }
+
+    /// Sets the first moments, or velocities, of pruned weights to +0.
+    fn clear_first_moments(&self, state: &mut [u8], kept: &KeptMask);
+}
+
+/// The roots of second moments that are stored in f32, of the elements from `first` on.
+pub(super) fn roots_of(second: &[u8], first: usize, roots: &mut [f32]) {
+    let stored = second.as_chunks().0[first..].iter();
+    roots.iter_mut().zip(stored).for_each(|(root, v)| *root = f32::from_le_bytes(*v).sqrt());
 }
 
 /// Checks the lengths of a step.

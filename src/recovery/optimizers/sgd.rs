@@ -67,6 +67,16 @@ impl Optimizer for Sgd {
                 });
             });
     }
+
+    fn root_second_moments(&self, _: &[u8], _: usize, _: usize, roots: &mut [f32]) {
+        roots.fill(1.0);
+    }
+
+    fn clear_first_moments(&self, state: &mut [u8], kept: &KeptMask) {
+        if !state.is_empty() {
+            kept.fill_pruned(state.as_chunks_mut().0, [0; F32]);
+        }
+    }
 }
 
 struct Descent<'a> {

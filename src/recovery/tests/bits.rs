@@ -12,7 +12,7 @@ use crate::recovery::BufferReuse;
 use crate::recovery::optimizers::TrainingStep;
 use crate::recovery::optimizers::rounding::Bf16Rounding;
 use crate::recovery::{
-    BaseLayers, BaseReader, Example, MaskFile, StorePlace, TrainedForm, Trainer,
+    BaseLayers, BaseReader, ChangedParameter, Example, MaskFile, StorePlace, TrainedForm, Trainer,
 };
 use crate::run::{MemorySettings, Silent};
 use crate::runtime::Clock;
@@ -159,9 +159,7 @@ fn a_loss_or_gradient_that_is_not_finite_stops_before_the_update() {
         step(&mut trainer, &texts, 1);
         let mut good = Vec::new();
         trainer.store().save(&mut good).unwrap();
-        let poison = &mut |values: &mut [f32], _: &mut [f32], _: Option<&_>, _: &mut [u8]| {
-            values[0] = f32::NAN;
-        };
+        let poison = &mut |changed: ChangedParameter<'_>| changed.values[0] = f32::NAN;
         trainer.parameters_mut().update(1, poison).unwrap();
         let poisoned = bits(trainer.store());
         let examples: Vec<_> = texts.iter().map(Text::example).collect();

@@ -10,7 +10,8 @@ use crate::recovery::BufferReuse;
 use crate::recovery::optimizers::rounding::Bf16Rounding;
 use crate::recovery::optimizers::{Hyperparameters, Schedule, ScheduleShape};
 use crate::recovery::{
-    BlockTrainer, LayerOutput, LayerParameters, Merger, ParameterStore, TrainedForm,
+    BlockTrainer, ChangedParameter, LayerOutput, LayerParameters, Merger, ParameterStore,
+    TrainedForm,
 };
 use crate::run::Silent;
 use crate::runtime::{Clock, Compute, Editor, HiddenStates};
@@ -70,6 +71,7 @@ fn trained_blocks(
         base: training.base(model),
         part: &training.part,
         optimizer: adamw(Hyperparameters::default()),
+        closing: None,
         max_grad_norm: None,
         schedule: Schedule {
             shape: ScheduleShape::Constant,
@@ -151,13 +153,12 @@ fn the_merger_writes_the_layer_that_was_trained() {
         let best = bits(trainer.store());
         for layer in 0..3 {
             let mut moved = moved(layer, trainer.store()).values.into_iter();
-            let change =
-                &mut |values: &mut [f32], _: &mut [f32], kept: Option<&_>, _: &mut [u8]| {
-                    values.copy_from_slice(&moved.next().unwrap());
-                    if let Some(kept) = kept {
-                        crate::recovery::optimizers::KeptMask::apply(kept, values);
-                    }
-                };
+            let change = &mut |changed: ChangedParameter<'_>| {
+                changed.values.copy_from_slice(&moved.next().unwrap());
+                if let Some(kept) = changed.kept {
+                    kept.apply(changed.values);
+                }
+            };
             trainer.parameters_mut().update(layer, change).unwrap();
         }
         assert_ne!(bits(trainer.store()), best);

@@ -187,6 +187,14 @@ impl Optimizer for CodedStates {
         (self.0).update(step, &mut wide, &gradient, kept.as_ref(), state);
         parameter.copy_from_slice(&wide[..parameter.len()]);
     }
+
+    fn root_second_moments(&self, state: &[u8], elements: usize, first: usize, roots: &mut [f32]) {
+        self.0.root_second_moments(state, elements.max(LEAST_ELEMENTS), first, roots);
+    }
+
+    fn clear_first_moments(&self, state: &mut [u8], kept: &KeptMask) {
+        self.0.clear_first_moments(state, kept);
+    }
 }
 
 #[test]

@@ -14,8 +14,8 @@ use crate::model::{LayerContext, LinearId, ModelConfig};
 use crate::recovery::optimizers::adamw::AdamW;
 use crate::recovery::optimizers::{Hyperparameters, Optimizer};
 use crate::recovery::{
-    BaseLayers, BaseReader, Distillation, Example, LayerParameters, MaskFile, ParameterStore,
-    StorePlace, TrainedForm, TrainedPart, Trainer, TrainerParts,
+    BaseLayers, BaseReader, ClosingMasks, Distillation, Example, LayerParameters, MaskFile,
+    ParameterStore, StorePlace, TrainedForm, TrainedPart, Trainer, TrainerParts,
 };
 use crate::run::{Events, MemorySettings};
 use crate::runtime::{Clock, Compute};
@@ -183,6 +183,7 @@ pub(super) struct Training {
     pub(super) kept_layers: usize,
     /// The teacher, with its share of the loss: the dense model, or for `false` the pruned model itself.
     pub(super) teacher: Option<(bool, f32)>,
+    pub(super) closing: Option<ClosingMasks>,
 }
 
 /// AdamW with f32 states.
@@ -206,6 +207,7 @@ impl Training {
             seqlen,
             kept_layers: 0,
             teacher: None,
+            closing: None,
         }
     }
 
@@ -225,8 +227,11 @@ impl Training {
             config: Arc::clone(&model.config),
             base: self.base(model),
             part: self.part.clone(),
-            store: ParameterStore::new(specs, &*optimizer, layers, &self.place).unwrap(),
+            store: ParameterStore::new(specs, &*optimizer, layers, &self.place)
+                .unwrap()
+                .closing(self.closing.is_some()),
             optimizer,
+            closing: self.closing.clone(),
             max_grad_norm: Some(1.0),
             compute: Compute::on_cpu(context.with_products(self.products), events),
             spill_folder: self.spill_folder.clone(),

@@ -2,6 +2,7 @@
 
 mod bits;
 mod blocks;
+mod closing;
 mod curves;
 mod distill;
 mod fixture;

@@ -20,8 +20,18 @@ pub fn losses(manifest: &Manifest) -> Option<Figure> {
     } else {
         (
             of_steps(recovery),
-            "mean loss of a predicted token, nat",
-            "The loss of the training examples before the update of each step, and that of the held-out examples behind it.",
+            match recovery.closing {
+                None => "mean loss of a predicted token, nat",
+                Some(_) => "mean loss of a predicted token, nat; share of zeros",
+            },
+            match recovery.closing {
+                None => {
+                    "The loss of the training examples before the update of each step, and that of the held-out examples behind it."
+                }
+                Some(_) => {
+                    "The loss of the training examples before the update of each step, the loss of the held-out examples after it, and the share of zeros. Held-out losses before the last choice belong to lower sparsities; the best state is chosen among the later losses."
+                }
+            },
         )
     };
     let svg = drawn("Loss", y_name, series)?;
@@ -45,11 +55,28 @@ fn series(label: &str, form: SeriesForm, steps: impl Iterator<Item = (u64, f64)>
 
 fn of_steps(recovery: &RecoveryReport) -> Vec<ChartSeries> {
     let trained = recovery.steps.iter().map(|step| (step.step, step.loss));
-    let held = recovery.held_out.iter().map(|report| (report.step, report.loss));
-    vec![
+    let last = recovery.closing.as_ref().map_or(0, |closing| closing.last_step);
+    let held = |is_last: bool| {
+        let held = recovery.held_out.iter().filter(move |report| (report.step >= last) == is_last);
+        held.map(|report| (report.step, report.loss))
+    };
+    let mut all = vec![
         series("training", SeriesForm::Line, trained),
-        series("held out", SeriesForm::Marked, held),
-    ]
+        series("held out", SeriesForm::Marked, held(true)),
+    ];
+    if let Some(closing) = &recovery.closing {
+        let mut zeros = vec![(0, closing.before)];
+        // Masks stand still between two choices.
+        for choice in &closing.choices {
+            let before = zeros[zeros.len() - 1].1;
+            zeros.extend([(choice.step, before), (choice.step, choice.sparsity)]);
+        }
+        let end = recovery.steps.last().map_or(closing.last_step, |step| step.step);
+        zeros.push((end, zeros[zeros.len() - 1].1));
+        all.push(series("held out, lower sparsity", SeriesForm::Marked, held(false)));
+        all.push(series("share of zeros", SeriesForm::Line, zeros.into_iter()));
+    }
+    all
 }
 
 /// Lines of the layers; in a deep model, only of layers at equal distances.

@@ -226,7 +226,12 @@ fn given(path: &Path) -> Result<GivenTraining> {
             ..parameters
         }
     };
-    Ok(GivenTraining { tokens, order, initial: has_factors.then(|| Box::new(initial) as _) })
+    Ok(GivenTraining {
+        tokens,
+        order,
+        initial: has_factors.then(|| Box::new(initial) as _),
+        ..GivenTraining::default()
+    })
 }
 
 /// The largest relative difference of a loss.

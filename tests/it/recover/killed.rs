@@ -15,13 +15,20 @@ use crate::support::{Place, Ran, Work};
 const SIGNALS: &str = "PRUNE_TEST_SIGNALS";
 
 /// A way with the steps between two saved states, if it saves steps.
-const KILLED: [(&str, Option<u64>); 3] = [
+const KILLED: [(&str, Option<u64>); 6] = [
     (
         "--how full --lr 3e-3 --optim paged-adamw8bit --save-every 1 --held-out 2 --eval-every 2",
         Some(1),
     ),
     ("--how lora --lr 3e-3 --rank 4 --save-every 2", Some(2)),
     ("--how blocks --lr 3e-3 --teacher m --nsamples 16", None),
+    // Masks close in steps 1, 2 and 3, and in steps 1 to 4.
+    (
+        "--how full --lr 3e-3 --close-to 0.8 --close-by 0.5 --save-every 1 --held-out 2 --eval-every 2",
+        Some(1),
+    ),
+    ("--how full --lr 3e-3 --close-to 0.7 --optim paged-adamw32bit --save-every 1", Some(1)),
+    ("--how blocks --lr 3e-3 --close-to 0.8 --teacher m --nsamples 16", None),
 ];
 
 /// Layers of the model.

@@ -7,42 +7,42 @@
 /// Values of the bits that the first read counts.
 const UPPER_BINS: usize = 1 << 16;
 /// Values of the bits that the second read counts.
-const LOWER_BINS: usize = 1 << 16;
+pub const LOWER_BINS: usize = 1 << 16;
 /// All bits but the sign.
 const MAGNITUDE: u32 = 0x7fff_ffff;
 
 /// The bits of |x|.
 #[inline(always)]
-pub(super) fn key(value: f32) -> u32 {
+pub fn key(value: f32) -> u32 {
     value.to_bits() & MAGNITUDE
 }
 
 /// Bits that order like x, its sign included.
 #[inline(always)]
-pub(super) fn signed_key(value: f32) -> u32 {
+pub fn signed_key(value: f32) -> u32 {
     let bits = value.to_bits();
     if bits > MAGNITUDE { !bits } else { bits | !MAGNITUDE }
 }
 
 /// The value with these [`signed_key`] bits.
-pub(super) fn from_signed_key(key: u32) -> f32 {
+pub fn from_signed_key(key: u32) -> f32 {
     f32::from_bits(if key > MAGNITUDE { key & MAGNITUDE } else { !key })
 }
 
 /// The value at a position of the ascending order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct OrderStatistic {
+pub struct OrderStatistic {
     /// Its [`key`], or its [`signed_key`] where these are counted.
-    pub(super) key: u32,
+    pub key: u32,
     /// Smaller values.
-    pub(super) below: u64,
+    pub below: u64,
     /// Values equal to it.
-    pub(super) equal: u64,
+    pub equal: u64,
 }
 
 /// The counts of a tensor in a read.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum Counts {
+pub enum Counts {
     /// Of the first read.
     Upper(Vec<u64>),
     /// Of the second read, per wanted position.
@@ -51,7 +51,7 @@ pub(super) enum Counts {
 
 impl Counts {
     /// Counts nothing yet, for the read that `search` is at.
-    pub(super) fn of(search: &Search) -> Self {
+    pub fn of(search: &Search) -> Self {
         match &search.stage {
             Stage::Upper(_) => Self::Upper(vec![0; UPPER_BINS]),
             Stage::Lower(bins) => {
@@ -62,12 +62,12 @@ impl Counts {
     }
 
     /// Counts magnitudes.
-    pub(super) fn add(&mut self, values: &[f32]) {
+    pub fn add(&mut self, values: &[f32]) {
         self.add_keys(values, key);
     }
 
     /// Counts the bits of values.
-    pub(super) fn add_keys(&mut self, values: &[f32], key: impl Fn(f32) -> u32) {
+    pub fn add_keys(&mut self, values: &[f32], key: impl Fn(f32) -> u32) {
         match self {
             Self::Upper(counts) => {
                 for value in values {
@@ -106,24 +106,24 @@ enum Stage {
 
 /// The search for the values at some positions of the ascending order.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Search {
+pub struct Search {
     positions: Vec<u64>,
     stage: Stage,
 }
 
 impl Search {
     /// Begins a search for these positions, from 0.
-    pub(super) fn new(positions: Vec<u64>) -> Self {
+    pub fn new(positions: Vec<u64>) -> Self {
         Self { positions, stage: Stage::Upper(vec![0; UPPER_BINS]) }
     }
 
     /// Searches for the value at this position alone. The position counts from the end of the first read on.
-    pub(super) fn aim(&mut self, position: u64) {
+    pub fn aim(&mut self, position: u64) {
         self.positions = vec![position];
     }
 
     /// Adds the counts of a tensor in the current read.
-    pub(super) fn add(&mut self, counts: &Counts) {
+    pub fn add(&mut self, counts: &Counts) {
         let sum = |all: &mut Vec<u64>, more: &Vec<u64>| {
             for (all, more) in all.iter_mut().zip(more) {
                 *all += more;
@@ -144,7 +144,7 @@ impl Search {
     ///
     /// # Panics
     /// Panics where fewer values were counted than a position asks for.
-    pub(super) fn advance(&mut self) {
+    pub fn advance(&mut self) {
         let at = |counts: &[u64], position: u64| {
             let mut below = 0;
             for (bin, count) in counts.iter().enumerate() {
@@ -184,7 +184,7 @@ impl Search {
     }
 
     /// The values at the positions, once both reads have ended.
-    pub(super) fn found(&self) -> Option<&[OrderStatistic]> {
+    pub fn found(&self) -> Option<&[OrderStatistic]> {
         match &self.stage {
             Stage::Found(found) => Some(found),
             _ => None,

@@ -1,0 +1,285 @@
+//! Whole runs of `prune recover --close-to` on the ids, order and rates of trainings that were recorded in PyTorch: the loss of every step,
+//! the masks of every choice, and the perplexity afterwards.
+//!
+//! Masks are equal to the bit until the first choice whose edge is nearly a tie. Then single weights differ, and so do later keys. The
+//! records have hashes of masks, and the bits of the last masks.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use anyhow::{Context, Result, ensure};
+use prune::data::{PythonRandom, Tokenizer};
+use prune::job::recover::GivenTraining;
+use prune::job::recover_given;
+use prune::run::{Manifest, Silent};
+use prune::settings::{
+    CalibrationSettings, ClosingSettings, ComputeDtype, DeviceSettings, EvalSides,
+    EvaluationSettings, ModelSettings, OutputSettings, RecoverySettings, RecoveryWay, Settings,
+};
+use safetensors::SafeTensors;
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+use super::show;
+use crate::support;
+
+const SEQLEN: usize = 256;
+const BATCH: usize = 8;
+
+/// The relative difference of two keys that count as a tie.
+const NEAR: f32 = 1e-5;
+
+/// A mask as the run chose it.
+struct Chosen {
+    step: u64,
+    /// The place of the matrix in the order of the record.
+    matrix: usize,
+    kept: usize,
+    sha256: String,
+    /// The largest removed and the smallest kept key.
+    edge: Option<[f32; 2]>,
+}
+
+/// Differences of a run from its record.
+#[derive(Debug, Default)]
+struct Apart {
+    /// The largest relative difference of a loss before the first mask that differs, and of all losses.
+    losses: [f64; 2],
+    /// The first mask that differs: step, matrix, relative distance of the keys at its edge.
+    first: Option<(u64, usize, f32)>,
+    /// The share of equal bits of the last masks.
+    last_bits: f64,
+    /// Perplexities over the recorded perplexities.
+    perplexities: [f64; 2],
+}
+
+fn record(shared: &Path, name: &str) -> Result<Value> {
+    let path = shared.join("goldens/gradual").join(format!("{name}.json"));
+    Ok(serde_json::from_str(&fs::read_to_string(path)?)?)
+}
+
+fn number(value: &Value, name: &str) -> Result<f64> {
+    value[name].as_f64().with_context(|| name.to_owned())
+}
+
+/// Ids of the windows, and the windows of every step.
+fn windows(model: &Path, shared: &Path, steps: usize) -> Result<(Vec<u32>, Vec<Vec<usize>>)> {
+    let tokenizer = Tokenizer::load(model)?;
+    let text = fs::read_to_string(shared.join("data/stories/stories.train.txt"))?;
+    let mut ids = vec![tokenizer.id_of("<s>").context("the first token")?];
+    ids.extend(tokenizer.encode_plain(&text)?);
+    ids.truncate(ids.len() / SEQLEN * SEQLEN);
+    let (mut random, mut order, mut rows) = (PythonRandom::new(0), Vec::new(), Vec::new());
+    for _ in 0..steps {
+        if order.len() < BATCH {
+            let mut more: Vec<usize> = (0..ids.len() / SEQLEN).collect();
+            random.shuffle(&mut more);
+            order.extend(more);
+        }
+        rows.push(order.drain(..BATCH).collect());
+    }
+    Ok((ids, rows))
+}
+
+/// Copies the model in which a training begins.
+fn write_start(shared: &Path, folder: &Path, record: &Value) -> Result<()> {
+    fs::create_dir(folder)?;
+    for entry in fs::read_dir(shared.join("models/stories260k"))? {
+        let entry = entry?;
+        fs::copy(entry.path(), folder.join(entry.file_name()))?;
+    }
+    if record["start"] != "dense" {
+        let weights = folder.join("model.safetensors");
+        fs::remove_file(&weights)?;
+        fs::copy(shared.join("goldens/gradual/ladder-0.6/model.safetensors"), weights)?;
+    }
+    Ok(())
+}
+
+fn settings(shared: &Path, folder: &Path, record: &Value) -> Result<Settings> {
+    let share = number(record, "teacher_share")?;
+    let dense = shared.join("models/stories260k");
+    Ok(Settings {
+        recovery: Some(RecoverySettings {
+            teacher: (share > 0.0).then_some(dense),
+            distill_weight: (share > 0.0).then_some(share),
+            steps: Some(record["steps"].as_u64().context("steps")?),
+            batch_size: BATCH,
+            max_grad_norm: Some(number(record, "clip")?),
+            held_out: 0,
+            closing: ClosingSettings {
+                close_to: Some(record["target"].to_string().parse().map_err(anyhow::Error::msg)?),
+                ..ClosingSettings::default()
+            },
+            ..RecoverySettings::of(RecoveryWay::Full)
+        }),
+        calibration: Some(CalibrationSettings {
+            dataset: dataset(shared)?,
+            ..CalibrationSettings::default()
+        }),
+        seqlen: Some(SEQLEN),
+        device: DeviceSettings { use_cpu: true, ..DeviceSettings::default() },
+        output: OutputSettings { save: Some(folder.join("out")), ..OutputSettings::default() },
+        ..Settings::measuring(ModelSettings {
+            dtype: ComputeDtype::F32,
+            ..ModelSettings::of(folder.join("start"))
+        })
+    })
+}
+
+fn dataset(shared: &Path) -> Result<prune::data::DatasetSpec> {
+    let path = shared.join("data/stories/stories.test.txt");
+    path.display().to_string().parse().map_err(anyhow::Error::msg)
+}
+
+/// Trains as the record says. Returns the run's record and its masks.
+fn train(shared: &Path, folder: &Path, record: &Value) -> Result<(Manifest, Vec<Chosen>)> {
+    let steps = record["step"].as_array().context("steps")?;
+    let (tokens, order) = windows(&folder.join("start"), shared, steps.len())?;
+    let matrices = record["matrices"].as_array().context("matrices")?.len();
+    let of_layer = matrices / 5;
+    let chosen = Arc::new(Mutex::new(Vec::new()));
+    let seen = Arc::clone(&chosen);
+    let given = GivenTraining {
+        tokens,
+        order: Some(order),
+        rates: Some(steps.iter().map(|step| number(step, "rate")).collect::<Result<_>>()?),
+        masks: Some(Arc::new(move |mask| {
+            seen.lock().expect("no panic").push(Chosen {
+                step: mask.step,
+                matrix: mask.layer * of_layer + mask.place,
+                kept: mask.kept.count(),
+                sha256: hex(&Sha256::digest(mask.kept.bits())),
+                edge: mask.edge.map(|edge| [edge.removed, edge.kept]),
+            });
+        })),
+        ..GivenTraining::default()
+    };
+    let manifest = recover_given(settings(shared, folder, record)?, given, &Silent)?;
+    let chosen = std::mem::take(&mut *chosen.lock().expect("no panic"));
+    Ok((manifest, chosen))
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// The perplexity of the result over some windows of the test text.
+fn perplexity(
+    shared: &Path,
+    folder: &Path,
+    record: &Value,
+    [count, seqlen]: [usize; 2],
+) -> Result<f64> {
+    let settings = settings(shared, folder, record)?;
+    let measured = prune::job::eval(
+        Settings {
+            recovery: None,
+            calibration: None,
+            model: ModelSettings {
+                dtype: ComputeDtype::F32,
+                ..ModelSettings::of(folder.join("out/model"))
+            },
+            seqlen: Some(seqlen),
+            evaluation: EvaluationSettings {
+                eval: EvalSides::Dense,
+                eval_dataset: dataset(shared)?,
+                eval_windows: Some(count as u64),
+                ..EvaluationSettings::default()
+            },
+            output: OutputSettings::default(),
+            ..settings
+        },
+        &Silent,
+    )?;
+    Ok(measured.perplexity.dense.context("measured")?.perplexity)
+}
+
+/// The zeros of the matrices of a file, by name.
+fn zeros(file: &Path, matrices: &[&str]) -> Result<BTreeMap<String, Vec<bool>>> {
+    let bytes = fs::read(file)?;
+    let tensors = SafeTensors::deserialize(&bytes)?;
+    let of = |name: &&str| {
+        let values: Vec<f32> = bytemuck::pod_collect_to_vec(tensors.tensor(name)?.data());
+        Ok((name.to_string(), values.iter().map(|value| *value == 0.0).collect()))
+    };
+    matrices.iter().map(of).collect()
+}
+
+/// Repeats a recorded training, and returns its differences from the record.
+fn repeat(shared: &Path, name: &str) -> Result<Apart> {
+    let record = record(shared, name)?;
+    let temporary = tempfile::tempdir()?;
+    let folder = temporary.path();
+    write_start(shared, &folder.join("start"), &record)?;
+    let (manifest, chosen) = train(shared, folder, &record)?;
+    let steps = record["step"].as_array().context("steps")?;
+    let mut apart = Apart::default();
+    for mask in &chosen {
+        let recorded = &steps[mask.step as usize - 1];
+        ensure!(recorded["kept"][mask.matrix] == mask.kept, "{} of {}", mask.kept, mask.matrix);
+        if apart.first.is_none() && recorded["mask_sha256"][mask.matrix] != mask.sha256.as_str() {
+            let [removed, kept] = mask.edge.context("a choice")?;
+            apart.first = Some((mask.step, mask.matrix, (kept - removed) / kept));
+        }
+    }
+    // Thirty choices in five layers of seven matrices.
+    ensure!(chosen.len() == 30 * 35, "{} choices", chosen.len());
+    let trained = &manifest.recovery.as_ref().context("a training")?.steps;
+    ensure!(trained.len() == steps.len(), "{} steps", trained.len());
+    let until = apart.first.map_or(u64::MAX, |(step, ..)| step);
+    for (step, recorded) in trained.iter().zip(steps) {
+        let difference = (step.loss / number(recorded, "loss")? - 1.0).abs();
+        apart.losses[1] = apart.losses[1].max(difference);
+        if step.step <= until {
+            apart.losses[0] = apart.losses[0].max(difference);
+        }
+    }
+    let names = record["matrices"].as_array().context("matrices")?;
+    let names: Vec<&str> = names.iter().filter_map(Value::as_str).collect();
+    let recorded = shared.join("goldens/gradual").join(format!("{name}.safetensors"));
+    let found = zeros(&folder.join("out/model/model.safetensors"), &names)?;
+    let (mut equal, mut all) = (0, 0);
+    for (name, expected) in zeros(&recorded, &names)? {
+        let pairs = expected.iter().zip(&found[&name]);
+        equal += pairs.filter(|(one, other)| one == other).count();
+        all += expected.len();
+    }
+    apart.last_bits = equal as f64 / all as f64;
+    apart.perplexities = [
+        perplexity(shared, folder, &record, [128, 256])? / number(&record, "perplexity_128x256")?,
+        perplexity(shared, folder, &record, [64, 512])? / number(&record, "perplexity_64x512")?,
+    ];
+    Ok(apart)
+}
+
+fn check(name: &str) {
+    let Some(shared) = support::shared() else {
+        return;
+    };
+    let apart = repeat(&shared, name).expect(name);
+    show(&format!("{name}: {apart:?}"));
+    assert!(apart.losses[0] <= 1e-5, "{apart:?}");
+    assert!(apart.first.is_none_or(|(.., distance)| distance < NEAR), "{apart:?}");
+    assert!(apart.last_bits >= 0.998, "{apart:?}");
+    for ratio in apart.perplexities {
+        assert!((ratio - 1.0).abs() <= 0.01, "{apart:?}");
+    }
+}
+
+#[test]
+fn from_the_dense_model_to_eighty_percent() {
+    check("dense-to-0.8");
+}
+
+#[test]
+fn from_a_pruned_model_to_eighty_percent_with_a_teacher() {
+    check("ladder-to-0.8.teacher");
+}
+
+#[test]
+fn from_a_pruned_model_to_ninety_percent_with_a_teacher() {
+    check("ladder-to-0.9.teacher");
+}
