@@ -291,7 +291,7 @@ mod tests {
                     let sent = ranks.traffic().bytes_sent as usize;
                     Ok((gram.sums().to_vec(), sent, share.rounds()))
                 });
-                let g = alone.sums().len() * size_of::<f32>();
+                let g = size_of_val(alone.sums());
                 for of_rank in joined {
                     let (sums, sent, rounds) = of_rank.unwrap();
                     assert_eq!(sums, alone.sums(), "{samples} samples on {size} ranks");

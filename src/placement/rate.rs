@@ -36,11 +36,11 @@ impl FromStr for Rate {
         let amount =
             text.trim().strip_suffix("/s").ok_or_else(|| bad("it does not end in `/s`"))?;
         let bits = [("kb", 1e3), ("Mb", 1e6), ("Gb", 1e9), ("Tb", 1e12)].into_iter();
-        let bits = bits.filter_map(|(unit, factor)| {
+        let mut bits = bits.filter_map(|(unit, factor)| {
             let number = amount.strip_suffix(unit)?.trim().parse::<f64>().ok()?;
             Some(number * factor / 8.0)
         });
-        let rate = match bits.last() {
+        let rate = match bits.next() {
             Some(rate) => rate,
             None => {
                 amount.parse::<ByteSize>().map_err(|_| bad("its unit or number is unknown"))?.0

@@ -237,7 +237,7 @@ impl<'w> Service<'w> {
     fn receive_all(&mut self) -> ferrompi::Result<bool> {
         let mut has_received = false;
         while let Some(status) = self.world.iprobe::<u8>(Source::Any, Tag::Any)? {
-            let mut bytes = vec![0u8; status.count.unwrap_or(0) as usize];
+            let mut bytes = vec![0u8; status.count.unwrap_or(0)];
             self.world.recv(&mut bytes, status.source, status.tag)?;
             has_received = true;
             let (Source::Rank(from), Tag::Value(tag)) = (status.source, status.tag) else {

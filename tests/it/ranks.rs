@@ -32,8 +32,8 @@ fn place() -> Place {
 fn outcome(manifest: &Manifest) -> Vec<String> {
     let matrices = manifest.layers.iter().flat_map(|layer| &layer.matrices);
     let mut outcome: Vec<String> =
-        matrices.map(|matrix| serde_json::to_string(matrix).unwrap()).collect();
-    outcome.push(serde_json::to_string(&manifest.perplexity).unwrap());
+        matrices.map(|matrix| serde_json::to_string(matrix).expect("a record")).collect();
+    outcome.push(serde_json::to_string(&manifest.perplexity).expect("a record"));
     outcome
 }
 
@@ -72,7 +72,7 @@ fn files(place: &Place, save: &str) -> BTreeMap<String, Vec<u8>> {
     names
         .filter(|name| name.ends_with(".safetensors"))
         .map(|name| {
-            let bytes = fs::read(folder.join(&name)).unwrap();
+            let bytes = fs::read(folder.join(&name)).expect("a listed file");
             (name, bytes)
         })
         .collect()

@@ -2,7 +2,7 @@
 //!
 //! W = f(W₁ … Wₙ), tensor by tensor. A method sees the rows of a tensor in order and in pieces of any size. Its result does not
 //! depend on the pieces: sums over a tensor are added row by row in f64 (`sums`), order statistics are counted in integers
-//! (`linalg::ranks`), and random numbers belong to elements (`random`).
+//! (`linalg::order_statistics`), and random numbers belong to elements (`random`).
 //!
 //! | file | content |
 //! | --- | --- |

@@ -12,7 +12,8 @@ fn launcher(size: usize) -> Option<(Command, String)> {
         return None;
     };
     let mut command = Command::new(std::env::var("PRUNE_MPIRUN").unwrap_or("mpirun".to_string()));
-    let help = Command::new(command.get_program()).arg("--version").output().unwrap();
+    let help =
+        Command::new(command.get_program()).arg("--version").output().expect("mpirun starts");
     if String::from_utf8_lossy(&help.stdout).contains("Open MPI") {
         command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]);
     }
@@ -25,7 +26,7 @@ fn run(place: &Place, size: usize, line: &str) -> Option<Output> {
     let (mut command, program) = launcher(size)?;
     command.arg(program).args(line.split(' ')).current_dir(place.path("."));
     command.env("PRUNE_CACHE", place.path(".cache")).env("HF_HUB_OFFLINE", "1");
-    Some(command.output().unwrap())
+    Some(command.output().expect("mpirun starts"))
 }
 
 #[test]
