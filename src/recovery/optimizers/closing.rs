@@ -62,8 +62,8 @@ mod tests {
     fn the_last_choice_comes_in_time_whatever_the_distance_of_choices() {
         for (steps, by, every, last) in [(10, 0.55, 4, 6), (3, 1.0, 7, 3), (1, 0.01, 1, 1)] {
             let schedule = ClosingSchedule { steps, by, every };
-            let closing = (1..=steps).filter(|&step| schedule.closes_in(step));
-            assert_eq!(closing.last(), Some(last));
+            let mut closing = (1..=steps).filter(|&step| schedule.closes_in(step));
+            assert_eq!(closing.next_back(), Some(last));
             assert_eq!(schedule.sparsity(last, 0.1, 0.7), 0.7);
         }
     }
