@@ -96,9 +96,7 @@ fn settle_opened(
         let known = known.clone();
         (model, pruning) = allocate::resolved(&settings, model, pruning, known, events)?;
     }
-    if let Some(recovery) = &mut recovery {
-        model = closing::settle(&settings, model, recovery, known, events)?;
-    }
+    model = closing::settle(&settings, model, recovery.as_mut(), known, events)?;
     let (texts, plan, resident_layers) = match given.sharing {
         Sharing::Next(first) => (Arc::clone(&first.texts), first.plan.clone(), 0),
         Sharing::Alone | Sharing::First(_) => {

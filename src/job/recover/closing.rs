@@ -98,10 +98,11 @@ pub(super) fn check(recovery: &RecoverySettings) -> Result<()> {
 pub(in crate::job) fn settle(
     settings: &Settings,
     model: OpenedModel,
-    recovery: &mut Recovery,
+    recovery: Option<&mut Recovery>,
     known: Option<AllocationReport>,
     events: &dyn Events,
 ) -> Result<OpenedModel> {
+    let Some(recovery) = recovery else { return Ok(model) };
     let closing = recovery.settings.closing.clone();
     let Some(target) = closing.close_to else { return Ok(model) };
     let (model, allocation) = match (closing.allocate, known) {
