@@ -9,6 +9,7 @@ use anyhow::Result;
 
 use super::super::allocate;
 use super::super::opened::OpenedModel;
+use super::closing_plan::ClosingPlan;
 use super::resolved::Recovery;
 use super::teacher::{PIECE, values};
 use crate::failure::Failure;
@@ -20,76 +21,13 @@ use crate::recovery::optimizers::ClosingSchedule;
 use crate::recovery::{ClosingMasks, ClosingRange};
 use crate::run::recovery::{ChoiceReport, ClosingReport};
 use crate::run::{AllocationReport, Events};
-use crate::settings::{
-    CloseTarget, ClosingSettings, PRUNE_METHOD, RecoverySettings, RecoveryWay, Settings,
-    SparsitySettings, TrainedKind,
-};
+use crate::settings::{CloseTarget, ClosingSettings, PRUNE_METHOD, Settings, SparsitySettings};
 
 /// The parts of 1 that a first sparsity is rounded to.
 const PLACES: f64 = 1000.0;
 
 /// Samples that layers are measured with, at most.
 const SAMPLES: u32 = 128;
-
-/// The ranges of the sparsity of all matrices, by layer.
-#[derive(Debug, Clone)]
-pub(in crate::job) struct ClosingPlan {
-    pub(super) ranges: Arc<[Vec<ClosingRange>]>,
-    /// The allocation of the ratios, where they were measured.
-    pub(in crate::job) allocation: Option<AllocationReport>,
-}
-
-/// Refuses flags that contradict each other.
-///
-/// # Errors
-/// Fails with exit code 2, naming the flags.
-pub(super) fn check(recovery: &RecoverySettings) -> Result<()> {
-    let closing = &recovery.closing;
-    if let Some(flag) = closing.flag_without_target() {
-        return Err(Failure::usage(format!("{flag} is about masks that close, and none closes"))
-            .hint(format!("add --close-to 0.8, or leave {flag} out"))
-            .into());
-    }
-    let Some(target) = closing.close_to else { return Ok(()) };
-    let refused = match (recovery.how, recovery.trains, closing.allocate) {
-        (RecoveryWay::Lora, _, _) => Some((
-            format!(
-                "--close-to {target} does not fit --how lora: which weights of W + s·B·A are the lowest is not known before the merge"
-            ),
-            "use --how full, or --how blocks where memory is short",
-        )),
-        (_, TrainedKind::Factors, _) => Some((
-            format!(
-                "--close-to {target} needs trained weights, and --train factors trains factors"
-            ),
-            "leave --train out",
-        )),
-        (_, _, Some(Allocation::Error)) => Some((
-            "--allocate error tries masks without a training".to_string(),
-            "use --allocate owl, or --layer-ratios FILE",
-        )),
-        (_, _, Some(Allocation::Owl)) if closing.layer_ratios.is_some() => {
-            Some(("--allocate owl contradicts --layer-ratios".to_string(), "leave one of them out"))
-        }
-        _ if closing.close_by == Some(0.0) => Some((
-            "--close-by 0 leaves no step to remove weights in".to_string(),
-            "use a share above 0, like --close-by 0.6",
-        )),
-        _ if target.0.pattern != Pattern::Unstructured
-            && (closing.layer_ratios.is_some() || closing.allocate == Some(Allocation::Owl)) =>
-        {
-            Some((
-                format!("--close-to {target} fixes the sparsity of every layer"),
-                "leave --layer-ratios and --allocate out, or use a ratio, like --close-to 0.8",
-            ))
-        }
-        _ => None,
-    };
-    match refused {
-        None => Ok(()),
-        Some((message, hint)) => Err(Failure::usage(message).hint(hint).into()),
-    }
-}
 
 /// Gives a training the ranges of its masks, where they close. `known` is the allocation that an earlier process measured.
 ///

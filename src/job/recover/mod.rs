@@ -3,7 +3,7 @@
 //! | file | story |
 //! | --- | --- |
 //! | `resolved` | trained parameters, teacher and optimizer, resolved against the model |
-//! | `closing` | masks that close: the sparsity of every matrix before and after |
+//! | `closing`, `closing_plan` | masks that close: the sparsity of every matrix before and after; their plan, and the flags that contradict it |
 //! | `teacher` | the dense model that is learned from |
 //! | `shape` | the training in numbers, for the memory plan |
 //! | `steps` | `--how lora` and `full`: the steps of a training of the whole model |
@@ -15,6 +15,7 @@
 
 mod base;
 pub(super) mod closing;
+mod closing_plan;
 mod given;
 mod layers;
 mod published;

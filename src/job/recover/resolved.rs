@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::Result;
 
 use super::super::opened::OpenedModel;
-use super::closing::{self, ClosingPlan};
+use super::closing_plan::{self, ClosingPlan};
 use super::given::GivenTraining;
 use super::teacher::Teacher;
 use crate::failure::Failure;
@@ -183,7 +183,7 @@ impl Recovery {
 pub(super) fn check(settings: &Settings) -> Result<()> {
     if let Some(recovery) = &settings.recovery {
         check_ways(recovery, settings)?;
-        closing::check(recovery)?;
+        closing_plan::check(recovery)?;
     }
     check_device(settings)
 }
