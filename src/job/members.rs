@@ -23,14 +23,13 @@ use super::settle::smaller;
 use super::settled_run::{RunTask, SettledRun};
 use super::streams::Streams;
 use super::texts::Texts;
-use super::{allocate, layer_drop, same_run, weight_choice};
+use super::{allocate, layer_drop, rank_reports, same_run, weight_choice};
 use crate::checkpoint::{PartialModel, WrittenPlaces};
 use crate::data::{Calibration, Evaluation};
 use crate::failure::Failure;
 use crate::model::WeightForm;
-use crate::ranks::{Ranks, neighbors};
+use crate::ranks::Ranks;
 use crate::run::manifest::Perplexities;
-use crate::run::rank_report::RankReport;
 use crate::run::{Event, Events, Manifest, Plan, RunState, Unfinished};
 use crate::settings::{Settings, WeightChoice};
 
@@ -154,29 +153,8 @@ pub(super) fn run(settings: Settings, ranks: &Ranks, events: &dyn Events) -> Res
             streams.sweep(&job, None, None, events)?;
         }
     }
-    reports(ranks, &job.model)?;
+    rank_reports::gather(ranks, &job.model)?;
     ranks.from_first(None)
-}
-
-/// The reports of all ranks, in their order; none of a run of a single process.
-///
-/// # Errors
-/// Fails when a rank has left.
-pub(super) fn reports(ranks: &Ranks, model: &OpenedModel) -> Result<Vec<RankReport>> {
-    if ranks.is_alone() {
-        return Ok(Vec::new());
-    }
-    let (clock, traffic) = (&model.clock, ranks.traffic());
-    let phases = clock.report();
-    ranks.all_gather_values(&RankReport {
-        rank: ranks.rank(),
-        host: neighbors::host(),
-        threads: model.threads,
-        seconds: clock.seconds(),
-        peak_anonymous: phases.iter().filter_map(|phase| phase.peak_anonymous).max(),
-        bytes_sent: traffic.bytes_sent,
-        waited_seconds: traffic.waited_seconds,
-    })
 }
 
 impl SharedRun {

@@ -27,6 +27,7 @@
 //! | `layer_drop`, `width_drop` | the passes that make a smaller model the source of the run |
 //! | `published` | the files beside the weights that strangers read: `pruning.json` and the model card |
 //! | `device_records`, `model_report` | facts that records and comparisons of runs share |
+//! | `rank_reports` | time, memory and communication of all ranks |
 //! | `record`, `profile`, `recorder` | `run.json`, the profile in it, the warnings of a run |
 //! | `interruption` | messages for a run that ends early |
 //! | `allocate` | the pass that decides the ratios of layers: samples through the dense model, before anything is pruned |
@@ -73,6 +74,7 @@ mod profile;
 mod prune;
 mod published;
 mod quantize;
+mod rank_reports;
 mod record;
 mod recorder;
 pub mod recover;

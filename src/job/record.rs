@@ -5,10 +5,10 @@ use anyhow::Result;
 use super::device_records::{DeviceRecords, joined};
 use super::folder::RunFolder;
 use super::folder::state_file::StateFile;
-use super::members;
 use super::model_report::arithmetic;
 use super::outputs::Outputs;
 use super::profile;
+use super::rank_reports;
 use super::recorder::Recorder;
 use super::settled_run::{RunTask, SettledRun};
 use super::zeros_gain;
@@ -92,7 +92,7 @@ impl SettledRun {
         clock.mark(Moment::End, recorder);
         let manifest = Manifest {
             zeros_gain,
-            ranks: members::reports(&self.ranks, &self.model)?,
+            ranks: rank_reports::gather(&self.ranks, &self.model)?,
             ..self.manifest(results)?
         };
         warn_of_infinite(&manifest, recorder);

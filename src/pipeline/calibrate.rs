@@ -1,11 +1,11 @@
 //! Calibration: samples that enter each layer as the pruned layers before it left them, and the observations made of them inside it.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result};
 use candle_core::DType;
 
-use super::joined::OwnSamples;
+use super::joined::{OwnSamples, Points, lock};
 use super::output_error::{InputRows, SampleRows};
 use crate::linalg::columns::ColumnSums;
 use crate::linalg::tensor;
@@ -108,9 +108,6 @@ enum PointOfSample<'a> {
     /// Not observed in this pass.
     Ignored,
 }
-
-/// The statistics by input; `None` for an input that the pass does not observe.
-pub(super) type Points = InputMap<Option<Mutex<Statistics>>>;
 
 /// The observations of a sample. A sample that passed half-way on a device is dropped, and counts for nothing.
 struct SampleStatistics<'a> {
@@ -228,11 +225,6 @@ impl Observer for SampleStatistics<'_> {
         }
         self.rows.add_chosen(point, kept);
     }
-}
-
-/// A panic elsewhere ends the run; the statistics are not used after it.
-pub(super) fn lock(statistics: &Mutex<Statistics>) -> MutexGuard<'_, Statistics> {
-    statistics.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The calibration samples: they are observed in each dense layer, and pass on through the pruned layer.

@@ -13,11 +13,10 @@
 //! bytes or a little more: ⌈B/R⌉ · g · (R − 1)/R for blocks, g · (R − 1)/R for its part of G.
 
 use std::ops::Range;
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::Result;
 
-use super::calibrate::{Points, lock};
 use super::output_error::{self, SampleRows};
 use crate::bytes::ByteSize;
 use crate::linalg::Products;
@@ -27,6 +26,14 @@ use crate::pruning::{Statistics, StatisticsKind};
 use crate::ranks::{PIECE, Ranks};
 use crate::runtime::SampleShare;
 use crate::runtime::blocks::SampleBlocks;
+
+/// The statistics by input; `None` for an input that the pass does not observe.
+pub(super) type Points = InputMap<Option<Mutex<Statistics>>>;
+
+/// A panic elsewhere ends the run; the statistics are not used after it.
+pub(super) fn lock(statistics: &Mutex<Statistics>) -> MutexGuard<'_, Statistics> {
+    statistics.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// f32 sums of a message.
 const SUMS: usize = PIECE / size_of::<f32>();
