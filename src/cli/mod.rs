@@ -102,11 +102,11 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         print_line(&failure::describe(&not_utf8(other).into()));
         return ExitCode::from(2);
     }
-    let parsed = command()
-        .try_get_matches_from(&arguments)
-        .and_then(|matches| Cli::from_arg_matches(&matches));
-    let cli = match parsed {
-        Ok(cli) => cli,
+    let parsed = command().try_get_matches_from(&arguments).and_then(|matches| {
+        Ok((Cli::from_arg_matches(&matches)?, matches.subcommand_name().map(str::to_string)))
+    });
+    let (cli, name) = match parsed {
+        Ok(parsed) => parsed,
         Err(error) => {
             let error = mistake::explain(error, &arguments);
             // Help and version are printed this way too, with exit code 0.
@@ -122,7 +122,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let arguments: Vec<String> =
         arguments.iter().map(|argument| argument.to_string_lossy().into_owned()).collect();
     let console = Console::new(cli.messages(), interrupt::end_for_another);
-    let ranks = match ranks_of(&cli) {
+    let ranks = match ranks_of(&cli, name.as_deref()) {
         Ok(ranks) => ranks,
         // The rank that left has told why.
         Err(error) if error.is::<Left>() => return ExitCode::FAILURE,
@@ -184,27 +184,25 @@ fn render_chat_templates() -> ExitCode {
     ExitCode::from(u8::from(served.is_err()))
 }
 
-/// The ranks of a command: prune and eval share their work, other commands that write run in a single process.
+/// The ranks of a command: prune and eval share their work, commands that only print may run several times, and every other command
+/// runs in a single process.
 ///
 /// # Errors
 /// Fails where a launcher has started several processes of a command that runs in one, and where MPI cannot be started.
-fn ranks_of(cli: &Cli) -> anyhow::Result<Ranks> {
-    let name = match &cli.command {
+fn ranks_of(cli: &Cli, name: Option<&str>) -> anyhow::Result<Ranks> {
+    match &cli.command {
         None | Some(Command::Eval(_)) => return launcher::join(print_line),
         Some(Command::Sweep(args)) if args.is_shard() => return Ok(Ranks::alone()),
-        Some(Command::Demo(_)) => "demo",
-        Some(Command::Generate(_)) => "generate",
-        Some(Command::Merge(_)) => "merge",
-        Some(Command::Pack(_)) => "pack",
-        Some(Command::Quantize(_)) => "quantize",
-        Some(Command::Recover(_)) => "recover",
-        Some(Command::Report(_)) => "report",
-        Some(Command::Sweep(_)) => "sweep",
-        Some(Command::Unpack(_)) => "unpack",
-        Some(_) => return Ok(Ranks::alone()),
-    };
+        Some(Command::Inspect(_) | Command::Plan(_) | Command::Completions(_) | Command::Man) => {
+            return Ok(Ranks::alone());
+        }
+        Some(_) => {}
+    }
     match Launched::here() {
-        Some(launched) => Err(launched.refusal(&format!("prune {name}")).into()),
+        Some(launched) => {
+            let name = name.unwrap_or_default();
+            Err(launched.refusal(&format!("prune {name}")).into())
+        }
         None => Ok(Ranks::alone()),
     }
 }

@@ -72,7 +72,7 @@ pub struct PlanArgs {
 
     /// A table for 1, 2, 4 … ranks of a build with MPI, up to this number
     ///
-    /// Each rank has a machine like this one or that of --inventory. Every rank reads all weights from the shared storage. See docs/clusters.md.
+    /// Each rank has a machine like this machine, or like the machine of --inventory, and computes on its CPU. Every rank reads all weights from the shared storage. See docs/clusters.md.
     #[arg(long, value_name = "N", help_heading = "Ranks", conflicts_with_all = ["table", "recover", "generate"], value_parser = clap::value_parser!(u16).range(1..=4096))]
     ranks: Option<u16>,
 

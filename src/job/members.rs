@@ -42,7 +42,7 @@ pub(super) enum Start {
     Finished(Box<Manifest>),
 }
 
-/// What the first rank has settled.
+/// A run that the first rank has settled.
 #[derive(Serialize, Deserialize)]
 pub(super) struct SharedRun {
     calibration: Option<Calibration>,
@@ -55,36 +55,29 @@ pub(super) struct SharedRun {
     written: Option<WrittenPlaces>,
     /// The form of the matrices of an evaluated model.
     weights: WeightChoice,
-    /// What decides the results and depends on the machine, by name.
+    /// Settings that decide the results and depend on the machine, by name.
     deciding: BTreeMap<String, String>,
 }
 
-/// Refuses a run that several ranks cannot share.
+/// Refuses a settled run that several ranks cannot share, before anything is written.
 ///
 /// # Errors
-/// Fails for a training.
-pub(super) fn check_settings(settings: &Settings, ranks: &Ranks) -> Result<(), Failure> {
-    if ranks.is_alone() || settings.recovery.is_none() {
+/// Fails for a plan with GPUs.
+pub(super) fn check(job: &SettledRun) -> Result<(), Failure> {
+    if job.ranks.is_alone() || job.plan.devices.len() <= 1 {
         return Ok(());
     }
-    Err(Failure::usage(format!("`prune recover` runs on one rank, and this is {ranks:?}"))
-        .hint("start it once, without mpirun or with `srun -n 1`"))
+    Err(Failure::usage("several ranks compute on their CPUs only, and this plan has a GPU")
+        .hint("add --use-cpu, or start one rank with `srun -n 1`"))
 }
 
 /// Shares a settled run with the other ranks.
 ///
 /// # Errors
-/// Fails for a plan with GPUs, and when a rank has left.
+/// Fails when a rank has left.
 pub(super) fn share(job: &SettledRun, outputs: &Outputs<'_>) -> Result<()> {
     if job.ranks.is_alone() {
         return Ok(());
-    }
-    if job.plan.devices.len() > 1 {
-        return Err(Failure::usage(
-            "several ranks compute on their CPUs only, and this plan has a GPU",
-        )
-        .hint("add --use-cpu, or start one rank with `srun -n 1`")
-        .into());
     }
     let begun =
         RunState::begin(&job.settings.arguments, job.model.started_unix_seconds, &job.deciding);
@@ -110,7 +103,7 @@ pub(super) fn share(job: &SettledRun, outputs: &Outputs<'_>) -> Result<()> {
         },
         deciding: same_run::late(&job.texts, &job.model, &job.settings.device, &job.plan),
     };
-    job.ranks.from_first(Some(&Start::Run(Box::new(shared)))).map(drop)
+    job.ranks.tell_others(&Start::Run(Box::new(shared)))
 }
 
 /// Tells the other ranks that the run had finished already.
@@ -121,7 +114,7 @@ pub(super) fn share_finished(manifest: &Manifest, ranks: &Ranks) -> Result<()> {
     if ranks.is_alone() {
         return Ok(());
     }
-    ranks.from_first(Some(&Start::Finished(Box::new(manifest.clone())))).map(drop)
+    ranks.tell_others(&Start::Finished(Box::new(manifest.clone())))
 }
 
 /// Sweeps with the first rank, and returns its record.
@@ -135,7 +128,7 @@ pub(super) fn run(settings: Settings, ranks: &Ranks, events: &dyn Events) -> Res
         is_resumable: true,
         has_begun: true,
     })));
-    let shared = match ranks.from_first(None)? {
+    let shared = match ranks.hear_first()? {
         Start::Run(shared) => *shared,
         Start::Finished(manifest) => return Ok(*manifest),
     };
@@ -148,13 +141,14 @@ pub(super) fn run(settings: Settings, ranks: &Ranks, events: &dyn Events) -> Res
         Outputs { layers_before: layers, of_first: Some(first), ..Outputs::default() };
     match &job.task {
         RunTask::Prune(pruning) => drop(sweep(&job, pruning, &mut outputs, None, events)?),
+        // A training does not come here: it runs in one process.
         RunTask::Measure(_) | RunTask::Recover(_) => {
             let mut streams = Streams::embed(&job, &outputs, events)?;
             streams.sweep(&job, None, None, events)?;
         }
     }
     rank_reports::gather(ranks, &job.model)?;
-    ranks.from_first(None)
+    ranks.hear_first()
 }
 
 impl SharedRun {

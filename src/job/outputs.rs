@@ -25,7 +25,7 @@ pub(super) struct Outputs<'a> {
     pub(super) state: Option<StateFile<'a>>,
     /// The layers that an earlier process finished.
     pub(super) layers_before: Vec<LayerReport>,
-    /// What another rank writes; `None` on the rank that writes.
+    /// The files that the first rank writes; `None` on the first rank.
     pub(super) of_first: Option<FirstRank>,
 }
 

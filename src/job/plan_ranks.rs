@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Every rank reads all weights from the storage that all share, and scores or solves all matrices. Messages do not overlap with computing.
-//! The writing of the model is in every row: the first rank does it.
+//! Ranks compute on their CPUs. The writing of the model is in every row: the first rank does it.
 
 use anyhow::Result;
 
@@ -28,6 +28,7 @@ pub fn rank_table(
     events: &dyn Events,
 ) -> Result<Vec<RankRow>> {
     let mut machine_of_rank = inventory(settings)?;
+    machine_of_rank.gpus.clear();
     let subject = Subject::of_settings(settings, events)?;
     let whole = run_shape(settings, &subject, machine_of_rank.cpu.threads)?;
     let policy = machine::policy(&settings.run.device)?;

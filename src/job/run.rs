@@ -109,7 +109,6 @@ pub(super) fn run(
 ) -> Result<Manifest> {
     let ranks = given.ranks.clone();
     let recorder = Recorder::new(events).among(&ranks);
-    members::check_settings(&settings, &ranks)?;
     settings.device.threads = machine::threads_beside(settings.device.threads, &ranks);
     if !ranks.is_first() {
         return members::run(settings, &ranks, &recorder);
@@ -126,6 +125,7 @@ pub(super) fn run(
             return Ok(*manifest);
         }
     };
+    members::check(&job)?;
     job.announce(&recorder);
     let peak = profile::measure_peak(&job);
     let manifest = match &job.task {
@@ -148,9 +148,7 @@ pub(super) fn run(
         }
     };
     interruption::is_over(&recorder);
-    if !ranks.is_alone() {
-        ranks.from_first(Some(&manifest))?;
-    }
+    ranks.tell_others(&manifest)?;
     Ok(manifest)
 }
 

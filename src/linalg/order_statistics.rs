@@ -1,8 +1,8 @@
 //! Order statistics of magnitudes, exact, in two reads of the values and without sorting.
 //!
 //! The bits of |x| order like |x| (IEEE 754 §5.10), and a turn of the bits of negative x makes them order like x. The first read counts
-//! the upper 16 bits, which finds the bin of the wanted position. The second read counts the lower 16 bits of the values in that bin. Counts of several tensors are added, so a search
-//! among all weights of a model needs no more memory than a search in a single tensor.
+//! the upper 16 bits, which finds the bin of the wanted position. The second read counts the lower 16 bits of the values in that bin.
+//! Counts of several tensors are added, so a search among all weights of a model needs no more memory than a search in a single tensor.
 
 /// Values of the bits that the first read counts.
 const UPPER_BINS: usize = 1 << 16;

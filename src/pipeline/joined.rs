@@ -101,7 +101,7 @@ fn numbers(kind: &'static dyn StatisticsKind, width: usize) -> usize {
     }
 }
 
-/// What this rank has observed of its own samples, in their order.
+/// Observations of this rank's own samples, in their order.
 pub(super) struct OwnSamples<'a> {
     ranks: &'a Ranks,
     share: &'a SampleShare,
@@ -162,10 +162,11 @@ impl<'a> OwnSamples<'a> {
                 }
             }
         }
-        let own: Vec<Vec<f32>> = self.rows.iter().map(SampleRows::all).collect();
+        let observed = |point: InputId| points[point].is_some();
+        let own: Vec<Vec<f32>> = self.rows.iter().map(|rows| rows.of(&observed)).collect();
         let all = in_order(self.ranks, self.share, &own)?;
         let samples = all.into_iter().enumerate();
-        Ok(samples.map(|(sample, rows)| new(sample).with_all(&rows)).collect())
+        Ok(samples.map(|(sample, rows)| new(sample).with(&observed, &rows)).collect())
     }
 }
 

@@ -102,20 +102,21 @@ impl SampleRows {
         &self.chosen
     }
 
-    /// The kept rows of all points, in the order of the points.
-    pub(super) fn all(&self) -> Vec<f32> {
-        self.points.values().flat_map(|point| &point.rows).copied().collect()
+    /// The kept rows of the points that are asked for, in the order of the points.
+    pub(super) fn of(&self, is_asked: &dyn Fn(InputId) -> bool) -> Vec<f32> {
+        let asked = InputId::ALL.into_iter().filter(|point| is_asked(*point));
+        asked.flat_map(|point| &self.points[point].rows).copied().collect()
     }
 
-    /// The same with the kept rows of all points, from [`SampleRows::all`].
+    /// The same with the kept rows of these points, from [`SampleRows::of`].
     #[must_use]
-    pub(super) fn with_all(mut self, mut all: &[f32]) -> Self {
+    pub(super) fn with(mut self, is_asked: &dyn Fn(InputId) -> bool, mut rows: &[f32]) -> Self {
         let chosen = self.chosen.len();
-        self.points = self.points.map(|_, point| {
-            let (own, rest) = all.split_at((chosen * point.width).min(all.len()));
-            all = rest;
-            Point { rows: own.to_vec(), ..point }
-        });
+        for point in InputId::ALL.into_iter().filter(|point| is_asked(*point)) {
+            let own = &mut self.points[point];
+            let (now, later) = rows.split_at((chosen * own.width).min(rows.len()));
+            (own.rows, rows) = (now.to_vec(), later);
+        }
         self
     }
 

@@ -8,7 +8,7 @@ use super::Ranks;
 use super::mpi;
 use crate::failure::Failure;
 
-/// The variables in which launchers tell the number of processes: Open MPI's, those of MPICH and of its relatives, Slurm's for a step.
+/// The variables in which launchers tell the number of processes: of Open MPI, of MPICH and its relatives, and of Slurm for a step.
 /// The variables of a Slurm *job* are not among them: a batch script has them, too.
 const SIZES: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"];
 

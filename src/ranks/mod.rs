@@ -20,7 +20,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, anyhow, ensure};
+use anyhow::{Context, Result, ensure};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -186,12 +186,12 @@ impl Ranks {
 
     /// The number of this rank, from 0 on.
     pub fn rank(&self) -> usize {
-        self.connection.as_ref().map_or(0, |group| group.rank)
+        self.connection.as_ref().map_or(0, |connection| connection.rank)
     }
 
     /// The number of ranks.
     pub fn size(&self) -> usize {
-        self.connection.as_ref().map_or(1, |group| group.size)
+        self.connection.as_ref().map_or(1, |connection| connection.size)
     }
 
     /// Returns whether this process is the whole run.
@@ -207,11 +207,13 @@ impl Ranks {
     /// The communication so far.
     pub fn traffic(&self) -> Traffic {
         let count = |of: fn(&Connection) -> &AtomicU64| {
-            self.connection.as_deref().map_or(0, |group| of(group).load(Ordering::Relaxed))
+            self.connection
+                .as_deref()
+                .map_or(0, |connection| of(connection).load(Ordering::Relaxed))
         };
         Traffic {
-            bytes_sent: count(|group| &group.sent),
-            waited_seconds: count(|group| &group.waited_nanoseconds) as f64 / 1e9,
+            bytes_sent: count(|connection| &connection.sent),
+            waited_seconds: count(|connection| &connection.waited_nanoseconds) as f64 / 1e9,
         }
     }
 
@@ -220,17 +222,17 @@ impl Ranks {
     /// # Errors
     /// Fails when a rank has left.
     pub fn all_gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let Some(group) = &self.connection else {
+        let Some(connection) = &self.connection else {
             return Ok(vec![own.to_vec()]);
         };
-        for to in group.others() {
-            group.send(to, own)?;
+        for to in connection.others() {
+            connection.send(to, own)?;
         }
-        let mut gathered = Vec::with_capacity(group.size);
-        for from in 0..group.size {
-            gathered.push(match from == group.rank {
+        let mut gathered = Vec::with_capacity(connection.size);
+        for from in 0..connection.size {
+            gathered.push(match from == connection.rank {
                 true => own.to_vec(),
-                false => group.receive(from)?,
+                false => connection.receive(from)?,
             });
         }
         Ok(gathered)
@@ -245,24 +247,25 @@ impl Ranks {
         gathered.iter().map(|bytes| Ok(serde_json::from_slice(bytes)?)).collect()
     }
 
-    /// The value of the first rank; `own` is `Some` there.
+    /// Sends a value to all other ranks, which call [`Ranks::hear_first`]. Only the first rank calls it.
     ///
     /// # Errors
-    /// Fails when a rank has left, and for values that JSON cannot hold.
-    pub fn from_first<T: Serialize + DeserializeOwned>(&self, own: Option<&T>) -> Result<T> {
-        let own = own.map(serde_json::to_vec).transpose()?;
-        let bytes = match (&self.connection, own) {
-            (None, Some(own)) => own,
-            (Some(group), Some(own)) => {
-                for to in group.others() {
-                    group.send(to, &own)?;
-                }
-                own
-            }
-            (Some(group), None) => group.receive(0)?,
-            (None, None) => return Err(anyhow!("the first rank has the value")),
+    /// Fails when the door is closed, and for values that JSON cannot hold.
+    pub fn tell_others<T: Serialize>(&self, value: &T) -> Result<()> {
+        let Some(connection) = &self.connection else {
+            return Ok(());
         };
-        Ok(serde_json::from_slice(&bytes)?)
+        let bytes = serde_json::to_vec(value)?;
+        connection.others().try_for_each(|to| connection.send(to, &bytes))
+    }
+
+    /// Waits for the value that the first rank tells. All other ranks call it.
+    ///
+    /// # Errors
+    /// Fails when a rank has left, for a value of another type, and on a rank that is alone.
+    pub fn hear_first<T: DeserializeOwned>(&self) -> Result<T> {
+        let connection = self.connection.as_ref().context("a rank that is alone hears nothing")?;
+        Ok(serde_json::from_slice(&connection.receive(0)?)?)
     }
 
     /// Sends a part to each rank and returns the parts from each rank. `part` makes the bytes for a rank; a rank's own part is not sent.
@@ -270,37 +273,37 @@ impl Ranks {
     /// # Errors
     /// Fails when a rank has left.
     pub fn exchange(&self, part: &dyn Fn(usize) -> Vec<u8>) -> Result<Vec<Vec<u8>>> {
-        let Some(group) = &self.connection else {
+        let Some(connection) = &self.connection else {
             return Ok(vec![part(0)]);
         };
-        for to in group.others() {
-            group.send(to, &part(to))?;
+        for to in connection.others() {
+            connection.send(to, &part(to))?;
         }
-        let from = |from: usize| match from == group.rank {
+        let from = |from: usize| match from == connection.rank {
             true => Ok(part(from)),
-            false => group.receive(from),
+            false => connection.receive(from),
         };
-        (0..group.size).map(from).collect()
+        (0..connection.size).map(from).collect()
     }
 
     /// Tells all ranks that this rank leaves the run early. They end as soon as they wait for a message.
     pub fn leave(&self, error: Option<String>) {
-        if let Some(group) = &self.connection {
-            let departure = Departure { rank: group.rank, error };
-            for to in group.others() {
+        if let Some(connection) = &self.connection {
+            let departure = Departure { rank: connection.rank, error };
+            for to in connection.others() {
                 // A door that is closed has told it.
-                let _ = group.door.send(to, Parcel::Leave(departure.clone()));
+                let _ = connection.door.send(to, Parcel::Leave(departure.clone()));
             }
         }
     }
 
     /// Returns the departure of another rank that has left the run.
     pub fn departure(&self) -> Option<Departure> {
-        let Some(group) = &self.connection else {
+        let Some(connection) = &self.connection else {
             return None;
         };
         // A rank that waits for a message sees departures itself.
-        let Ok(mut inbox) = group.inbox.try_lock() else {
+        let Ok(mut inbox) = connection.inbox.try_lock() else {
             return None;
         };
         while let Ok(arrival) = inbox.arrivals.try_recv() {
@@ -311,8 +314,8 @@ impl Ranks {
 
     /// Ends the communication at the end of a run.
     pub fn close(&self) {
-        if let Some(group) = &self.connection {
-            group.door.close();
+        if let Some(connection) = &self.connection {
+            connection.door.close();
         }
     }
 }
@@ -396,8 +399,12 @@ mod tests {
                 let bytes = ranks.all_gather(&own)?;
                 let lengths: Vec<usize> = bytes.iter().map(Vec::len).collect();
                 let parts = ranks.exchange(&|to| vec![ranks.rank() as u8, to as u8])?;
-                let first = (ranks.is_first()).then(|| "from the first".to_string());
-                Ok((lengths, parts, ranks.from_first(first.as_ref())?))
+                let first = "from the first".to_string();
+                let heard = match ranks.is_first() {
+                    true => ranks.tell_others(&first).map(|()| first)?,
+                    false => ranks.hear_first()?,
+                };
+                Ok((lengths, parts, heard))
             });
             for (rank, outcome) in gathered.into_iter().enumerate() {
                 let (lengths, parts, first) = outcome.unwrap();

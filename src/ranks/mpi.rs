@@ -2,7 +2,8 @@
 //!
 //! The thread never waits inside MPI for another rank: it sends without blocking, looks for messages, and sleeps between two looks, so it
 //! leaves the processors to the work. It receives at any time, so a message never waits for a rank that computes. Every [`BEAT`] it
-//! tells all ranks that it lives. A rank that is silent for [`SILENCE`] ends the job.
+//! tells all ranks that it lives. A rank that is silent for [`SILENCE`] ends the job. Time in which this thread itself was suspended, with
+//! the whole job perhaps, does not count.
 //!
 //! | call | use |
 //! | --- | --- |
@@ -27,6 +28,8 @@ use crate::failure::Failure;
 const BEAT: Duration = Duration::from_secs(5);
 /// The silence of a rank that ends the job.
 const SILENCE: Duration = Duration::from_secs(60);
+/// The time between two looks that only a suspended thread has.
+const SUSPENDED: Duration = Duration::from_secs(20);
 /// The time in which all ranks have to end after the first of them has ended.
 const FAREWELL: Duration = Duration::from_secs(30);
 /// Looks without a message before the thread sleeps between them.
@@ -133,6 +136,7 @@ struct Service<'w> {
     heard: Vec<Instant>,
     gone: Vec<bool>,
     last_beat: Instant,
+    last_look: Instant,
     /// The time of this rank's farewell.
     closed: Option<Instant>,
 }
@@ -147,6 +151,7 @@ impl<'w> Service<'w> {
             heard: vec![now; size],
             gone: vec![false; size],
             last_beat: now,
+            last_look: now,
             closed: None,
         }
     }
@@ -265,6 +270,10 @@ impl<'w> Service<'w> {
 
     /// Ends the job where a rank has been silent for too long.
     fn check_silence(&mut self) {
+        let now = Instant::now();
+        if now.duration_since(std::mem::replace(&mut self.last_look, now)) > SUSPENDED {
+            self.heard.fill(now);
+        }
         let silent =
             self.others().find(|&rank| !self.gone[rank] && self.heard[rank].elapsed() > SILENCE);
         if let Some(rank) = silent {

@@ -13,6 +13,7 @@ use prune::pruning::methods::METHODS;
 use prune::ranks::{Ranks, threads};
 use prune::run::{Manifest, Silent};
 use prune::synthetic::RandomCheckpoint;
+use serde_json::Value;
 
 use crate::support::{Place, settings_of};
 
@@ -161,6 +162,37 @@ fn a_rank_sends_the_numbers_of_its_samples_and_no_hidden_state() {
         sent > expected && sent < 1.02 * expected + 2000.0,
         "{sent} bytes, expected {expected}"
     );
+}
+
+#[test]
+fn a_plan_of_ranks_has_the_bytes_of_the_formula_and_less_time_and_memory() {
+    let place = Place::empty();
+    let rows = |method: &str| -> Vec<Value> {
+        let ran = place.run(&format!(
+            "plan --shape llama-2-7b --prune-method {method} --nsamples 128 --ranks 6 --max-memory cpu=60GiB --json"
+        ));
+        assert_eq!(ran.code, 0, "{}", ran.stderr);
+        serde_json::from_str(&ran.stdout).expect("a table")
+    };
+    let number = |row: &Value, name: &str| row[name].as_f64().expect("a number");
+    let wanda = rows("wanda");
+    let sizes: Vec<f64> = wanda.iter().map(|row| number(row, "ranks")).collect();
+    assert_eq!(sizes, [1.0, 2.0, 4.0, 6.0]);
+    // 32 layers with inputs of 3 · 4096 + 11008 columns; half of 128 samples, and of 256 rows of output errors.
+    let columns = 23_296.0;
+    let expected = 32.0 * columns * (64.0 * 8.0 + 128.0 * 4.0);
+    assert_eq!([0, 1].map(|at| number(&wanda[at], "bytes_sent")), [0.0, expected]);
+    for pair in wanda.windows(2) {
+        for name in ["seconds", "peak"] {
+            assert!(number(&pair[1], name) < number(&pair[0], name), "{name}: {pair:?}");
+        }
+    }
+    let sparsegpt = rows("sparsegpt");
+    // Sums and squares of columns, and 17 shares of G: 16 rounds, and the whole.
+    let grams = 2.0 * (3.0 * 4096.0 * 4096.0 + 11_008.0 * 11_008.0) * 17.0 / 2.0;
+    let sent = number(&sparsegpt[1], "bytes_sent");
+    let least = expected + 32.0 * (columns * 64.0 * 8.0 + grams);
+    assert!(sent >= least && sent < 1.05 * least, "{sent}, at least {least}");
 }
 
 #[test]

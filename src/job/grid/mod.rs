@@ -15,7 +15,7 @@
 mod cells;
 mod dense;
 mod messages;
-mod records;
+pub(super) mod records;
 mod table;
 mod together;
 

@@ -88,7 +88,7 @@ fn unreadable(path: &Path, why: &dyn std::fmt::Display) -> Failure {
 }
 
 /// The record of a finished run; `None` if the folder has no such record.
-pub(super) fn manifest(folder: &Path) -> Result<Option<Manifest>> {
+pub(in crate::job) fn manifest(folder: &Path) -> Result<Option<Manifest>> {
     Ok(read_json(&folder.join(MANIFEST))?)
 }
 

@@ -4,11 +4,13 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use serde_json::Value;
 
 use super::merge_recipe::merge_recipe;
 use super::resolved::read_recipes;
+use crate::checkpoint::CONFIG_FILE;
 use crate::failure::Failure;
+use crate::job::folder::MODEL;
+use crate::job::grid::records;
 use crate::merging::recipe::Recipe;
 use crate::run::{Events, Manifest};
 use crate::settings::{MergeEval, MergeSettings};
@@ -36,7 +38,7 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
         };
         let folder = save.join(MERGES).join(&name);
         events.note(format!("merge        {} of {count}: `{name}`", at + 1));
-        if !settings.force && is_finished(&folder, &recipe, &settings) {
+        if !settings.force && is_finished(&folder, &recipe, &settings)? {
             events.note(format!("`{}` is finished already", folder.display()));
         } else {
             let own = MergeSettings {
@@ -48,7 +50,7 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
             };
             merge_recipe(own, recipe, events)?;
         }
-        let model = folder.join("model");
+        let model = folder.join(MODEL);
         recipes[at + 1..].iter_mut().for_each(|later| later.read_from(&name, &model));
     }
     if count > 1 {
@@ -58,16 +60,19 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
     merge_recipe(settings, last, events)
 }
 
-/// Returns whether the record of a folder says that this command has finished this recipe.
-fn is_finished(folder: &Path, recipe: &Recipe, settings: &MergeSettings) -> bool {
-    let record = std::fs::read_to_string(folder.join("run.json"));
-    let record: Option<Value> = record.ok().and_then(|text| serde_json::from_str(&text).ok());
+/// Returns whether the record of a folder says that this command has finished this recipe, and the model is there.
+///
+/// # Errors
+/// Fails for a damaged record.
+fn is_finished(folder: &Path, recipe: &Recipe, settings: &MergeSettings) -> Result<bool> {
+    let is_published = folder.join(MODEL).join(CONFIG_FILE).is_file();
+    let Some(record) = records::manifest(folder)?.filter(|_| is_published) else {
+        return Ok(false);
+    };
     let arguments = |of: &[String]| -> Vec<String> {
         of.iter().filter(|of| *of != "--resume").cloned().collect()
     };
-    record.is_some_and(|record| {
-        let own: Option<Vec<String>> = serde_json::from_value(record["arguments"].clone()).ok();
-        own.is_some_and(|own| arguments(&own) == arguments(&settings.arguments))
-            && record["merge"]["recipe"].as_str() == Some(&recipe.to_yaml(str::to_string))
-    })
+    let merged = record.merge.as_ref().map(|merge| &merge.recipe);
+    Ok(arguments(&record.arguments) == arguments(&settings.arguments)
+        && merged == Some(&recipe.to_yaml(str::to_string)))
 }

@@ -17,7 +17,6 @@ use super::group::Group;
 use super::method::{BoxedMerge, MergeMethod, RowBlock, TensorMerge, TensorTask};
 use super::mixer::Mixer;
 use super::softmax::SoftmaxDivergence;
-use crate::failure::Failure;
 use crate::linalg::order_statistics::{Counts, Search, from_signed_key, signed_key};
 use crate::merging::recipe::{BaseModel, Declaration};
 
@@ -44,14 +43,7 @@ impl MergeMethod for ArceeFusion {
     }
 
     fn begin<'a>(&self, task: &TensorTask<'a>, _group: &'a Group) -> Result<BoxedMerge<'a>> {
-        let (Some(base), Some((other, _))) = (task.base, task.experts().next()) else {
-            return Err(Failure::new(format!(
-                "arcee_fusion of tensor `{}` needs the base model and another one",
-                task.name
-            ))
-            .detail(format!("{} models are given", task.sources.len()))
-            .into());
-        };
+        let [base, other] = task.base_and_other("arcee_fusion")?;
         let last = task.elements() - 1;
         Ok(Box::new(Fusion {
             columns: task.columns,

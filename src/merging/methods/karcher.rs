@@ -8,7 +8,7 @@
 //! W   = mean of all norms · m
 //! ```
 //!
-//! m and v are combinations of the models, so their lengths and angles follow from the products of the models. ScalarProducts are f64 sums over
+//! m and v are combinations of the models, so their lengths and angles follow from the products of the models. Products are f64 sums over
 //! all elements; the steps are f64, where mergekit's are f32, but a cosine is rounded to f32 as there. A base model in the recipe
 //! counts as a model.
 //!

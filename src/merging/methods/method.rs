@@ -6,6 +6,7 @@ use serde::Serialize;
 
 use super::group::Group;
 use super::mixer::Mixer;
+use crate::failure::Failure;
 use crate::merging::recipe::{Declaration, ParameterValues};
 
 /// The merge of a tensor by any method.
@@ -106,6 +107,21 @@ impl<'a> TensorTask<'a> {
     pub fn experts(&self) -> impl Iterator<Item = (usize, &'a SourceTask<'a>)> + use<'a> {
         let base = self.base;
         self.sources.iter().enumerate().filter(move |(at, _)| Some(*at) != base)
+    }
+
+    /// The indices of the base and of the first model beside it, for a method of two models.
+    ///
+    /// # Errors
+    /// Fails where either is missing.
+    pub fn base_and_other(&self, method: &str) -> Result<[usize; 2], Failure> {
+        match (self.base, self.experts().next()) {
+            (Some(base), Some((other, _))) => Ok([base, other]),
+            _ => Err(Failure::new(format!(
+                "{method} of tensor `{}` needs the base model and another one",
+                self.name
+            ))
+            .detail(format!("{} models are given", self.sources.len()))),
+        }
     }
 
     /// Elements of the tensor.

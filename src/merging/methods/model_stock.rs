@@ -5,7 +5,7 @@
 //! cos θ: the mean over all pairs of experts of D_s·D_t / (|D_s| |D_t|), D_t = W_t − W₀, n experts
 //! ```
 //!
-//! The angle belongs to the whole tensor, or to a row with `filter_wise`. ScalarProducts of norms below 1e-6 count as 1e-6. If the denominator
+//! The angle belongs to the whole tensor, or to a row with `filter_wise`. Products of norms below 1e-6 count as 1e-6. If the denominator
 //! is below 1e-6, the base stays.
 //!
 //! Source: D.-H. Jang, S. Yun, D. Han, "Model stock" (2024, arXiv:2403.19522), equation 2; mergekit 0.1.5, `merge_methods/model_stock.py`.

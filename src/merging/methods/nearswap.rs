@@ -13,7 +13,6 @@ use anyhow::Result;
 use super::group::Group;
 use super::method::{BoxedMerge, MergeMethod, RowBlock, TensorMerge, TensorTask};
 use super::mixer::Mixer;
-use crate::failure::Failure;
 use crate::merging::recipe::{BaseModel, Declaration, Parameter, WhenMissing};
 
 /// Smaller distances count as this.
@@ -38,14 +37,7 @@ impl MergeMethod for Nearswap {
     }
 
     fn begin<'a>(&self, task: &TensorTask<'a>, _group: &'a Group) -> Result<BoxedMerge<'a>> {
-        let (Some(base), Some((other, _))) = (task.base, task.experts().next()) else {
-            return Err(Failure::new(format!(
-                "nearswap of tensor `{}` needs the base model and another one",
-                task.name
-            ))
-            .detail(format!("{} models are given", task.sources.len()))
-            .into());
-        };
+        let [base, other] = task.base_and_other("nearswap")?;
         Ok(Box::new(Swap { reach: task.shared.number(Parameter::T) as f32, base, other }))
     }
 }

@@ -7,7 +7,7 @@
 //!
 //! A vector is a whole tensor (`nuslerp_flatten`, the default), else a row, or a column with `nuslerp_row_wise`: the name is mergekit's. A
 //! tensor of one row is a single vector in both cases. Norms up to 1e-7 count as 1e-7. Where cos θ is 1 or −1 in f32,
-//! W = W₀ + (1 − t) X₁ + t X₂. A sum of the weights below 1e-6 gives t = ½. ScalarProducts are f64 sums.
+//! W = W₀ + (1 − t) X₁ + t X₂. A sum of the weights below 1e-6 gives t = ½. Products are f64 sums.
 //!
 //! Source: mergekit 0.1.5, `merge_methods/nuslerp.py`.
 

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! A vector X_t is a whole tensor, or a row. Every number that such a rule needs (norms, angles, means on a sphere) is a product of
-//! combinations, so one read of the models is enough for any number of steps. ScalarProducts and factors are f64, the sum is f32.
+//! combinations, so one read of the models is enough for any number of steps. Products and factors are f64, the sum is f32.
 
 use anyhow::Result;
 

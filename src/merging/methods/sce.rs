@@ -7,7 +7,7 @@
 //! W   = W₀ + Σ_t e_t D_t [sign D_t = s] / Σ_t e_t [sign D_t = s]                      the divisor is at least 1e-6
 //! ```
 //!
-//! The variance of an entry is that of its n values (divided by n), in f64 by Welford's recurrence and rounded to f32, as PyTorch computes it. k is
+//! The variance of the n values of an entry (divided by n) is computed in f64 by Welford's recurrence and rounded to f32, as PyTorch computes it. k is
 //! an f32 product. Of equal variances at the edge, the first in the tensor are kept; PyTorch keeps any of them. Two reads find the edge,
 //! a third adds up the energies. Without a selection, one read is enough.
 //!

@@ -16,7 +16,6 @@ use super::linear::Average;
 use super::method::{BoxedMerge, MergeMethod, RowBlock, TensorMerge, TensorTask};
 use super::mixer::Mixer;
 use super::sums::dot;
-use crate::failure::Failure;
 use crate::merging::recipe::{BaseModel, Declaration, Parameter, WhenMissing};
 
 /// Above this |cos θ|, directions count as parallel.
@@ -43,14 +42,7 @@ impl MergeMethod for Slerp {
     }
 
     fn begin<'a>(&self, task: &TensorTask<'a>, _group: &'a Group) -> Result<BoxedMerge<'a>> {
-        let (Some(base), Some((other, _))) = (task.base, task.experts().next()) else {
-            return Err(Failure::new(format!(
-                "slerp of tensor `{}` needs the base model and another one",
-                task.name
-            ))
-            .detail(format!("{} models are given", task.sources.len()))
-            .into());
-        };
+        let [base, other] = task.base_and_other("slerp")?;
         Ok(Box::new(Arc {
             t: task.shared.number(Parameter::T),
             columns: task.columns,

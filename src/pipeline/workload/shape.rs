@@ -33,7 +33,8 @@ pub struct RunShape<'a> {
     pub samples: usize,
     /// Evaluation windows of a side.
     pub windows: usize,
-    /// The samples and windows of all ranks, where `samples` and `windows` are those of one rank; `None` for a run of a single process.
+    /// The samples and windows of all ranks. `samples` and `windows` count the largest share of a rank then. `None` for a run of a single
+    /// process.
     pub of_all_ranks: Option<[usize; 2]>,
     /// Sides that are evaluated.
     pub sides: &'a [Side],

@@ -66,7 +66,7 @@ fn succeeded(ran: &Ran) {
     assert_eq!(ran.code, 0, "{}", ran.stderr);
 }
 
-/// Compares every element with those of mergekit, within 1e-6 of the largest of its tensor.
+/// Compares every element with mergekit's element, within 1e-6 of the largest element of its tensor.
 #[track_caller]
 fn assert_near(ours: &Tensors, theirs: &Tensors, case: &str) {
     assert_eq!(ours.keys().collect::<Vec<_>>(), theirs.keys().collect::<Vec<_>>(), "{case}");
@@ -145,7 +145,7 @@ fn a_file_of_two_recipes_is_two_merges() {
     succeeded(&place.run("merge two.yml --save alone"));
     assert_eq!(model(&place, "out/merges/half/model"), model(&place, "half/model"));
     assert_eq!(last, model(&place, "alone/model"));
-    // An interrupted file goes on after the merges that are finished.
+    // An interrupted file resumes after the merges that are finished.
     fs::remove_dir_all(place.path("out/model")).expect("it was there");
     fs::remove_file(place.path("out/run.json")).expect("it was there");
     let again = place.run("merge r.yml --save out --force").stderr;

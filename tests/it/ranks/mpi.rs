@@ -57,6 +57,13 @@ fn ranks_of_mpi_have_the_bits_of_one_process() {
                 "one rank prints: {}",
                 String::from_utf8_lossy(&ran.stdout)
             );
+            let manifest = place.manifest(&save);
+            let planned = manifest.plan.as_ref().and_then(|plan| plan.cpu()).expect("a plan").peak;
+            for rank in &manifest.ranks {
+                let peak = rank.peak_anonymous.expect("Linux tells it");
+                let limit = planned.0 as f64 * 1.1;
+                assert!(peak.0 as f64 <= limit, "rank {}: {peak}, planned {planned}", rank.rank);
+            }
             let (first, other) = (format!("{method}-0"), &save);
             assert_eq!(outcome(&place.manifest(other)), outcome(&place.manifest(&first)));
             assert_eq!(files(&place, other), files(&place, &first));
