@@ -119,14 +119,18 @@ fn median(mut times: Vec<f64>) -> f64 {
 
 /// All forms of `count` random matrices, the loop that only reads first, then dense.
 fn forms(count: usize, [rows, columns]: [usize; 2], zeros: f64) -> Vec<Form> {
+    let kept = KeptForm::Stored(StoredDtype::Bf16);
     let dense: Vec<StoredMatrix> =
         (0..count).map(|seed| random([rows, columns], zeros, seed as u64)).collect();
-    let compact = |form: KeptForm| -> Vec<Linear> {
-        let of_matrix = |matrix: &StoredMatrix| {
-            let compact = CompactMatrix::of(matrix, form).expect("finite weights");
-            Linear::new(Weight::Compact(compact), None)
-        };
-        dense.iter().map(of_matrix).collect()
+    let compact_of = |matrix: &StoredMatrix, form: KeptForm| {
+        let compact = CompactMatrix::of(matrix, form).expect("finite weights");
+        Linear::new(Weight::Compact(compact), None)
+    };
+    let compact = |form| -> Vec<Linear> { dense.iter().map(|of| compact_of(of, form)).collect() };
+    let two_of_four = || -> Vec<Linear> {
+        let matrices =
+            (0..count).map(|seed| keep_two_of_four(random([rows, columns], 0.0, seed as u64)));
+        matrices.map(|matrix| compact_of(&matrix, kept)).collect()
     };
     let stored = || dense.iter().map(|matrix| Linear::new(matrix.clone(), None)).collect();
     let context = |products, activations| {
@@ -135,7 +139,6 @@ fn forms(count: usize, [rows, columns]: [usize; 2], zeros: f64) -> Vec<Form> {
         Some(context)
     };
     let (f32, int8) = (CodedActivations::F32, CodedActivations::Int8);
-    let kept = KeptForm::Stored(StoredDtype::Bf16);
     let mut forms = vec![
         Form { name: "only read", matrices: stored(), context: None },
         Form { name: "dense", matrices: stored(), context: context(Products::F32, f32) },
@@ -145,6 +148,11 @@ fn forms(count: usize, [rows, columns]: [usize; 2], zeros: f64) -> Vec<Form> {
         forms.push(Form { name: "dense, bf16 x", matrices: stored(), context: context(bf16, f32) });
         let matrices = compact(kept);
         forms.push(Form { name: "compact, bf16 x", matrices, context: context(bf16, f32) });
+    }
+    if zeros == 0.5 {
+        let products = Kernel::best_bf16().map_or(Products::F32, Products::Bf16);
+        let context = context(products, f32);
+        forms.push(Form { name: "compact, 2:4", matrices: two_of_four(), context });
     }
     for (name, activations) in [("int8", int8), ("int8, f32 x", f32)] {
         let matrices = compact(KeptForm::Codes);
@@ -166,6 +174,15 @@ fn random([rows, columns]: [usize; 2], zeros: f64, seed: u64) -> StoredMatrix {
             let weight = (state & 0xffff) as f32 / 65536.0 - 0.5;
             *element = bf16::from_f32(weight).to_le_bytes();
         }
+    }
+    matrix
+}
+
+/// Zeros two of four weights: the first and the last of each group, or the two between them, in turn.
+fn keep_two_of_four(mut matrix: StoredMatrix) -> StoredMatrix {
+    for (group, weights) in matrix.as_bytes_mut().as_chunks_mut::<8>().0.iter_mut().enumerate() {
+        let zeroed = if group % 3 == 0 { [0, 3] } else { [1, 2] };
+        zeroed.into_iter().for_each(|at| weights[2 * at..2 * at + 2].fill(0));
     }
     matrix
 }
