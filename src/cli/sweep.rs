@@ -247,7 +247,7 @@ pub fn command(args: &SweepArgs, arguments: Vec<String>, console: &Console) -> R
     console.note(format!("page         {}", outcome.page.display()));
     if outcome.elsewhere > 0 {
         console.note(format!(
-            "{} cells of other shards are not finished; the last process writes the table of all",
+            "{} cells of other processes are not finished; the last process writes the table of all",
             outcome.elsewhere
         ));
     }

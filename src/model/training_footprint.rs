@@ -40,15 +40,21 @@ pub struct TrainingBuffers<'a> {
     pub has_factors: bool,
     /// No layer computes activations again.
     pub is_kept: bool,
-    /// A teacher's logits are learned.
-    pub has_teacher: bool,
+    /// The shape of a teacher whose logits are learned, and the dtype of its head.
+    pub teacher: Option<(&'a ModelConfig, StoredDtype)>,
 }
 
 impl TrainingBuffers<'_> {
     /// Tokens whose logits exist at once, of so many models.
     fn tokens(&self, models: usize) -> usize {
         let at_most = ByteSize(self.settings.logits_bytes.0 / models as u64);
-        largest_tokens(self.seqlen, at_most, self.config.vocab_size)
+        largest_tokens(self.seqlen, at_most, self.largest(|config| config.vocab_size))
+    }
+
+    /// The larger size of model and teacher.
+    fn largest(&self, of: impl Fn(&ModelConfig) -> usize) -> usize {
+        let taught = self.teacher.map_or(0, |(config, _)| of(config));
+        of(self.config).max(taught)
     }
 
     /// Rows of the head that are multiplied at once: all, or as many as are read at once.
@@ -65,10 +71,11 @@ impl TrainingBuffers<'_> {
         let Self { config, settings, .. } = *self;
         let backward = backward_elements(config, self.seqlen, settings.mlp_tokens, self.is_kept);
         // Held-out examples have no teacher; their logits have no gradient, which needs a copy of bounded logits.
-        let copies = usize::from(self.has_teacher) + usize::from(config.logit_cap.is_some());
+        let copies = usize::from(self.teacher.is_some()) + usize::from(config.logit_cap.is_some());
+        let [width, vocabulary] =
+            [self.largest(|of| of.hidden_size), self.largest(|of| of.vocab_size)];
         let models = 1..=1 + copies;
-        let head = models
-            .map(|models| self.tokens(models) * (config.hidden_size + models * config.vocab_size));
+        let head = models.map(|models| self.tokens(models) * (width + models * vocabulary));
         let largest = head.max().unwrap_or(0).max(backward);
         let forward = footprint::activations(config, self.seqlen, settings);
         ByteSize::of(largest, F32).max(forward)
@@ -84,16 +91,19 @@ impl TrainingBuffers<'_> {
         let mut all = pass.forward_products(Vec::new());
         all.extend(pass.gradient_products(of_gradients, self.has_factors));
         let (rows, columns) = (self.head_rows(), config.hidden_size);
-        let product = |columns, inner| Product {
-            kernel: self.products.kernel(self.dtypes.head),
+        let product = |dtype, columns, inner| Product {
+            kernel: self.products.kernel(dtype),
             tokens: self.tokens(1),
             columns: vec![columns],
             inner,
             is_kept: false,
             is_in_parts: false,
         };
-        all.push(product(rows, columns));
-        all.push(product(columns, rows));
+        all.push(product(self.dtypes.head, rows, columns));
+        all.push(product(self.dtypes.head, columns, rows));
+        all.extend(self.teacher.map(|(of, dtype)| {
+            product(dtype, rows.min(of.vocab_size), of.hidden_size)
+        }));
         let read = match settings.head_rows {
             None => ByteSize::ZERO,
             Some(_) => ByteSize::of(rows * columns, self.dtypes.head.bytes()),

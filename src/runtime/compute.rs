@@ -96,6 +96,14 @@ impl<'a> Compute<'a> {
         &mut self.context
     }
 
+    /// The CPU for a model of another shape, with the settings and the arithmetic of this one.
+    pub fn on_cpu_for(&mut self, config: &ModelConfig, seqlen: usize) -> Compute<'a> {
+        let settings = self.context.settings().clone();
+        let products = self.context.workspace().product_context().products;
+        let context = LayerContext::with_settings(config, seqlen, settings);
+        Compute::on_cpu(context.with_products(products), self.events)
+    }
+
     /// Returns whether a device besides the CPU computes the last layer, and so the head.
     pub fn has_device_for_the_head(&self) -> bool {
         let last = self.devices.last();

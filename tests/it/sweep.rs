@@ -147,7 +147,7 @@ fn shards_make_the_table_of_one_process_whatever_their_order() {
     let second = sweep(&place, "--shard 2/2");
     assert_eq!(second.code, 0, "{}", second.stderr);
     assert!(
-        second.stderr.contains("3 cells of other shards are not finished"),
+        second.stderr.contains("3 cells of other processes are not finished"),
         "{}",
         second.stderr
     );
@@ -294,6 +294,48 @@ fn a_cell_that_fails_is_recorded_and_the_others_go_on() {
     assert_eq!(after.len(), 6);
     assert!(before.iter().all(|(cell, record)| after[cell] == *record));
     assert!(table(&place)["cells"][0].get("error").is_none());
+}
+
+#[test]
+fn an_impossible_cell_is_recorded_and_the_others_are_pruned() {
+    let place = Place::new();
+    let line = format!("sweep --model m --methods wanda --types 2:4,3:7 --save out {TEXTS}");
+    let ran = place.run(&line);
+    assert_eq!(ran.code, 1, "{}", ran.stderr);
+    assert!(
+        ran.stderr.contains("error: 1 of 2 cells failed\n  wanda-3of7-seed0\n"),
+        "{}",
+        ran.stderr
+    );
+    let json = table(&place);
+    let cells = json["cells"].as_array().expect("a list");
+    let states: Vec<_> = cells.iter().map(|cell| (&cell["name"], &cell["state"])).collect();
+    assert_eq!(states[0], (&Value::from("wanda-2of4-seed0"), &Value::from("finished")));
+    assert_eq!(states[1], (&Value::from("wanda-3of7-seed0"), &Value::from("failed")));
+    let error = cells[1]["error"].as_str().expect("recorded");
+    assert!(error.contains("3:7"), "{error}");
+    // A sweep without a possible cell is refused before anything is written.
+    let line = format!("sweep --model m --methods wanda --types 3:7 --save none {TEXTS}");
+    let ran = place.run(&line);
+    assert_eq!(ran.code, 2, "{}", ran.stderr);
+    assert!(!place.path("none").exists());
+}
+
+#[test]
+fn equal_sweeps_in_one_folder_share_the_cells() {
+    let place = Place::new();
+    assert_eq!(sweep(&place, "").code, 0);
+    let expected = table(&place);
+    for _ in 0..3 {
+        fs::remove_dir_all(place.path("out")).expect("removed");
+        let line = format!("{GRID} {TEXTS} --quiet");
+        let mut child =
+            place.command(&line).stdout(std::process::Stdio::null()).spawn().expect("the binary");
+        let second = sweep(&place, "");
+        let first = child.wait().expect("a child").code();
+        assert_eq!((first, second.code), (Some(0), 0), "{}", second.stderr);
+        assert_eq!(table(&place), expected);
+    }
 }
 
 #[test]

@@ -56,23 +56,33 @@ pub struct GridOutcome {
     pub page: PathBuf,
 }
 
-/// Runs the cells of a grid that are not finished, and writes the table of all cells in the folder.
+/// Runs the cells of a grid that are not finished, and writes the table of all cells in the folder. A cell on which another process works
+/// is left to that process.
 ///
 /// # Errors
-/// Fails before the first cell for settings that no run would take and for a folder whose cells have different settings; and when the
-/// dense perplexity cannot be measured or a record cannot be written. The error of a cell is recorded, and the next cell begins.
+/// Fails before the first cell for settings that no run would take, if the model can have no cell, and for a folder whose cells have
+/// different settings; and when the dense perplexity cannot be measured or a record cannot be written. The error of a cell is recorded,
+/// and the next cell begins.
 pub fn grid(settings: &GridSettings, events: &dyn Events) -> Result<GridOutcome> {
     let out = folder(settings)?;
     let cells = cells::of(settings, &out)?;
     let events = CellEvents::new(events, &out, &settings.run.arguments);
-    let common = check(settings, &cells, &events)?;
+    let (common, impossible) = check(settings, &cells, &events)?;
     records::check(&out, &common, &cells, settings.run.output.force)?;
     let dense = dense::perplexity(&settings.run, &out, &common, &events)?;
     let mine = mine(settings, &cells);
     let sweep =
         CellsOfSweep { common: &common, dense: dense.as_ref(), events: &events, cells: mine.len() };
     let (mut failed, mut begun) = (Vec::new(), 0);
-    for group in groups(&mine) {
+    for (cell, error) in
+        impossible.into_iter().filter(|(cell, _)| mine.iter().any(|of| of.name() == cell.name()))
+    {
+        begun += 1;
+        events.begin(begun..=begun, mine.len(), &cell.name());
+        sweep.end(cell, Err(error), &mut failed)?;
+    }
+    let possible = mine.iter().copied().filter(|cell| !failed.contains(&cell.name()));
+    for group in groups(&possible.collect::<Vec<_>>()) {
         begun += sweep.run_group(group, begun, &mut failed)?;
     }
     let methods = &settings.methods;
@@ -120,22 +130,33 @@ fn folder(settings: &GridSettings) -> Result<PathBuf> {
     })
 }
 
-/// Checks every cell against the model, and returns the settings that all cells share.
-fn check(
+/// A cell that the model cannot have, and the error.
+type ImpossibleCell<'c> = (&'c PlannedCell, anyhow::Error);
+
+/// Checks every cell against the model, and returns the settings that all cells share, and the cells that are impossible.
+///
+/// # Errors
+/// Fails where no cell is possible.
+fn check<'c>(
     settings: &GridSettings,
-    cells: &[PlannedCell],
+    cells: &'c [PlannedCell],
     events: &dyn Events,
-) -> Result<CommonSettings> {
+) -> Result<(CommonSettings, Vec<ImpossibleCell<'c>>)> {
     let run = &settings.run;
     let model = OpenedModel::open(&run.model, &run.device, run.seqlen, events)?;
     RunFolder::at(&[&model.folder], &run.output, false)?;
-    for cell in cells {
+    let check = |cell: &PlannedCell| {
         let sparsity = cell.settings.sparsity.as_ref().context("a cell prunes")?;
         check_verification(&cell.technique, run.output.verify)?;
-        TargetPlan::resolve(&sparsity.selection, cell.technique.method, &model.config)
-            .with_context(|| format!("in the cell {}", cell.name()))?;
+        TargetPlan::resolve(&sparsity.selection, cell.technique.method, &model.config).map(drop)
+    };
+    let mut impossible: Vec<ImpossibleCell<'c>> =
+        cells.iter().filter_map(|cell| Some((cell, check(cell).err()?))).collect();
+    if impossible.len() == cells.len() && !cells.is_empty() {
+        let (cell, error) = impossible.swap_remove(0);
+        return Err(error.context(format!("in the cell {}", cell.name())));
     }
-    records::common(run, &model)
+    Ok((records::common(run, &model)?, impossible))
 }
 
 /// The cells of this process, in their order.
@@ -260,7 +281,7 @@ impl CellsOfSweep<'_> {
         Ok(settings)
     }
 
-    /// Reports the outcome of a cell. An error is recorded, unless another process works on the cell.
+    /// Reports the outcome of a cell. An error is recorded, unless another process works on the cell: this process has no lock any more.
     fn end(
         &self,
         cell: &PlannedCell,
@@ -270,10 +291,11 @@ impl CellsOfSweep<'_> {
         match outcome {
             Ok(manifest) => self.events.finished(&cell.name(), &manifest),
             Err(error) if error.is::<Stopped>() => return Err(error),
+            Err(_) if RunFolder::is_locked(&cell.folder) => {
+                self.events.note(format!("  {}: another process works on it", cell.name()));
+            }
             Err(error) => {
-                if !RunFolder::is_locked(&cell.folder) {
-                    records::failed(cell, self.common, &messages::in_words(&error))?;
-                }
+                records::failed(cell, self.common, &messages::in_words(&error))?;
                 failed.push(cell.name());
                 self.events.failed(&cell.name(), &error);
             }

@@ -11,7 +11,7 @@ use super::super::head::{Head, logit_rows};
 use crate::bytes::ByteSize;
 use crate::linalg::ProductContext;
 use crate::linalg::derivatives::{cross_entropy_backward, rms_norm_backward, soft_cap_backward};
-use crate::linalg::distillation::distillation_backward;
+use crate::linalg::distillation::{DistillationTerms, distillation_backward};
 use crate::linalg::linear::SingleToken;
 use crate::linalg::parts::{LEAST_ROWS, parts};
 use crate::linalg::profile::Part;
@@ -22,7 +22,7 @@ use crate::linalg::{elementwise, tensor};
 pub struct TeacherStates<'a> {
     /// The teacher's norm and head.
     pub head: &'a Head,
-    /// `[seqlen, hidden_size]`
+    /// `[seqlen, hidden_size]`, with the teacher's own hidden_size.
     pub hidden: &'a Tensor,
     /// w, the share of the divergence in the loss.
     pub weight: f32,
@@ -63,7 +63,7 @@ impl Head {
     /// with respect to `hidden`. The rest is as of [`Head::loss_gradient`].
     ///
     /// # Errors
-    /// Fails as [`Head::loss_gradient`], and when the teacher's states or vocabulary have a wrong shape.
+    /// Fails as [`Head::loss_gradient`], and when the teacher's states have a wrong shape.
     pub fn distillation_gradient(
         &self,
         hidden: &Tensor,
@@ -72,15 +72,7 @@ impl Head {
         scale: f32,
         context: &mut LayerContext,
     ) -> Result<(f64, Tensor)> {
-        ensure!(
-            teacher.hidden.dims() == hidden.dims()
-                && teacher.head.vocab_size() == self.vocab_size(),
-            "the teacher has states {:?} and a vocabulary of {}, the student {:?} and {}",
-            teacher.hidden.dims(),
-            teacher.head.vocab_size(),
-            hidden.dims(),
-            self.vocab_size()
-        );
+        teacher.head.check_rows(teacher.hidden, &vec![None; targets.len()])?;
         let mut gradient = vec![0.0; hidden.elem_count()];
         let out = Some(GradientOfStates { values: &mut gradient, scale });
         let loss = self.pass(hidden, targets, out, Some(teacher), context)?;
@@ -149,20 +141,29 @@ impl Head {
         let is_copied = self.logit_cap().is_some() && gradient.is_some();
         let copies = 1 + u64::from(teacher.is_some()) + u64::from(is_copied);
         let at_most = ByteSize(context.settings().logits_bytes.0 / copies);
+        // The width and the vocabulary of a teacher.
+        let [taught_width, taught] = match teacher {
+            Some(teacher) => [teacher.head.norm().0.len(), teacher.head.vocab_size()],
+            None => [0, 0],
+        };
+        let most = logit_rows(at_most, vocab_size.max(taught));
         let mut pass = |hidden: &[f32], states: &[f32]| -> Result<f64> {
             let mut loss = 0.0;
-            for part in parts(targets.len(), logit_rows(at_most, vocab_size), LEAST_ROWS) {
+            for part in parts(targets.len(), most, LEAST_ROWS) {
                 let rows = part.start * width..part.end * width;
                 let all = part.len() * vocab_size;
-                let of_teacher = if teacher.is_some() { all } else { 0 };
+                let of_teacher = part.len() * taught;
                 let copied = if is_copied { all } else { 0 };
+                let widest = part.len() * width.max(taught_width);
                 let ([normed, logits, of_teacher, bounded], products) =
-                    context.workspace().buffers([rows.len(), all, of_teacher, copied]);
+                    context.workspace().buffers([widest, all, of_teacher, copied]);
                 products.watch.enter(Part::Head);
                 if let Some(teacher) = teacher {
-                    let states = &states[rows.clone()];
+                    let states = &states[part.start * taught_width..part.end * taught_width];
+                    let normed = &mut normed[..states.len()];
                     teacher.head.logits_of(states, normed, of_teacher, products)?;
                 }
+                let normed = &mut normed[..rows.len()];
                 self.logits_of(&hidden[rows.clone()], normed, logits, products)?;
                 if is_copied {
                     bounded.copy_from_slice(logits);
@@ -170,8 +171,9 @@ impl Head {
                 let targets = &targets[part];
                 loss += match teacher {
                     Some(teacher) => {
-                        let sizes = (vocab_size, teacher.weight);
-                        distillation_backward(logits, of_teacher, targets, sizes, scale)
+                        let (vocab_sizes, weight) = ([vocab_size, taught], teacher.weight);
+                        let terms = DistillationTerms { vocab_sizes, weight, scale };
+                        distillation_backward(logits, of_teacher, targets, terms)
                     }
                     None => cross_entropy_backward(logits, targets, vocab_size, scale),
                 };

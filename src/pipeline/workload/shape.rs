@@ -71,6 +71,15 @@ pub struct Observed {
     pub kept: ByteSize,
 }
 
+/// The dense model of a training of the whole model, whose logits are learned.
+#[derive(Debug, Clone)]
+pub struct TeacherShape {
+    /// Its shape.
+    pub config: Arc<ModelConfig>,
+    /// The dtypes of its weights.
+    pub dtypes: Dtypes,
+}
+
 /// A training in numbers.
 #[derive(Debug, Clone, Default)]
 pub struct TrainingShape {
@@ -99,8 +108,8 @@ pub struct TrainingShape {
     pub gradients: ByteSize,
     /// No layer computes activations again.
     pub is_kept: bool,
-    /// The dtypes of the dense model whose logits are learned; `None` without a teacher.
-    pub teacher: Option<Dtypes>,
+    /// The dense model whose logits are learned; `None` without a teacher.
+    pub teacher: Option<TeacherShape>,
     /// Weights and activations that stay from the forward sweep to the reverse sweep.
     pub kept: ByteSize,
     /// The part of an update that is not on the store in memory.

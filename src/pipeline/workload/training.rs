@@ -10,10 +10,10 @@
 //! ```
 
 use super::host::Host;
-use super::shape::{F32, TrainingShape, part};
+use super::shape::{F32, TeacherShape, TrainingShape, part};
 use crate::bytes::ByteSize;
-use crate::linalg::attention;
-use crate::model::footprint;
+use crate::linalg::{attention, product};
+use crate::model::footprint::{self, SamplePass};
 use crate::model::training_footprint::TrainingBuffers;
 use crate::placement::PhaseMemory;
 use crate::run::plan::{MemoryPart, PartKind};
@@ -30,7 +30,7 @@ impl Host<'_> {
     }
 
     /// The buffers of a training of the whole model.
-    fn buffers(&self, trains: &TrainingShape) -> TrainingBuffers<'_> {
+    fn buffers<'b>(&'b self, trains: &'b TrainingShape) -> TrainingBuffers<'b> {
         let run = self.run;
         TrainingBuffers {
             config: run.config,
@@ -41,7 +41,7 @@ impl Host<'_> {
             settings: &self.option.settings,
             has_factors: trains.has_factors,
             is_kept: trains.is_kept,
-            has_teacher: trains.teacher.is_some(),
+            teacher: trains.teacher.as_ref().map(|of| (&*of.config, of.dtypes.head)),
         }
     }
 
@@ -76,7 +76,18 @@ impl Host<'_> {
             part(PartKind::FrozenLayers, trains.masks),
         ];
         forward.extend(packed());
-        forward.extend(self.teacher_layer(trains));
+        match trains.teacher.as_ref() {
+            Some(teacher) if *teacher.config != *config => {
+                let taught = self.teacher_pass(teacher);
+                let sum = |parts: &[MemoryPart]| -> ByteSize { parts.iter().map(|of| of.bytes).sum() };
+                // The teacher has gone before the student begins.
+                if sum(&taught) > sum(&forward) {
+                    forward = taught;
+                }
+            }
+            Some(teacher) => forward.push(self.teacher_layer(teacher)),
+            None => {}
+        }
         let mut backward = vec![
             part(PartKind::Gradients, trains.gradients),
             states(3),
@@ -115,15 +126,19 @@ impl Host<'_> {
             part(PartKind::Workspace, buffers.activations()),
             part(PartKind::Context, context),
         ]);
-        let head = |dtype| footprint::head_weight(run.config, dtype);
+        let head = |config, dtype| {
+            part(PartKind::HeadAndLogits, footprint::head_weight(config, dtype))
+        };
         if settings.head_rows.is_none() {
-            all.push(part(PartKind::HeadAndLogits, head(run.dtypes.head)));
-            let of_teacher = trains.teacher.map(|dtypes| head(dtypes.head));
-            all.extend(of_teacher.map(|bytes| part(PartKind::HeadAndLogits, bytes)));
+            all.push(head(run.config, run.dtypes.head));
+            all.extend(trains.teacher.as_ref().map(|of| head(&of.config, of.dtypes.head)));
         }
-        if trains.teacher.is_some() && self.option.storage == HiddenStatesStorage::Ram {
+        if let Some(teacher) = &trains.teacher
+            && self.option.storage == HiddenStatesStorage::Ram
+        {
             // Its last hidden states wait for the head.
-            let states = run.state(F32).0.saturating_mul(trains.per_step as u64);
+            let state = footprint::hidden_states(&teacher.config, run.seqlen);
+            let states = state.0.saturating_mul(trains.per_step as u64);
             all.push(part(PartKind::HiddenStates, ByteSize(states)));
         }
         all
@@ -146,11 +161,24 @@ impl Host<'_> {
     }
 
     /// A layer of the teacher, which passes the examples before the student does.
-    fn teacher_layer(&self, trains: &TrainingShape) -> Option<MemoryPart> {
-        let dtypes = trains.teacher?;
-        let (config, settings) = (self.run.config, &self.option.settings);
-        let layer = footprint::layer_weights(config, dtypes.layers, settings);
-        Some(part(PartKind::Layer, layer))
+    fn teacher_layer(&self, teacher: &TeacherShape) -> MemoryPart {
+        let settings = &self.option.settings;
+        let layer = footprint::layer_weights(&teacher.config, teacher.dtypes.layers, settings);
+        part(PartKind::Layer, layer)
+    }
+
+    /// The memory of a teacher of another shape while examples pass it: a layer, and tables, scratch and an example of its own.
+    fn teacher_pass(&self, teacher: &TeacherShape) -> Vec<MemoryPart> {
+        let (run, config) = (self.run, &*teacher.config);
+        let kernel = run.products.of_activations();
+        let pass = SamplePass { config, ..self.pass(kernel) };
+        let products = product::packed_bytes(&pass.forward_products(Vec::new()), run.threads);
+        let state = footprint::hidden_states(config, run.seqlen);
+        vec![
+            self.teacher_layer(teacher),
+            part(PartKind::Workspace, pass.forward(teacher.dtypes.layers) + state),
+            part(PartKind::Context, footprint::context(config, run.seqlen) + ByteSize::of(products, 1)),
+        ]
     }
 
     /// Memory of the phases of a training by layers.
