@@ -2,7 +2,8 @@
 
 use std::io::{IsTerminal, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use anyhow::Result;
 use serde_json::json;
@@ -18,6 +19,9 @@ use crate::report;
 use crate::run::events::LockLost;
 use crate::run::manifest::{MatrixReport, MemorySample};
 use crate::run::{Event, Events, Manifest, Unfinished};
+
+/// Time between two looks at the time of the last line.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// Levels of detail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -107,6 +111,27 @@ impl Console {
         self
     }
 
+    /// Prints a line whenever [`PLAIN_INTERVAL`] passed without any, also while a long step has no progress to tell. Not on a terminal.
+    pub(super) fn keep_telling(self: &Arc<Self>) {
+        if self.form != Form::Plain || self.level < Level::Normal {
+            return;
+        }
+        let console = Arc::downgrade(self);
+        let tell = move || {
+            while let Some(console) = console.upgrade() {
+                let mut state = console.state();
+                if state.progress.is_due(PLAIN_INTERVAL) {
+                    print_line(&state.progress.line());
+                }
+                drop(state);
+                drop(console);
+                std::thread::sleep(LOOK);
+            }
+        };
+        // A system without room for a thread has other troubles.
+        let _ = std::thread::Builder::new().name("progress".to_string()).spawn(tell);
+    }
+
     /// Takes the bars away; called before results are printed.
     pub fn clear(&self) {
         if let Some(mut bars) = self.state().bars.take() {
@@ -163,7 +188,9 @@ impl Console {
             false => self.write(part),
         };
         if let Some(last) = part.chars().last() {
-            self.state().is_within_line = last != '\n';
+            let mut state = self.state();
+            state.is_within_line = last != '\n';
+            state.progress.told();
         }
         is_read
     }
@@ -303,7 +330,8 @@ impl State {
         }
     }
 
-    fn print(&self, form: Form, event: &str, text: &str) {
+    fn print(&mut self, form: Form, event: &str, text: &str) {
+        self.progress.told();
         match (&self.bars, form) {
             (_, Form::Json) => print_line(&json!({"event": event, "text": text}).to_string()),
             (Some(bars), _) => bars.suspend(|| print_line(text)),

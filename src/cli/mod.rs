@@ -131,6 +131,7 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let console = Arc::new(if ranks.is_first() { console } else { console.silent() });
     interrupt::end_on_panic(&console);
     interrupt::watch(&console);
+    console.keep_telling();
     let done = dispatch(cli, arguments, &console, &ranks);
     let code = end(&console, told(done, &ranks));
     ranks.close();
@@ -184,15 +185,15 @@ fn render_chat_templates() -> ExitCode {
     ExitCode::from(u8::from(served.is_err()))
 }
 
-/// The ranks of a command: prune and eval share their work, commands that only print may run several times, and every other command
+/// The ranks of a command: prune, eval and sweep share their work, commands that only print may run several times, and every other command
 /// runs in a single process.
 ///
 /// # Errors
 /// Fails where a launcher has started several processes of a command that runs in one, and where MPI cannot be started.
 fn ranks_of(cli: &Cli, name: Option<&str>) -> anyhow::Result<Ranks> {
     match &cli.command {
-        None | Some(Command::Eval(_)) => return launcher::join(print_line),
         Some(Command::Sweep(args)) if args.is_shard() => return Ok(Ranks::alone()),
+        None | Some(Command::Eval(_) | Command::Sweep(_)) => return launcher::join(print_line),
         Some(Command::Inspect(_) | Command::Plan(_) | Command::Completions(_) | Command::Man) => {
             return Ok(Ranks::alone());
         }
@@ -218,7 +219,7 @@ fn dispatch(
         Some(Command::Eval(args)) => return eval::command(args, arguments, console, ranks),
         Some(Command::Merge(args)) => return merge::command(args, arguments, console),
         Some(Command::Recover(args)) => return recover::command(args, arguments, console),
-        Some(Command::Sweep(args)) => return sweep::command(args, arguments, console),
+        Some(Command::Sweep(args)) => return sweep::command(args, arguments, console, ranks),
         Some(Command::Demo(args)) => demo::command(args, console),
         Some(Command::Generate(args)) => generate::command(args, console),
         Some(Command::Inspect(args)) => inspect::command(args, console),

@@ -71,7 +71,8 @@ impl Progress {
         let now = Instant::now();
         (self.phase, self.unit, self.steps) = (phase, unit, steps);
         self.training = None;
-        (self.began, self.last_told) = (Some(now), Some(now));
+        self.began = Some(now);
+        self.last_told.get_or_insert(now);
     }
 
     /// The phase is over.
@@ -93,11 +94,16 @@ impl Progress {
         self.training = Some((loss, tokens));
     }
 
-    /// Returns true once per `interval`.
+    /// A line was printed.
+    pub(super) fn told(&mut self) {
+        self.last_told = Some(Instant::now());
+    }
+
+    /// Returns true where no line was printed for `interval`.
     pub(super) fn is_due(&mut self, interval: Duration) -> bool {
         let is_due = self.last_told.is_some_and(|last| last.elapsed() >= interval);
         if is_due {
-            self.last_told = Some(Instant::now());
+            self.told();
         }
         is_due
     }
@@ -153,7 +159,11 @@ impl Progress {
     }
 
     /// "layer 2 of 0-31: calibrate: 10/64 samples | 7.1 samples/s | ETA 8s | run 12 % | ETA 22m05s".
+    /// Between two phases a short sentence.
     pub(super) fn line(&self) -> String {
+        if self.began.is_none() {
+            return "still working".to_string();
+        }
         let count = match self.steps {
             0 => self.done.to_string(),
             steps => format!("{}/{steps}", self.done),
@@ -292,6 +302,22 @@ mod tests {
         assert!(progress.line().contains(" | run 35 % | ETA "), "{}", progress.line());
         progress.end_sweep();
         assert!(progress.run().is_none());
+    }
+
+    #[test]
+    fn a_line_is_due_after_a_time_without_any_whatever_phases_begin() {
+        let mut progress = Progress::default();
+        assert!(!progress.is_due(Duration::ZERO), "nothing has begun");
+        progress.start_phase("read".to_string(), "layers", 2);
+        std::thread::sleep(Duration::from_millis(20));
+        progress.end_phase();
+        progress.start_phase("score".to_string(), "layers", 2);
+        assert!(progress.is_due(Duration::from_millis(20)), "a new phase is no line");
+        assert!(!progress.is_due(Duration::from_secs(1)));
+        progress.end_phase();
+        assert_eq!(progress.line(), "still working");
+        progress.told();
+        assert!(!progress.is_due(Duration::from_secs(1)));
     }
 
     #[test]

@@ -18,7 +18,8 @@ use crate::run::command_line::quoted;
 use crate::run::{Events, Manifest};
 use crate::settings::{
     CalibrationSettings, DeviceSettings, EvalSides, EvaluationSettings, LayerDropSettings,
-    ModelSettings, OutputSettings, Settings, SparsitySettings, WidthDropSettings,
+    ModelSettings, OutputSettings, Settings, SparsitySettings, TargetSizeSettings,
+    WidthDropSettings,
 };
 
 /// Flags of `prune` itself.
@@ -35,6 +36,8 @@ pub struct PruneArgs {
     layer_drop: Option<LayerDropSettings>,
     #[command(flatten)]
     width_drop: Option<WidthDropSettings>,
+    #[command(flatten)]
+    target_size: Option<TargetSizeSettings>,
     #[command(flatten)]
     calibration: CalibrationSettings,
     /// Tokens per sample, and per evaluation window [default: 2048, or the model's limit]
@@ -76,6 +79,7 @@ impl PruneArgs {
             sparsity: Some(sparsity),
             layer_drop: self.layer_drop.clone().map(LayerDropSettings::in_order),
             width_drop: self.width_drop.clone(),
+            target_size: self.target_size.clone(),
             recovery: None,
             calibration: Some(self.calibration.clone()),
             seqlen: self.seqlen,

@@ -190,6 +190,17 @@ impl Tokenizer {
         self.encode_bare(text)
     }
 
+    /// The first id below `ids` whose token differs from the token of `other`, and both tokens. Ids that one of them lacks are padding.
+    pub fn first_difference(&self, other: &Self, ids: usize) -> Option<(u32, String, String)> {
+        if self.sha256 == other.sha256 {
+            return None;
+        }
+        let ids = u32::try_from(ids).unwrap_or(u32::MAX);
+        let both = (0..ids)
+            .filter_map(|id| Some((id, self.inner.id_to_token(id)?, other.inner.id_to_token(id)?)));
+        both.into_iter().find(|(_, own, theirs)| own != theirs)
+    }
+
     /// The id of a token by its name, like `</s>`.
     pub fn id_of(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)

@@ -23,7 +23,7 @@ use super::settle::smaller;
 use super::settled_run::{RunTask, SettledRun};
 use super::streams::Streams;
 use super::texts::Texts;
-use super::{allocate, layer_drop, rank_reports, same_run, weight_choice};
+use super::{allocate, layer_drop, rank_reports, same_run, target_size, weight_choice};
 use crate::checkpoint::{PartialModel, WrittenPlaces};
 use crate::data::{Calibration, Evaluation};
 use crate::failure::Failure;
@@ -164,6 +164,7 @@ impl SharedRun {
         let source: &Path = &model.folder.clone();
         let folder = RunFolder::at(&[source], &settings.output, false)?;
         weight_choice::settle_sweep(&mut model, &settings, &|_| Ok(self.plan.clone()), events)?;
+        target_size::resolve(&mut settings, &model, &folder, events)?;
         let fewest_layers = layer_drop::fewest_layers(&settings, &model.config)?;
         let mut pruning = Pruning::resolve(&mut settings, &fewest_layers, &folder)?;
         if settings.layer_drop.is_some() || settings.width_drop.is_some() {

@@ -24,7 +24,7 @@
 //! | `disk_room` | the check that disks have room for the files of a run |
 //! | `folder` | the run folder: refusals, lock, state of an unfinished run, memory log |
 //! | `streams` | samples and windows, and the sweep they pass |
-//! | `layer_drop`, `width_drop` | the passes that make a smaller model the source of the run |
+//! | `layer_drop`, `width_drop`, `target_size` | the passes that make a smaller model the source of the run, and the size that it has to meet |
 //! | `published` | the files beside the weights that strangers read: `pruning.json` and the model card |
 //! | `device_records`, `model_report` | facts that records and comparisons of runs share |
 //! | `rank_reports` | time, memory and communication of all ranks |
@@ -84,6 +84,7 @@ mod same_run;
 mod settle;
 mod settled_run;
 mod streams;
+mod target_size;
 mod tensor_files;
 mod texts;
 mod unpack;

@@ -47,6 +47,16 @@ impl<'a> Planning<'a> {
         Ok(plan(shape, &inventory, &self.policy)?)
     }
 
+    /// Returns whether a run has room on the devices that it names.
+    ///
+    /// # Errors
+    /// Fails where the memory of this machine is unknown.
+    pub(super) fn has_room(&self, shape: &RunShape<'_>) -> Result<bool> {
+        let inventory = machine::inventory(self.device, self.threads)?;
+        let planned = placement::plan(shape, &inventory, &self.policy);
+        Ok(!matches!(planned, Err(PlanFailure::DoesNotFit(_))))
+    }
+
     /// Checks the folder of the spill file where the plan keeps hidden states on disk. Warns unless a flag asks for the disk.
     pub(super) fn check_spill(
         &self,

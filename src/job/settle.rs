@@ -17,7 +17,7 @@ use super::recover::{Recovery, closing};
 use super::resolved::{Pruning, allocates};
 use super::same_run;
 use super::settled_run::{RunStart, RunTask, SettledRun, offload_folder};
-use super::{allocate, layer_drop, weight_choice, width_drop};
+use super::{allocate, layer_drop, target_size, weight_choice, width_drop};
 use crate::checkpoint::check_sidecars;
 use crate::failure::Failure;
 use crate::pipeline::RunShape;
@@ -52,6 +52,7 @@ fn settle_opened(
     let mut recovery = Recovery::resolve(&settings, &mut model, events)?;
     refuse_compressed(&settings, &model)?;
     let mut folder = run_folder(&settings, &model, recovery.as_ref())?;
+    target_size::resolve(&mut settings, &model, &folder, events)?;
     let fewest_layers = layer_drop::fewest_layers(&settings, &model.config)?;
     if let Some(drop) = &settings.width_drop {
         width_drop::width(drop, &model.config, &folder)?;

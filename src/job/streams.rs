@@ -8,8 +8,8 @@ use super::settled_run::{RunTask, SettledRun};
 use crate::checkpoint::WeightSource;
 use crate::eval::Perplexity;
 use crate::linalg::StoredDtype;
-use crate::model::Embedding;
 use crate::model::on_device::candle_dtype;
+use crate::model::{Embedding, ModelConfig};
 use crate::pipeline::embed;
 use crate::run::manifest::Perplexities;
 use crate::run::{Event, Events, Moment, Phase};
@@ -134,15 +134,15 @@ impl SettledRun {
             .transpose()
     }
 
-    /// The calibration samples, embedded by the model `source` of the same shape.
+    /// The calibration samples, embedded by a model of the same width.
     pub(super) fn embedded_by(
         &self,
-        source: &dyn WeightSource,
+        model: (&dyn WeightSource, &ModelConfig),
         devices: &Devices,
         events: &dyn Events,
     ) -> Result<HiddenStates> {
         let samples = self.samples().context("samples to embed")?;
-        self.embedded_from(source, devices, "targets", &samples.tokens, events)
+        self.embedded_from(model, devices, "targets", &samples.tokens, events)
     }
 
     /// The embedded windows of every side that the run has yet to measure.
@@ -229,12 +229,13 @@ impl SettledRun {
         tokens: &[u32],
         events: &dyn Events,
     ) -> Result<HiddenStates> {
-        self.embedded_from(&*self.model.source, devices, stream, tokens, events)
+        let model = (&*self.model.source, &*self.model.config);
+        self.embedded_from(model, devices, stream, tokens, events)
     }
 
     fn embedded_from(
         &self,
-        source: &dyn WeightSource,
+        (source, config): (&dyn WeightSource, &ModelConfig),
         devices: &Devices,
         stream: &str,
         tokens: &[u32],
@@ -247,13 +248,13 @@ impl SettledRun {
             unit: "samples",
             steps: share.own().len() as u64,
         });
-        let embedding = Embedding::open(source, &model.config)?;
+        let embedding = Embedding::open(source, config)?;
         let dtype = if devices.is_empty() { StoredDtype::F32 } else { model.gpu_dtype };
         let mut hidden = HiddenStates::of_share(
             self.spill_folder().as_deref(),
             stream,
             share,
-            [model.seqlen, model.config.hidden_size],
+            [model.seqlen, config.hidden_size],
             candle_dtype(dtype),
         )?
         .on_devices(devices.homes());

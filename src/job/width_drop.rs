@@ -38,7 +38,7 @@ fn check_heads(asked: &WidthDropSettings, config: &ModelConfig, groups: usize) -
     if groups < config.num_key_value_heads && config.family.head_norms_are_wide {
         return Err(Failure::usage(format!(
             "--drop-width {} --width-of {} would drop heads, and the norms of queries and keys of {} go over all heads at once",
-            asked.drop_width.0,
+            asked.drop_width.share(),
             asked.width_of.name(),
             config.family.architectures[0]
         ))
@@ -51,7 +51,7 @@ fn check_heads(asked: &WidthDropSettings, config: &ModelConfig, groups: usize) -
     if groups == config.num_key_value_heads || loads(&groups) {
         return Ok(());
     }
-    let (share, of) = (asked.drop_width.0, asked.width_of.name());
+    let (share, of) = (asked.drop_width.share(), asked.width_of.name());
     let failure = Failure::usage(format!(
         "--drop-width {share} --width-of {of} would keep {} of {all} heads, and transformers loads only numbers of heads that divide \
          hidden_size {hidden}",
@@ -83,7 +83,7 @@ pub(super) fn width(
             .hint("add --save DIR; with --no-save-model no model is written")
             .into());
     }
-    let (share, of) = (asked.drop_width.0, asked.width_of);
+    let (share, of) = (asked.drop_width.share(), asked.width_of);
     let (channels, heads) = (config.intermediate_size, config.num_key_value_heads);
     let multiple = multiple_of(channels);
     let width = Width {
@@ -137,7 +137,7 @@ pub(super) fn narrower(
     let width = width(asked, &model.config, folder)?;
     let config = width.config(&model.config);
     if asked.width_of == WidthOf::Both {
-        let (of, asked) = (&model.config, asked.drop_width.0);
+        let (of, asked) = (&model.config, asked.drop_width.share());
         for (kept, all, units) in [
             (width.intermediate_size, of.intermediate_size, "MLP channels"),
             (width.num_key_value_heads, of.num_key_value_heads, "key/value heads"),
@@ -171,7 +171,7 @@ pub(super) fn narrower(
     let passed = pass(settings, model, &config, folder, events)?;
     let matrices = Checkpoint::open(&place)?;
     let report = WidthDropReport {
-        asked: asked.drop_width.0,
+        asked: asked.drop_width.share(),
         of: asked.width_of.name().to_string(),
         is_refitted: !asked.no_width_refit,
         intermediate_size: [of.intermediate_size, config.intermediate_size],

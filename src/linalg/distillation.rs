@@ -190,9 +190,8 @@ mod tests {
                     assert!(gradient[row].iter().all(|slope| *slope == 0.0));
                     continue;
                 };
-                let wide = |values: &[f32]| -> Vec<f64> {
-                    values.iter().map(|v| f64::from(*v)).collect()
-                };
+                let wide =
+                    |values: &[f32]| -> Vec<f64> { values.iter().map(|v| f64::from(*v)).collect() };
                 let (mut student, teacher) = (wide(&student[row.clone()]), wide(of_teacher));
                 let at = |student: &[f64]| loss(student, &teacher, target, f64::from(weight));
                 exact += at(&student);
@@ -218,13 +217,15 @@ mod tests {
         let (mut alone, mut with) = (student.clone(), student.clone());
         let entropy = cross_entropy_backward(&mut alone, &targets, vocab_size, 1.0);
         let mut teacher = wave(2 * vocab_size, 0.71);
-        let sum = distillation_backward(&mut with, &mut teacher, &targets, terms(vocab_size, 0.0, 1.0));
+        let sum =
+            distillation_backward(&mut with, &mut teacher, &targets, terms(vocab_size, 0.0, 1.0));
         assert!((sum - entropy).abs() < 1e-6);
         for (with, alone) in with.iter().zip(&alone) {
             assert!((with - alone).abs() < 1e-6);
         }
         let (mut same, mut teacher) = (student.clone(), student);
-        let sum = distillation_backward(&mut same, &mut teacher, &targets, terms(vocab_size, 1.0, 1.0));
+        let sum =
+            distillation_backward(&mut same, &mut teacher, &targets, terms(vocab_size, 1.0, 1.0));
         assert!(sum.abs() < 1e-6 && same.iter().all(|slope| slope.abs() < 1e-6));
     }
 }

@@ -15,7 +15,7 @@ use super::layer::sizes::backward_elements;
 use crate::bytes::ByteSize;
 use crate::linalg::low_rank::applying_bytes;
 use crate::linalg::product::{self, Product};
-use crate::linalg::{Linear, Products};
+use crate::linalg::{Linear, Products, StoredDtype};
 use crate::run::memory_settings::MemorySettings;
 
 /// Bytes of an f32.
@@ -101,9 +101,9 @@ impl TrainingBuffers<'_> {
         };
         all.push(product(self.dtypes.head, rows, columns));
         all.push(product(self.dtypes.head, columns, rows));
-        all.extend(self.teacher.map(|(of, dtype)| {
-            product(dtype, rows.min(of.vocab_size), of.hidden_size)
-        }));
+        all.extend(
+            self.teacher.map(|(of, dtype)| product(dtype, rows.min(of.vocab_size), of.hidden_size)),
+        );
         let read = match settings.head_rows {
             None => ByteSize::ZERO,
             Some(_) => ByteSize::of(rows * columns, self.dtypes.head.bytes()),

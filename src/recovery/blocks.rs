@@ -6,10 +6,14 @@
 //! y    the dense model's own hidden state after this layer
 //! ```
 //!
+//! A model without some layers of the dense model learns from more than a layer at a time: y is then the state before the next layer that
+//! both have, and after the last layer for the last.
+//!
 //! The memory holds one layer with its gradients and optimizer states, and two sets of hidden states, which may be on disk. Every layer
 //! has its own optimizer and schedule.
 
 use std::borrow::Cow;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -34,11 +38,30 @@ use crate::run::recovery::BlockLoss;
 use crate::run::{Event, Events, Phase};
 use crate::runtime::{Clock, Compute, Editor, HiddenStates, memory};
 
+/// The dense model that layers learn from.
+pub struct BlockTeacher {
+    /// Its weights.
+    pub source: Arc<dyn WeightSource>,
+    /// Its shape.
+    pub config: Arc<ModelConfig>,
+    /// By layer of the trained model, the end of the dense layers that it stands for. They begin where the dense layers of the layer before
+    /// end.
+    pub ends: Vec<usize>,
+}
+
+impl BlockTeacher {
+    /// The dense layers that a layer of the trained model stands for.
+    fn layers(&self, index: usize) -> Range<usize> {
+        let begin = index.checked_sub(1).map_or(0, |before| self.ends[before]);
+        begin..self.ends[index]
+    }
+}
+
 /// Trains the layers in their order.
 pub struct BlockTrainer<'a> {
     /// The dense model.
-    pub teacher: Arc<dyn WeightSource>,
-    /// The shape of both models.
+    pub teacher: BlockTeacher,
+    /// The shape of the trained model.
     pub config: Arc<ModelConfig>,
     /// The frozen weights of layers.
     pub base: BaseLayers,
@@ -86,16 +109,24 @@ impl TrainedBlock {
 }
 
 impl BlockTrainer<'_> {
-    /// Passes the dense samples through the dense layer.
+    /// Passes the dense samples through the dense layers that a layer stands for. The CPU computes a dense model of another shape.
     fn make_targets(&mut self, index: usize, compute: &mut Compute<'_>) -> Result<()> {
-        let teacher = self.clock.measure(Phase::Read, || {
-            DecoderLayer::load(&*self.teacher, &self.config, index).context("in the teacher")
-        })?;
-        let teacher = self.spare.as_new_version(teacher);
-        compute.forward_each(Phase::Propagate, &teacher, &mut self.targets, self.clock)?;
-        // Values and gradients of the layer take their place.
-        drop(teacher);
-        memory::release_freed();
+        let teacher = &self.teacher;
+        let is_of_other_shape = *teacher.config != *self.config;
+        let mut own =
+            is_of_other_shape.then(|| compute.on_cpu_for(&teacher.config, self.targets.seqlen()));
+        let compute = own.as_mut().unwrap_or(compute);
+        for index in teacher.layers(index) {
+            let layer = self.clock.measure(Phase::Read, || {
+                DecoderLayer::load(&*teacher.source, &teacher.config, index)
+                    .context("in the teacher")
+            })?;
+            let layer = self.spare.as_new_version(layer);
+            compute.forward_each(Phase::Propagate, &layer, &mut self.targets, self.clock)?;
+            // Values and gradients of the layer take their place.
+            drop(layer);
+            memory::release_freed();
+        }
         Ok(())
     }
 

@@ -38,7 +38,7 @@ mod trainer;
 mod tests;
 
 pub use base::{BaseLayers, BaseReader, MaskFile};
-pub use blocks::BlockTrainer;
+pub use blocks::{BlockTeacher, BlockTrainer};
 pub use closing::{ChosenMask, ClosingMasks, ClosingRange, MaskReceiver};
 pub use distill::Distillation;
 pub use example::Example;

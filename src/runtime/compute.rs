@@ -21,7 +21,7 @@ use crate::linalg::select::Quota;
 use crate::linalg::{CodedActivations, Workspace};
 use crate::model::head::HeadChunk;
 use crate::model::on_device::{GramSums, LogSumExpPart, SampleSums, TakeGram};
-use crate::model::{DecoderLayer, LayerContext, LinearId, Observer};
+use crate::model::{DecoderLayer, LayerContext, LinearId, ModelConfig, Observer};
 use crate::ranks::Ranks;
 use crate::run::fallback::{DeviceMemoryReport, FallbackReport};
 use crate::run::{Events, MemorySettings, Phase};

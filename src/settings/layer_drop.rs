@@ -17,7 +17,7 @@ pub struct LayerDropSettings {
     /// Layers are dropped before weights are pruned. The calibration samples score the layers of the dense model. The model without the dropped layers is smaller and faster
     /// everywhere. Its layers are numbered anew: --include, --exclude and --layer-ratios mean the new numbers. Without
     /// --sparsity-ratio and --sparsity-type, no weight is pruned. `auto` drops layers with a score below three quarters of the median,
-    /// at most a quarter of the layers. Example: --drop-layers 8
+    /// at most a quarter of the layers, or as few as --target-params or --target-size allows. Example: --drop-layers 8
     #[arg(long, value_name = "N|auto")]
     #[serde(serialize_with = "count_as_text")]
     pub drop_layers: Option<DropCount>,

@@ -7,7 +7,7 @@
 //! | --- | --- |
 //! | `run` | the settings of `prune`, `prune eval` and `prune recover`, made of groups |
 //! | `model`, `sparsity`, `calibration`, `evaluation`, `device`, `output` | groups that commands share |
-//! | `layer_drop`, `width_drop`, `recovery`, `closing` | groups of smaller models and of trainings |
+//! | `layer_drop`, `width_drop`, `target_size`, `recovery`, `closing` | groups of smaller models and of trainings |
 //! | `merge`, `quantize`, `pack`, `generate`, `grid`, `plan` | settings of the other commands |
 //! | `conversion` | what `prune quantize`, `pack` and `unpack` share |
 //! | `defaults`, `values` | shared defaults; parsers of flag values |
@@ -32,6 +32,7 @@ mod quantize;
 mod recovery;
 mod run;
 mod sparsity;
+mod target_size;
 mod values;
 mod width_drop;
 
@@ -53,5 +54,6 @@ pub use quantize::QuantizeSettings;
 pub use recovery::{ALL_LINEAR, DISTILL_WEIGHT, RecoverySettings, RecoveryWay, TEXT, TrainedKind};
 pub use run::Settings;
 pub use sparsity::SparsitySettings;
+pub use target_size::{ParameterCount, TargetSizeSettings};
 pub use values::share;
 pub use width_drop::{WidthDropSettings, WidthOf, WidthShare};

@@ -17,6 +17,7 @@ use super::model::ModelSettings;
 use super::output::OutputSettings;
 use super::recovery::{RecoverySettings, RecoveryWay};
 use super::sparsity::SparsitySettings;
+use super::target_size::TargetSizeSettings;
 use super::width_drop::WidthDropSettings;
 
 /// Settings of `prune`, `prune eval` and `prune recover`.
@@ -37,6 +38,9 @@ pub struct Settings {
     /// Width that is dropped after layers and before anything else; `None` where layers keep their shapes.
     #[serde(flatten)]
     pub width_drop: Option<WidthDropSettings>,
+    /// A size that decides how much is dropped; `None` once it has decided, and where numbers are named.
+    #[serde(flatten)]
+    pub target_size: Option<TargetSizeSettings>,
     /// A recovery training; `None` without a training.
     #[serde(flatten)]
     pub recovery: Option<RecoverySettings>,
@@ -68,6 +72,7 @@ impl Settings {
             sparsity: None,
             layer_drop: None,
             width_drop: None,
+            target_size: None,
             recovery: None,
             calibration: None,
             seqlen: None,

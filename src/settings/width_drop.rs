@@ -16,8 +16,9 @@ pub struct WidthDropSettings {
     ///
     /// The calibration samples score the MLP channels (and heads, see --width-of) of every layer. Each layer loses the same number, so
     /// the result is a plain model with a smaller intermediate_size. The weights behind the dropped channels are refitted by least
-    /// squares. Without --sparsity-ratio and --sparsity-type, no weight is pruned in addition. Needs --save. Example: --drop-width 0.2
-    #[arg(long, value_name = "SHARE", required = false)]
+    /// squares. Without --sparsity-ratio and --sparsity-type, no weight is pruned in addition. Needs --save. `auto` drops as little as
+    /// --target-params or --target-size allows. Example: --drop-width 0.2
+    #[arg(long, value_name = "SHARE|auto", required = false)]
     #[serde(serialize_with = "as_text")]
     pub drop_width: WidthShare,
 
@@ -36,13 +37,31 @@ pub struct WidthDropSettings {
     pub no_width_refit: bool,
 }
 
-/// A share of a layer's width, between 0 and 1, both excluded.
+/// A share of a layer's width.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct WidthShare(pub f64);
+pub enum WidthShare {
+    /// Between 0 and 1, both excluded.
+    Share(f64),
+    /// The smallest share that meets a target size.
+    Auto,
+}
+
+impl WidthShare {
+    /// The share; 0 where it is not decided yet.
+    pub fn share(self) -> f64 {
+        match self {
+            Self::Share(share) => share,
+            Self::Auto => 0.0,
+        }
+    }
+}
 
 impl fmt::Display for WidthShare {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(formatter)
+        match self {
+            Self::Share(share) => share.fmt(formatter),
+            Self::Auto => formatter.write_str("auto"),
+        }
     }
 }
 
@@ -51,9 +70,10 @@ impl FromStr for WidthShare {
 
     fn from_str(text: &str) -> Result<Self, String> {
         match text.parse() {
-            Ok(share) if share > 0.0 && share < 1.0 => Ok(Self(share)),
+            _ if text == "auto" => Ok(Self::Auto),
+            Ok(share) if share > 0.0 && share < 1.0 => Ok(Self::Share(share)),
             Ok(_) => Err("the share must lie between 0 and 1, as 0.2 does".to_string()),
-            Err(_) => Err("expected a share between 0 and 1, as 0.2".to_string()),
+            Err(_) => Err("expected a share between 0 and 1, as 0.2, or auto".to_string()),
         }
     }
 }
@@ -88,7 +108,9 @@ mod tests {
 
     #[test]
     fn a_share_lies_between_0_and_1() {
-        assert_eq!("0.2".parse::<WidthShare>().unwrap().to_string(), "0.2");
+        for text in ["0.2", "auto"] {
+            assert_eq!(text.parse::<WidthShare>().unwrap().to_string(), text);
+        }
         for text in ["", "0", "1", "-0.1", "2", "NaN", "half"] {
             assert!(text.parse::<WidthShare>().is_err(), "{text}");
         }

@@ -355,3 +355,58 @@ fn ratios_of_layers_mean_the_new_numbers() {
         assert!((removed(layer) - ratio).abs() < 1.0 / 64.0, "{layer}");
     }
 }
+
+#[test]
+fn a_target_decides_how_much_goes() {
+    let place = place();
+    let sizes = |manifest: &Manifest| {
+        let (layers, width) = (manifest.layer_drop.as_ref(), manifest.width_drop.as_ref());
+        let parameters = layers.map(|drop| drop.parameters).or(width.map(|drop| drop.parameters));
+        (parameters.expect("smaller"), layers.map(|drop| drop.dropped.len()))
+    };
+    place.prune("--model m --drop-layers 2 --eval none --no-save-model --save two");
+    let ([whole, left], _) = sizes(&place.manifest("two"));
+    let ran = place.prune(&format!(
+        "--model m --drop-layers auto --target-params {left} --eval none --save exact"
+    ));
+    assert!(
+        ran.stderr.contains(&format!("--drop-layers 2: {left} parameters stay")),
+        "{}",
+        ran.stderr
+    );
+    assert_eq!(sizes(&place.manifest("exact")), ([whole, left], Some(2)));
+    // A parameter less costs a layer more.
+    place.prune(&format!(
+        "--model m --drop-layers auto --target-params {} --eval none --no-save-model --save less",
+        left - 1
+    ));
+    assert_eq!(sizes(&place.manifest("less")).1, Some(3));
+    // The command in the record repeats the run.
+    let record: Value = serde_json::from_slice(
+        &fs::read(place.path("exact/model/pruning.json")).expect("a record"),
+    )
+    .expect("JSON");
+    let command = record["command"].as_array().expect("a list");
+    assert!(command.iter().any(|word| word == "2") && !command.iter().any(|word| word == "auto"));
+    // Width, in bytes.
+    let bytes = Checkpoint::open(&place.path("m")).expect("a model").total_bytes().0;
+    let target = bytes * 9 / 10;
+    place.prune(&format!(
+        "--model m --drop-width auto --target-size {target} --eval none --save narrow"
+    ));
+    let narrow = Checkpoint::open(&place.path("narrow/model")).expect("a model").total_bytes().0;
+    assert!(narrow <= target && narrow > target * 9 / 10, "{narrow} of {target}");
+    let at_least = bytes / 100;
+    for (flags, code, says) in [
+        ("--drop-width auto", 2, "--drop-width auto needs a size to meet".to_string()),
+        ("--sparsity-ratio 0.5 --target-params 1M", 2, "which is not named".to_string()),
+        ("--drop-layers auto --target-params 1B", 2, "which is not more than".to_string()),
+        (&format!("--drop-layers auto --target-size {at_least}"), 2, "at least".to_string()),
+        (&format!("--drop-width auto --target-size {at_least}"), 2, "at least".to_string()),
+    ] {
+        let ran = place.run(&format!("--model m {flags} --save none {TEXTS}"));
+        assert_eq!(ran.code, code, "{flags}: {}", ran.stderr);
+        assert!(ran.stderr.contains(&says) && ran.stderr.contains("hint: "), "{}", ran.stderr);
+        assert!(!place.path("none").exists());
+    }
+}

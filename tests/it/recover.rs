@@ -7,6 +7,7 @@ mod diverged;
 mod killed;
 mod limits;
 mod refused;
+mod students;
 
 use std::path::Path;
 

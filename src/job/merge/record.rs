@@ -116,6 +116,8 @@ impl MergeJob {
         self.clock.mark(Moment::End, recorder);
         let donor = self.merge.donor();
         let hub = donor.hub_model.as_ref();
+        // Some methods are computed by no GPU, and a GPU may have had no memory for any linear.
+        let on_gpus = devices.devices.iter().any(|device| device.units > 0);
         let manifest = Manifest {
             command: "merge".to_string(),
             arguments: self.settings.arguments.clone(),
@@ -132,7 +134,7 @@ impl MergeJob {
                 bytes: self.layout.bytes(),
             },
             arithmetic: Arithmetic {
-                device: self.plan.computing(),
+                device: if on_gpus { self.plan.computing() } else { "cpu".to_string() },
                 dtype: "f32".to_string(),
                 kernel: "element by element".to_string(),
                 cpu_features: kernel::cpu_features().into_iter().map(str::to_string).collect(),

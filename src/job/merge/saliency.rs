@@ -14,16 +14,18 @@ use crate::bytes::ByteSize;
 use crate::data::DatasetSpec;
 use crate::failure::Failure;
 use crate::job::folder::RunFolder;
+use crate::job::inputs::RunInputs;
 use crate::job::model_report::arithmetic;
 use crate::job::opened::{OpenedModel, check_seqlen};
-use crate::job::pass::settle_pass;
+use crate::job::pass::{early_shape, settle_pass};
+use crate::job::planned::Planning;
 use crate::job::settled_run::SettledRun;
 use crate::model::{DecoderLayer, InputMap, ModelConfig, stored_dtypes};
-use crate::pipeline::Observed;
 use crate::pipeline::activations::SquareSumsKind;
+use crate::pipeline::{Observed, RunShape};
 use crate::run::Events;
 use crate::run::merging::{MeasuredActivations, SaliencyReport};
-use crate::settings::{MergeSettings, ModelSettings, SaliencySource, Settings};
+use crate::settings::{DeviceChoice, MergeSettings, ModelSettings, SaliencySource, Settings};
 
 /// The file of the statistics in a run folder.
 const FILE: &str = "saliency.safetensors";
@@ -334,9 +336,9 @@ fn measuring_run(
     run
 }
 
-/// The run that measures a model, settled.
+/// The run that measures a model, settled. The CPU measures a model for which the named GPUs have no room.
 fn measuring_job(
-    run: Settings,
+    mut run: Settings,
     input: &InputModelFiles,
     mut kept: ByteSize,
     events: &dyn Events,
@@ -346,8 +348,20 @@ fn measuring_job(
         kept = kept + ADAPTER_CACHE + ByteSize(adapter.largest_change_bytes());
         put_on(&mut model, (**adapter).clone())?;
     }
-    let observes = Observed { kind: Some(&SquareSumsKind), kept };
-    settle_pass(run, model, Some(observes), events)
+    let observes = Some(Observed { kind: Some(&SquareSumsKind), kept });
+    if run.device.names_a_gpu() {
+        let folder = RunFolder::at(&[&*model.folder], &run.output, false)?;
+        let shape = early_shape(&run, &model, None, &RunInputs::default(), &folder);
+        let shape = RunShape { observes, ..shape };
+        if !Planning::new(&run.device, model.threads)?.has_room(&shape)? {
+            events.note(format!(
+                "a GPU has too little memory for calibration: the CPU measures `{}`",
+                input.spec
+            ));
+            run.device.device = DeviceChoice::Auto;
+        }
+    }
+    settle_pass(run, model, observes, events)
 }
 
 impl Measurement {

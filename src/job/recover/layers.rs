@@ -13,7 +13,7 @@ use crate::linalg::StoredDtype;
 use crate::model::on_device::candle_dtype;
 use crate::pipeline::expected;
 use crate::recovery::optimizers::rounding::Bf16Rounding;
-use crate::recovery::{BlockTrainer, BufferReuse, Diverged, LayerOutput, Merger};
+use crate::recovery::{BlockTeacher, BlockTrainer, BufferReuse, Diverged, LayerOutput, Merger};
 use crate::run::manifest::LayerReport;
 use crate::run::{Events, RecoveryReport};
 use crate::runtime::{Editor, HiddenStates};
@@ -112,11 +112,18 @@ fn block_trainer<'t>(
     let none =
         || HiddenStates::new(None, "none", 0, [model.seqlen, 1], candle_dtype(StoredDtype::F32));
     let targets = match &states {
-        Some(_) => job.embedded_by(&*teacher.source, streams.devices(), events)?,
+        Some(_) => {
+            let dense = (&*teacher.source, &*teacher.config);
+            job.embedded_by(dense, streams.devices(), events)?
+        }
         None => none()?,
     };
     Ok(BlockTrainer {
-        teacher: teacher.source.clone(),
+        teacher: BlockTeacher {
+            source: teacher.source.clone(),
+            config: teacher.config.clone(),
+            ends: teacher.layer_ends.clone(),
+        },
         config: model.config.clone(),
         base: FrozenBase::open(job, recovery, events)?.layers(job, recovery, 0),
         part: &recovery.part,

@@ -6,10 +6,11 @@ use super::super::settled_run::{RunTask, SettledRun, offload_folder};
 use super::resolved::Recovery;
 use super::saved;
 use super::steps::states_dtype;
+use super::teacher::Teacher;
 use crate::bytes::ByteSize;
 use crate::linalg::{StoredDtype, factor_parts_elements};
 use crate::model::on_device::TrainedSizes;
-use crate::model::{LinearId, ModelConfig, footprint, stored_dtypes};
+use crate::model::{LinearId, ModelConfig, footprint};
 use crate::pipeline::{RunShape, TrainingShape};
 use crate::recovery::optimizers::choice::CHOICE_BYTES;
 use crate::recovery::{ParameterSpec, ParameterStore, TrainedForm};
@@ -65,8 +66,8 @@ impl Recovery {
             teacher: self
                 .teacher
                 .as_ref()
-                .filter(|_| is_whole)
-                .map(|teacher| stored_dtypes(&*teacher.source, config)),
+                .filter(|teacher| is_whole || *teacher.config != *config)
+                .map(Teacher::shape),
             kept: self.kept_bytes(run),
             base: self.base_bytes(run),
             masks: self.mask_bytes(config),

@@ -181,7 +181,8 @@ impl<'a> Training<'a> {
         let teacher = recovery.teacher.as_ref().map(|teacher| {
             let weight = recovery.distill_weight();
             let source = teacher.source.clone();
-            Distillation::open(source, config.clone(), weight as f32, settings.head_rows)
+            let configs = [&teacher.config, config];
+            Distillation::open(source, configs, weight as f32, settings.head_rows)
         });
         let distillation = teacher.transpose()?;
         Trainer::new(TrainerParts {

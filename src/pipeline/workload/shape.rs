@@ -1,5 +1,7 @@
 //! [`RunShape`] and [`TrainingShape`]: the properties of a run that decide its memory and its time.
 
+use std::sync::Arc;
+
 use crate::bytes::ByteSize;
 use crate::linalg::product::Kernel;
 use crate::linalg::{Products, StoredDtype};

@@ -12,7 +12,7 @@
 use super::host::Host;
 use super::shape::{F32, TeacherShape, TrainingShape, part};
 use crate::bytes::ByteSize;
-use crate::linalg::{attention, product};
+use crate::linalg::attention;
 use crate::model::footprint::{self, SamplePass};
 use crate::model::training_footprint::TrainingBuffers;
 use crate::placement::PhaseMemory;
@@ -78,12 +78,8 @@ impl Host<'_> {
         forward.extend(packed());
         match trains.teacher.as_ref() {
             Some(teacher) if *teacher.config != *config => {
-                let taught = self.teacher_pass(teacher);
-                let sum = |parts: &[MemoryPart]| -> ByteSize { parts.iter().map(|of| of.bytes).sum() };
                 // The teacher has gone before the student begins.
-                if sum(&taught) > sum(&forward) {
-                    forward = taught;
-                }
+                forward = larger(forward, self.teacher_pass(teacher));
             }
             Some(teacher) => forward.push(self.teacher_layer(teacher)),
             None => {}
@@ -126,9 +122,8 @@ impl Host<'_> {
             part(PartKind::Workspace, buffers.activations()),
             part(PartKind::Context, context),
         ]);
-        let head = |config, dtype| {
-            part(PartKind::HeadAndLogits, footprint::head_weight(config, dtype))
-        };
+        let head =
+            |config, dtype| part(PartKind::HeadAndLogits, footprint::head_weight(config, dtype));
         if settings.head_rows.is_none() {
             all.push(head(run.config, run.dtypes.head));
             all.extend(trains.teacher.as_ref().map(|of| head(&of.config, of.dtypes.head)));
@@ -172,12 +167,11 @@ impl Host<'_> {
         let (run, config) = (self.run, &*teacher.config);
         let kernel = run.products.of_activations();
         let pass = SamplePass { config, ..self.pass(kernel) };
-        let products = product::packed_bytes(&pass.forward_products(Vec::new()), run.threads);
         let state = footprint::hidden_states(config, run.seqlen);
         vec![
             self.teacher_layer(teacher),
             part(PartKind::Workspace, pass.forward(teacher.dtypes.layers) + state),
-            part(PartKind::Context, footprint::context(config, run.seqlen) + ByteSize::of(products, 1)),
+            part(PartKind::Context, footprint::context(config, run.seqlen) + pass.products(None)),
         ]
     }
 
@@ -197,8 +191,12 @@ impl Host<'_> {
             .backward_products(run.products.of_gradients(dtype), trains.has_factors);
         let workspace = |bytes| part(PartKind::Workspace, bytes);
         let gradients = part(PartKind::Gradients, trains.gradients);
+        let mut forward = vec![workspace(forward + kept)];
+        if let Some(teacher) = &trains.teacher {
+            forward = larger(forward, self.teacher_pass(teacher));
+        }
         vec![
-            self.training_phase(Phase::Forward, trains, vec![workspace(forward + kept)]),
+            self.training_phase(Phase::Forward, trains, forward),
             self.training_phase(
                 Phase::Backward,
                 trains,
@@ -274,4 +272,10 @@ impl Host<'_> {
             states,
         ]
     }
+}
+
+/// The parts with the larger sum.
+fn larger(one: Vec<MemoryPart>, other: Vec<MemoryPart>) -> Vec<MemoryPart> {
+    let sum = |parts: &[MemoryPart]| -> ByteSize { parts.iter().map(|part| part.bytes).sum() };
+    if sum(&other) > sum(&one) { other } else { one }
 }

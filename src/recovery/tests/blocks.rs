@@ -10,8 +10,8 @@ use crate::recovery::BufferReuse;
 use crate::recovery::optimizers::rounding::Bf16Rounding;
 use crate::recovery::optimizers::{Hyperparameters, Schedule, ScheduleShape};
 use crate::recovery::{
-    BlockTrainer, ChangedParameter, LayerOutput, LayerParameters, Merger, ParameterStore,
-    TrainedForm,
+    BlockTeacher, BlockTrainer, ChangedParameter, LayerOutput, LayerParameters, Merger,
+    ParameterStore, TrainedForm,
 };
 use crate::run::Silent;
 use crate::runtime::{Clock, Compute, Editor, HiddenStates};
@@ -66,7 +66,11 @@ fn trained_blocks(
     let training = Training::new(model.part(settings.form), seqlen);
     let (clock, events) = (Clock::new(), Silent);
     let mut trainer = BlockTrainer {
-        teacher: model.dense.clone(),
+        teacher: BlockTeacher {
+            source: model.dense.clone(),
+            config: model.config.clone(),
+            ends: (1..=model.config.num_hidden_layers).collect(),
+        },
         config: model.config.clone(),
         base: training.base(model),
         part: &training.part,

@@ -239,7 +239,7 @@ impl Training {
             distillation: self.teacher.map(|(is_dense, weight)| {
                 let source = Arc::clone(if is_dense { &model.dense } else { &model.pruned });
                 let rows = self.memory.head_rows;
-                Distillation::open(source, Arc::clone(&model.config), weight, rows).unwrap()
+                Distillation::open(source, [&model.config; 2], weight, rows).unwrap()
             }),
             kept_layers: self.kept_layers,
             seqlen: self.seqlen,

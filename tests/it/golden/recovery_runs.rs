@@ -114,6 +114,7 @@ impl Curve {
             weights: None,
             layer_drop: None,
             width_drop: None,
+            target_size: None,
             recovery: Some(RecoverySettings {
                 teacher: (!is_whole).then(|| shared.join("models").join(self.subject.model)),
                 rank: 8,

@@ -67,6 +67,20 @@ fn a_gpu_computes_every_linear_if_all_fits() {
 }
 
 #[test]
+fn a_gpu_too_small_for_calibration_leaves_it_to_the_cpu() {
+    let place = place(2);
+    let measuring = "--saliency base --dataset train.txt --nsamples 4 --seqlen 64";
+    let (cpu, ..) = merged(&place, measuring);
+    let small = format!(r#"{measuring} --device cuda --simulate {{"gpus":["513MiB"]}}"#);
+    let (weights, _, stderr) = merged(&place, &small);
+    assert!(weights == cpu, "other weights");
+    assert!(stderr.contains("a GPU has too little memory for calibration"), "{stderr}");
+    let large = format!(r#"{measuring} --device cuda --simulate {{"gpus":["2GiB"]}}"#);
+    let (weights, _, stderr) = merged(&place, &large);
+    assert!(weights == cpu && !stderr.contains("too little memory"), "{stderr}");
+}
+
+#[test]
 fn a_linear_that_is_refused_is_merged_on_the_cpu_whichever_it_is() {
     let place = place(2);
     let (cpu, ..) = merged(&place, "");

@@ -66,7 +66,7 @@ fn contradictions_and_impossible_settings_name_a_flag_that_helps() {
         &place,
         &format!("{COMMON} --how blocks --teacher other --save out"),
         1,
-        &["another shape", "num_hidden_layers is 3 there, 2 here"],
+        &["has other layers than the model", "num_hidden_layers is 3 there, 2 here", "--how lora"],
     );
     refused(&place, &format!("{COMMON} --how blocks --teacher m --save m"), 1, &["error: "]);
     assert!(!place.path("out").exists());
