@@ -16,6 +16,7 @@ use crate::job;
 use crate::job::grid::GridOutcome;
 use crate::pipeline::{LayerRatios, Selection};
 use crate::pruning::{METHODS, Pattern, REFINEMENTS};
+use crate::ranks::Ranks;
 use crate::report;
 use crate::run::Events;
 use crate::run::grid::CellReport;
@@ -220,7 +221,16 @@ fn ratio(text: &str) -> std::result::Result<f64, Failure> {
 ///
 /// # Errors
 /// Fails before the first cell for lists and settings that are wrong, and after the table where a cell has failed.
-pub fn command(args: &SweepArgs, arguments: Vec<String>, console: &Console) -> Result<Outcome> {
+pub fn command(
+    args: &SweepArgs,
+    arguments: Vec<String>,
+    console: &Console,
+    ranks: &Ranks,
+) -> Result<Outcome> {
+    let computes = args.table.is_none() && !args.dry_run;
+    if !computes && !ranks.is_first() {
+        return Ok(Outcome::Done);
+    }
     if let Some(folder) = &args.table {
         let (record, page) = job::grid::remake(folder, console)?;
         console.record(&record, &report::grid::text(&record))?;
@@ -242,7 +252,10 @@ pub fn command(args: &SweepArgs, arguments: Vec<String>, console: &Console) -> R
     if settings.run.output.log_memory {
         console.log_memory();
     }
-    let outcome = job::grid::grid(&settings, console)?;
+    let outcome = job::grid::grid_on(ranks, &settings, console)?;
+    if !ranks.is_first() {
+        return Ok(Outcome::Done);
+    }
     console.record(&outcome.record, &report::grid::text(&outcome.record))?;
     console.note(format!("page         {}", outcome.page.display()));
     if outcome.elsewhere > 0 {

@@ -170,6 +170,12 @@ impl Ranks {
         Self { connection: Some(Arc::new(connection)), neighbors: Neighbors::default() }
     }
 
+    /// This rank as a process that works by itself beside the other ranks of its machine.
+    #[must_use]
+    pub fn apart(&self) -> Self {
+        Self { connection: None, neighbors: self.neighbors }
+    }
+
     /// Asks all ranks for their machines.
     ///
     /// # Errors

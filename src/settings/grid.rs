@@ -41,6 +41,11 @@ impl GridShard {
     /// All cells.
     pub const WHOLE: Self = Self { number: 1, of: 1 };
 
+    /// The shard of a rank among `of` ranks.
+    pub fn of_rank(rank: usize, of: usize) -> Self {
+        Self { number: rank + 1, of }
+    }
+
     /// Returns whether the cell at this position, from 0, of `cells` belongs to the shard.
     pub fn has(self, position: usize, cells: usize, deal: ShardOrder) -> bool {
         let shard = match deal {

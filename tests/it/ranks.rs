@@ -7,11 +7,13 @@ mod mpi;
 use std::collections::BTreeMap;
 use std::fs;
 
-use prune::job;
+use prune::job::{self, grid::GridOutcome};
 use prune::linalg::StoredDtype;
+use prune::pipeline::Selection;
 use prune::pruning::methods::METHODS;
 use prune::ranks::{Ranks, threads};
 use prune::run::{Manifest, Silent};
+use prune::settings::{GridSettings, GridShard};
 use prune::synthetic::RandomCheckpoint;
 use serde_json::Value;
 
@@ -125,6 +127,42 @@ fn ranks_without_samples_and_other_ways_of_samples_give_the_same_bits() {
             }
             assert_eq!(files(&place, &save), files(&place, &format!("{number}-1")), "{flags}");
         }
+    }
+}
+
+#[test]
+fn a_sweep_on_several_ranks_has_the_cells_of_one() {
+    let place = place();
+    let flags = "--prune-method wanda --nsamples 3 --eval both --eval-windows 3 --no-save-model";
+    let sweep = |ranks: &Ranks, save: &str| {
+        let save = place.path(save).display().to_string();
+        let run = settings_of(&line(&place, &format!("{flags} --save {save}")))?;
+        let target = |ratio| Selection { sparsity_ratio: Some(ratio), ..Selection::default() };
+        let settings = GridSettings {
+            run,
+            methods: ["wanda", "magnitude"].map(str::to_string).to_vec(),
+            targets: vec![target(0.4), target(0.5)],
+            seeds: vec![0, 1],
+            shard: GridShard::WHOLE,
+        };
+        job::grid::grid_on(ranks, &settings, &Silent)
+    };
+    let cells = |outcome: &GridOutcome| -> Vec<(String, Option<f64>, Option<f64>)> {
+        let cells = outcome.record.cells.iter();
+        let of =
+            cells.map(|cell| (cell.name.clone(), cell.pruned_perplexity, cell.dense_perplexity));
+        of.collect()
+    };
+    let alone = sweep(&Ranks::alone(), "one").unwrap();
+    assert_eq!((alone.record.cells.len(), alone.elsewhere), (6, 0));
+    for size in [2, 3] {
+        let save = format!("sweep-{size}");
+        for outcome in threads::run(size, |ranks| sweep(ranks, &save)) {
+            let outcome = outcome.unwrap();
+            assert_eq!(cells(&outcome), cells(&alone), "{size} ranks");
+            assert!(outcome.failed.is_empty() && outcome.elsewhere == 0 && outcome.cells == 6);
+        }
+        assert!(place.path(&save).join("sweep.json").is_file());
     }
 }
 

@@ -1,4 +1,4 @@
-//! The dense perplexity of a sweep: measured once, in the run folder `dense`, and shown by every cell.
+//! The dense perplexity of a sweep: measured once, in the run folder `dense`, and shown by every cell. Ranks share its windows.
 
 use std::path::Path;
 
@@ -6,7 +6,8 @@ use anyhow::Result;
 
 use super::records::{self, CommonSettings};
 use crate::job::folder::RunFolder;
-use crate::job::run::eval;
+use crate::job::run::eval_on;
+use crate::ranks::Ranks;
 use crate::run::{Events, Manifest, Stopped};
 use crate::settings::{EvalSides, OutputSettings, Settings};
 
@@ -19,18 +20,28 @@ const DENSE: &str = "dense";
 /// # Errors
 /// Fails as `prune eval`.
 pub(super) fn perplexity(
+    ranks: &Ranks,
     run: &Settings,
-    out: &Path,
-    common: &CommonSettings,
+    (out, common): (&Path, &CommonSettings),
     events: &dyn Events,
 ) -> Result<Option<Manifest>> {
     if run.evaluation.eval != EvalSides::Both {
         return Ok(None);
     }
     let folder = out.join(DENSE);
-    if let Some(manifest) = measured(&folder, common)? {
-        let output = OutputSettings { save: Some(folder), ..OutputSettings::default() };
-        RunFolder::at(&[], &output, false)?.tidy_finished(events)?;
+    let found = match ranks.is_first() {
+        true => {
+            let found = measured(&folder, common)?;
+            ranks.tell_others(&found)?;
+            found
+        }
+        false => ranks.hear_first()?,
+    };
+    if let Some(manifest) = found {
+        if ranks.is_first() {
+            let output = OutputSettings { save: Some(folder), ..OutputSettings::default() };
+            RunFolder::at(&[], &output, false)?.tidy_finished(events)?;
+        }
         return Ok(Some(manifest));
     }
     let mut settings = run.clone();
@@ -43,7 +54,8 @@ pub(super) fn perplexity(
     settings.evaluation.max_perplexity = None;
     settings.output =
         OutputSettings { save: Some(folder.clone()), force: true, ..OutputSettings::default() };
-    match eval(settings.clone(), events) {
+    match eval_on(ranks, settings.clone(), events) {
+        Ok(manifest) if !ranks.is_first() => Ok(Some(manifest)),
         Ok(manifest) => {
             records::write(&folder, &records::record_of(None, common, None))?;
             Ok(Some(manifest))
@@ -55,7 +67,7 @@ pub(super) fn perplexity(
                 folder.display()
             ));
             settings.output.save = None;
-            eval(settings, events).map(Some)
+            eval_on(ranks, settings, events).map(Some)
         }
     }
 }

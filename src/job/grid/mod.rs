@@ -10,7 +10,8 @@
 //! | `messages` | events of a cell on their way out: its number, and nothing twice |
 //!
 //! Every cell is an ordinary run folder, with the bytes of a run of its own. Processes with different shards share the
-//! folder and never work on the same cell.
+//! folder and never work on the same cell. Ranks are shards that share the windows of the dense perplexity, and the first rank writes the
+//! table once all of them are done.
 
 mod cells;
 mod dense;
@@ -35,9 +36,10 @@ use super::run;
 use crate::failure::Failure;
 use crate::pipeline::{TargetPlan, check_verification};
 use crate::pruning::Technique;
+use crate::ranks::Ranks;
 use crate::run::grid::{CellReport, CellState, GridRecord};
 use crate::run::{Events, Manifest, Stopped};
-use crate::settings::{GridSettings, Settings, ShardOrder};
+use crate::settings::{GridSettings, GridShard, Settings, ShardOrder};
 
 pub use self::table::remake;
 
@@ -64,15 +66,31 @@ pub struct GridOutcome {
 /// different settings; and when the dense perplexity cannot be measured or a record cannot be written. The error of a cell is recorded,
 /// and the next cell begins.
 pub fn grid(settings: &GridSettings, events: &dyn Events) -> Result<GridOutcome> {
+    grid_on(&Ranks::alone(), settings, events)
+}
+
+/// Runs the cells as [`grid`] does, together with other ranks. The outcome of the first rank has the cells of all.
+///
+/// # Errors
+/// Fails as [`grid`], and when a rank has left.
+pub fn grid_on(ranks: &Ranks, settings: &GridSettings, events: &dyn Events) -> Result<GridOutcome> {
+    let of_rank = GridShard::of_rank(ranks.rank(), ranks.size());
+    let shard = if ranks.is_alone() { settings.shard } else { of_rank };
+    let settings = &GridSettings { shard, ..settings.clone() };
     let out = folder(settings)?;
     let cells = cells::of(settings, &out)?;
     let events = CellEvents::new(events, &out, &settings.run.arguments);
     let (common, impossible) = check(settings, &cells, &events)?;
     records::check(&out, &common, &cells, settings.run.output.force)?;
-    let dense = dense::perplexity(&settings.run, &out, &common, &events)?;
+    let dense = dense::perplexity(ranks, &settings.run, (&out, &common), &events)?;
     let mine = mine(settings, &cells);
-    let sweep =
-        CellsOfSweep { common: &common, dense: dense.as_ref(), events: &events, cells: mine.len() };
+    let sweep = CellsOfSweep {
+        common: &common,
+        dense: dense.as_ref(),
+        events: &events,
+        cells: mine.len(),
+        ranks: ranks.apart(),
+    };
     let (mut failed, mut begun) = (Vec::new(), 0);
     for (cell, error) in
         impossible.into_iter().filter(|(cell, _)| mine.iter().any(|of| of.name() == cell.name()))
@@ -85,8 +103,14 @@ pub fn grid(settings: &GridSettings, events: &dyn Events) -> Result<GridOutcome>
     for group in groups(&possible.collect::<Vec<_>>()) {
         begun += sweep.run_group(group, begun, &mut failed)?;
     }
+    // The table is written when all ranks are done.
+    let failed = ranks.all_gather_values(&failed)?.concat();
     let methods = &settings.methods;
-    let (record, page) = table::write(&out, &common, methods, &events)?;
+    let (record, page) = match ranks.is_first() {
+        true => table::write(&out, &common, methods, &events)?,
+        false => table::read(&out, &common, methods)?,
+    };
+    ranks.all_gather(&[])?;
     events.end();
     let is_finished = |cell: &&PlannedCell| {
         let mut reports = record.cells.iter();
@@ -97,7 +121,7 @@ pub fn grid(settings: &GridSettings, events: &dyn Events) -> Result<GridOutcome>
         elsewhere: (cells.len() - finished).saturating_sub(failed.len()),
         record,
         failed,
-        cells: mine.len(),
+        cells: if ranks.is_alone() { mine.len() } else { cells.len() },
         page,
     })
 }
@@ -201,6 +225,8 @@ struct CellsOfSweep<'a> {
     events: &'a CellEvents<'a>,
     /// Their number.
     cells: usize,
+    /// This rank, apart from the others.
+    ranks: Ranks,
 }
 
 impl CellsOfSweep<'_> {
@@ -231,7 +257,8 @@ impl CellsOfSweep<'_> {
             events.check()?;
             events.begin(number..=number, self.cells, &cell.name());
             let settings = self.begin(cell)?;
-            let given = RunInputs { dense: self.dense, ..RunInputs::default() };
+            let ranks = self.ranks.clone();
+            let given = RunInputs { dense: self.dense, ranks, ..RunInputs::default() };
             let outcome = run::run(settings, given, events, None);
             self.end(cell, outcome, failed)?;
         }
@@ -253,7 +280,7 @@ impl CellsOfSweep<'_> {
         let settings = cells.iter().map(|cell| self.begin(cell));
         let settings = settings.collect::<Result<Vec<_>>>()?;
         let techniques: Vec<Technique> = cells.iter().map(|cell| cell.technique.clone()).collect();
-        match together::run(settings, &techniques, self.dense, events) {
+        match together::run(settings, &techniques, (self.dense, &self.ranks), events) {
             Ok(None) => return Ok(false),
             Ok(Some(outcomes)) => {
                 for (cell, outcome) in cells.iter().zip(outcomes) {

@@ -53,6 +53,18 @@ fn methods_before(out: &Path) -> Vec<String> {
     before.map_or_else(|| names().collect(), |order| order.methods)
 }
 
+/// The table of the cells with these settings, and the path of the page, where another rank writes them.
+///
+/// # Errors
+/// Fails for records that cannot be read.
+pub(super) fn read(
+    out: &Path,
+    common: &CommonSettings,
+    methods: &[String],
+) -> Result<(GridRecord, PathBuf)> {
+    Ok((collect(out, common, methods)?, out.join(PAGE)))
+}
+
 /// Writes the table of the cells with these settings. Methods stand in the order `methods`; methods that it lacks come after.
 ///
 /// Processes of other shards may finish cells meanwhile, so the table is written until the records stay the same: whichever

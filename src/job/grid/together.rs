@@ -21,6 +21,7 @@ use crate::job::streams::{SweepWork, passes};
 use crate::pipeline::allocation::Allocation;
 use crate::pipeline::{Calibrator, Propagation, Pruner, SharedPruning, SharingCell};
 use crate::pruning::Technique;
+use crate::ranks::Ranks;
 use crate::run::manifest::LayerReport;
 use crate::run::{Events, Manifest, Phase, Stopped};
 use crate::runtime::{Passenger, SweepReport};
@@ -58,7 +59,7 @@ type Outcomes = Vec<Option<Result<Manifest>>>;
 pub(super) fn run(
     cells: Vec<Settings>,
     techniques: &[Technique],
-    dense: Option<&Manifest>,
+    (dense, ranks): (Option<&Manifest>, &Ranks),
     events: &dyn Events,
 ) -> Result<Option<Vec<Result<Manifest>>>> {
     let recorders: Vec<Recorder<'_>> = cells.iter().map(|_| Recorder::new(events)).collect();
@@ -73,7 +74,7 @@ pub(super) fn run(
             None => Sharing::First(techniques[at + 1..].to_vec()),
             Some((_, first)) => Sharing::Next(first),
         };
-        let given = RunInputs { dense, sharing, ..RunInputs::default() };
+        let given = RunInputs { dense, sharing, ranks: ranks.clone(), ..RunInputs::default() };
         match settle(settings, given, recorder) {
             Ok(RunStart::Run(job)) => jobs.push((at, job)),
             Ok(RunStart::Finished(manifest)) => outcomes[at] = Some(Ok(*manifest)),
