@@ -20,13 +20,19 @@ use crate::settings::{
 pub(super) const EXAMPLES: &str = "\
 Examples:
   prune eval out/llama2-7b/model --eval-dataset wikitext2:wiki/
-  prune eval out/model --eval-dataset text.txt --max-perplexity 12 --json";
+  prune eval out/model --eval-dataset text.txt --max-perplexity 12 --json
+  prune eval out/7b/model --against meta-llama/Llama-2-7b-hf";
 
 /// Flags of `prune eval`.
 #[derive(Debug, Clone, Args)]
 pub struct EvalArgs {
     #[command(flatten)]
     model: ModelWordArgs,
+    /// Dense model to compare with, position by position: KL divergence, equal top tokens, ratio of perplexities
+    ///
+    /// A folder or an id of the hub, with the same vocabulary. Both models pass the windows, one after the other.
+    #[arg(long, value_name = "DIR|ID", help_heading = "Evaluation")]
+    against: Option<PathBuf>,
     #[command(flatten)]
     evaluation: EvaluationSettings,
     /// Tokens per window [default: 2048, or the model's limit]
@@ -51,7 +57,11 @@ pub struct EvalArgs {
 
 impl EvalArgs {
     fn settings(&self, arguments: Vec<String>) -> Result<Settings> {
-        let evaluation = EvaluationSettings { eval: EvalSides::Dense, ..self.evaluation.clone() };
+        let evaluation = EvaluationSettings {
+            eval: EvalSides::Dense,
+            against: self.against.clone(),
+            ..self.evaluation.clone()
+        };
         Ok(Settings {
             arguments,
             seqlen: self.seqlen,

@@ -21,9 +21,8 @@ use super::prune::sweep;
 use super::resolved::{Pruning, allocates};
 use super::settle::smaller;
 use super::settled_run::{RunTask, SettledRun};
-use super::streams::Streams;
 use super::texts::Texts;
-use super::{allocate, layer_drop, rank_reports, same_run, weight_choice};
+use super::{against, allocate, eval, layer_drop, rank_reports, same_run, weight_choice};
 use crate::checkpoint::{PartialModel, WrittenPlaces};
 use crate::data::{Calibration, Evaluation};
 use crate::failure::Failure;
@@ -48,6 +47,8 @@ pub(super) struct SharedRun {
     calibration: Option<Calibration>,
     windows: Option<Evaluation>,
     plan: Plan,
+    /// The plan of the dense model that it is compared with.
+    against: Option<Plan>,
     /// Finished layers, and what earlier sweeps have decided.
     state: RunState,
     /// The perplexities, where an earlier process measured all of them.
@@ -87,6 +88,7 @@ pub(super) fn share(job: &SettledRun, outputs: &Outputs<'_>) -> Result<()> {
         calibration: job.texts.calibration.clone(),
         windows: job.texts.windows.clone(),
         plan: job.plan.clone(),
+        against: job.against.as_ref().map(|dense| dense.plan.clone()),
         state: RunState {
             allocation: job.pruning().and_then(|pruning| pruning.allocation.clone()),
             layer_drop: whole.and_then(|whole| whole.layer_drop.clone()),
@@ -143,8 +145,7 @@ pub(super) fn run(settings: Settings, ranks: &Ranks, events: &dyn Events) -> Res
         RunTask::Prune(pruning) => drop(sweep(&job, pruning, &mut outputs, None, events)?),
         // A training does not come here: it runs in one process.
         RunTask::Measure(_) | RunTask::Recover(_) => {
-            let mut streams = Streams::embed(&job, &outputs, events)?;
-            streams.sweep(&job, None, None, events)?;
+            eval::sweep(&job, &outputs, events)?;
         }
     }
     rank_reports::gather(ranks, &job.model)?;
@@ -182,7 +183,8 @@ impl SharedRun {
                 return Err(other_machine(name, own, first, ranks).into());
             }
         }
-        Ok(SettledRun {
+        let dense = against::open(&settings, &model, events)?;
+        let job = SettledRun {
             settings,
             model,
             folder,
@@ -195,7 +197,13 @@ impl SharedRun {
             deciding: BTreeMap::new(),
             unfinished: None,
             ranks: ranks.clone(),
-        })
+            meeting: None,
+            against: None,
+        };
+        match dense.zip(self.against) {
+            Some((dense, plan)) => against::join(job, dense, plan),
+            None => Ok(job),
+        }
     }
 }
 

@@ -5,6 +5,7 @@
 //! | `run` | the story of a run: settle → outputs → streams → work → finish → record |
 //! | `prune` | `prune`: the sweep that prunes |
 //! | `eval` | `prune eval`: a run without outputs and editor |
+//! | `against` | `prune eval --against`: the dense model that passes the windows first |
 //! | `grid` | `prune sweep`: a run for every cell of a grid, and the table |
 //! | `recover` | `prune recover`: the training, and the sweep that writes what was trained |
 //! | `merge` | `prune merge`: settle → outputs → pass → finish → record |
@@ -39,6 +40,7 @@
 //! | `zeros_gain` | the gain of a model's zeros on this machine, measured |
 //! | `resolved` | the pruning part of a run: method, way of the samples and targets, resolved against the model |
 
+mod against;
 mod allocate;
 mod conversion;
 pub mod demo;

@@ -56,6 +56,8 @@ pub(super) fn settle_pass(
         deciding: BTreeMap::new(),
         unfinished: None,
         ranks: Ranks::alone(),
+        meeting: None,
+        against: None,
     };
     run.check_disk()?;
     Ok(Box::new(run))
@@ -65,6 +67,7 @@ pub(super) fn settle_pass(
 pub(super) fn before_run(settings: &Settings, measures_dense: bool) -> Settings {
     let mut pass = Settings { output: OutputSettings::default(), ..settings.clone() };
     pass.evaluation.max_perplexity = None;
+    pass.evaluation.max_kl = None;
     pass.evaluation.eval = if measures_dense { EvalSides::Dense } else { EvalSides::None };
     let save = settings.output.save.clone();
     pass.device.offload_folder = pass.device.offload_folder.or(save);

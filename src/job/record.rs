@@ -14,7 +14,7 @@ use super::settled_run::{RunTask, SettledRun};
 use super::zeros_gain;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Checkpoint, ExpectedMatrix};
-use crate::run::manifest::{
+use crate::run::manifest::{AgainstReport, 
     GateReport, LayerReport, Manifest, OutputReport, Perplexities, PruningReport, SCHEMA,
     SparsityReport,
 };
@@ -36,6 +36,8 @@ pub(super) struct RunResults {
     pub(super) peak: Option<PeakReport>,
     pub(super) swept: SweepReport,
     pub(super) perplexity: Perplexities,
+    /// The dense model of a comparison, which had a sweep of its own.
+    pub(super) against: Option<AgainstReport>,
     /// The pruned layers; `None` for `prune eval`.
     pub(super) layers: Option<Vec<LayerReport>>,
     pub(super) output: Option<OutputReport>,
@@ -135,9 +137,11 @@ impl SettledRun {
             calibration: texts.calibration.as_ref().map(|samples| samples.protocol.clone()),
             sparsity: layers.map(sparsity),
             layers: results.layers.unwrap_or_default(),
-            perplexity: results.perplexity,
             evaluation: evaluation.cloned(),
+            against: results.against,
+            limits: settings.evaluation.limits(&results.perplexity),
             gate: GateReport::of(settings.evaluation.max_perplexity, measured),
+            perplexity: results.perplexity,
             hidden_states: plan.hidden_states.storage,
             plan: Some(plan),
             fallbacks: devices.fallbacks,

@@ -17,7 +17,7 @@ use super::recover::{Recovery, closing};
 use super::resolved::{Pruning, allocates};
 use super::same_run;
 use super::settled_run::{RunStart, RunTask, SettledRun, offload_folder};
-use super::{allocate, layer_drop, weight_choice, width_drop};
+use super::{against, allocate, layer_drop, weight_choice, width_drop};
 use crate::checkpoint::check_sidecars;
 use crate::failure::Failure;
 use crate::pipeline::RunShape;
@@ -74,6 +74,7 @@ fn settle_opened(
         }
     }
 
+    let dense = against::open(&settings, &model, events)?;
     let planning = Planning::new(&settings.device, model.threads)?.beside(&given.ranks);
     let measured =
         |model: &OpenedModel| planning.plan(&early_shape(&settings, model, None, &given, &folder));
@@ -103,6 +104,7 @@ fn settle_opened(
             let mut shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
             let samples = settings.calibration.as_ref().map_or(0, |of| of.nsamples as usize);
             shape.trains = recovery.as_ref().map(|recovery| recovery.shape(&shape, samples));
+            shape.against = dense.as_ref().map(OpenedModel::as_against);
             planning.texts_and_plan(&settings, &model, shape, &given, events)?
         }
     };
@@ -124,7 +126,11 @@ fn settle_opened(
     if let Some(state) = unfinished.take() {
         unfinished = same_run::check(state, &deciding, &folder, &settings.output)?;
     }
-    let job = SettledRun {
+    let against = dense.map(|dense| {
+        Ok::<_, anyhow::Error>((against::plan(&dense, &settings, &given, (&texts, &plan))?, dense))
+    });
+    let against = against.transpose()?;
+    let mut job = SettledRun {
         settings,
         model,
         folder,
@@ -138,7 +144,12 @@ fn settle_opened(
         deciding,
         unfinished,
         ranks: given.ranks.clone(),
+        meeting: None,
+        against: None,
     };
+    if let Some((plan, dense)) = against {
+        job = against::join(job, dense, plan)?;
+    }
     job.check_disk()?;
     Ok(RunStart::Run(Box::new(job)))
 }
@@ -183,8 +194,7 @@ fn continued(
     if unfinished.as_ref().is_some_and(|state| state.replaces_model) {
         folder.replace_model();
     }
-    let max_perplexity = settings.evaluation.max_perplexity;
-    let Some(manifest) = folder.record_of_the_last_step(max_perplexity)? else {
+    let Some(manifest) = folder.record_of_the_last_step(&settings.evaluation)? else {
         return Ok(ControlFlow::Continue(unfinished));
     };
     width_drop::tidy(folder)?;
@@ -228,7 +238,7 @@ pub(super) fn smaller(
     width_drop::narrower(settings, model, of_width, folder, events)
 }
 
-/// Refuses `--max-perplexity` without a measured perplexity.
+/// Refuses gates without their measurements.
 fn check_gate(settings: &Settings) -> Result<()> {
     let evaluation = &settings.evaluation;
     if evaluation.max_perplexity.is_some() && evaluation.eval == EvalSides::None {
@@ -237,6 +247,19 @@ fn check_gate(settings: &Settings) -> Result<()> {
         )
         .hint("use --eval pruned, or leave --max-perplexity out")
         .into());
+    }
+    let prunes = settings.sparsity.is_some();
+    let is_smaller = settings.layer_drop.is_some() || settings.width_drop.is_some();
+    let compares = evaluation.against.is_some()
+        || (prunes && !is_smaller && evaluation.eval == EvalSides::Both);
+    if evaluation.max_kl.is_some() && !compares {
+        return Err(Failure::usage("--max-kl needs the dense model, and nothing is compared with it")
+            .hint(match (prunes, is_smaller) {
+                (true, false) => "add --eval both",
+                (true, true) => "measure the result: prune eval OUT/model --against DENSE --max-kl X",
+                (false, _) => "name the dense model with --against",
+            })
+            .into());
     }
     Ok(())
 }

@@ -15,6 +15,7 @@ use super::texts::Texts;
 use crate::bytes::ByteSize;
 use crate::checkpoint::output_bytes;
 use crate::data::Calibration;
+use crate::eval::{Meeting, MeetingRole};
 use crate::pipeline::{Observed, SaveMasks};
 use crate::ranks::Ranks;
 use crate::report;
@@ -38,6 +39,10 @@ pub(super) struct SettledRun {
     pub(super) unfinished: Option<RunState>,
     /// The ranks that share its samples and windows.
     pub(super) ranks: Ranks,
+    /// The comparison of two models that are evaluated, and the part of this model.
+    pub(super) meeting: Option<(Arc<Meeting>, MeetingRole)>,
+    /// The dense model of this comparison.
+    pub(super) against: Option<Box<SettledRun>>,
 }
 
 /// The work of a run.
@@ -186,6 +191,9 @@ impl SettledRun {
                 "calibration  {}: {} samples of {} tokens, seed {}",
                 of.dataset, samples.nsamples, samples.seqlen, of.seed
             ));
+        }
+        if let Some(dense) = &self.against {
+            events.note(format!("against      {}", dense.model.folder.display()));
         }
         if let Some(windows) = &texts.windows {
             let sides: Vec<_> = self.sides().iter().map(|side| side.name()).collect();

@@ -1,12 +1,14 @@
 //! The streams of a sweep: calibration samples and evaluation windows, embedded; and the sweep they pass.
 
+use std::sync::Arc;
+
 use anyhow::{Context, Result};
 
 use super::opened::WholeModel;
 use super::outputs::Outputs;
 use super::settled_run::{RunTask, SettledRun};
 use crate::checkpoint::WeightSource;
-use crate::eval::Perplexity;
+use crate::eval::{DenseHead, Meeting, MeetingRole, Perplexity};
 use crate::linalg::StoredDtype;
 use crate::model::Embedding;
 use crate::model::on_device::candle_dtype;
@@ -156,17 +158,32 @@ impl SettledRun {
         let mut perplexities = Vec::new();
         let windows = self.texts.windows.as_ref();
         if let Some(windows) = windows.filter(|_| outputs.measured().is_none()) {
-            for &side in self.measured_sides() {
-                perplexities.push(Perplexity::new(
+            let sides = self.measured_sides();
+            let of_run = self.meeting_of_sides(sides);
+            for &side in sides {
+                let perplexity = Perplexity::new(
                     side,
                     self.embedded(devices, side.name(), &windows.tokens, events)?,
                     &windows.tokens,
                     model.config.num_hidden_layers,
                     model.reporter(events),
-                ));
+                );
+                let role = match side {
+                    Side::Dense => MeetingRole::Dense,
+                    Side::Pruned => MeetingRole::Model,
+                };
+                let of_run = of_run.clone().map(|meeting| (meeting, role));
+                perplexities.push(perplexity.in_meeting(of_run.or(self.meeting.clone())));
             }
         }
         Ok(perplexities)
+    }
+
+    /// The comparison of the two sides of a run that prunes.
+    fn meeting_of_sides(&self, sides: &[Side]) -> Option<Arc<Meeting>> {
+        let compares = sides.len() > 1 && self.pruning().is_some();
+        let positions = self.settings.evaluation.kl_positions;
+        compares.then(|| Meeting::new(positions, DenseHead::Same))
     }
 
     /// Sweeps over the layers.
@@ -211,6 +228,7 @@ impl SettledRun {
         let mut measured = Perplexities {
             dense: whole.and_then(WholeModel::dense).or(self.dense()),
             pruned: None,
+            divergence: streams.iter().find_map(Perplexity::divergence),
         };
         for (side, passenger) in self.measured_sides().iter().zip(streams) {
             match side {

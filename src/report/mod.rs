@@ -12,6 +12,7 @@
 //! | `page` | the page of `prune report` for its runs |
 //! | `grid` | the table of a sweep, and the parts of its page |
 //! | `merges` | the parts of table and page that only merges have |
+//! | `divergences` | the rows of a comparison with the dense model |
 //! | `recoveries` | the parts of the table that only recovery trainings have |
 //! | `comparison` | groups of runs that may share a chart |
 //! | `costs` | bytes and speeds of the models of several runs |
@@ -26,6 +27,7 @@ pub mod cards;
 pub mod comparison;
 pub mod costs;
 pub mod demo_table;
+mod divergences;
 mod format;
 pub mod front_matter;
 pub mod generation_plan;

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::allocation::AllocationReport;
+use super::divergence::DivergenceReport;
 use super::fallback::{DeviceMemoryReport, FallbackReport};
 use super::layer_drop::LayerDropReport;
 use super::measured::null_is_nan;
@@ -51,6 +52,9 @@ pub struct Manifest {
     pub sessions: Vec<SessionReport>,
     /// The checkpoint that was pruned or measured.
     pub model: ModelReport,
+    /// The dense model that the checkpoint was compared with; absent without `--against`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub against: Option<AgainstReport>,
     /// The arithmetic of the forward pass.
     pub arithmetic: Arithmetic,
     /// The layers that were dropped, with their scores; absent without `--drop-layers`.
@@ -80,6 +84,9 @@ pub struct Manifest {
     /// The outcome of `--max-perplexity`; absent without the flag.
     #[serde(default)]
     pub gate: Option<GateReport>,
+    /// The outcomes of the other gates.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub limits: Vec<LimitReport>,
     /// The plan; absent in older records.
     #[serde(default)]
     pub plan: Option<Plan>,
@@ -353,6 +360,48 @@ pub struct Perplexities {
     pub dense: Option<PerplexityReport>,
     /// Perplexity of the pruned weights.
     pub pruned: Option<PerplexityReport>,
+    /// The divergence of the model from the dense model; absent where they were not compared.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub divergence: Option<DivergenceReport>,
+}
+
+/// The dense model of `prune eval --against`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct AgainstReport {
+    /// The checkpoint.
+    pub model: ModelReport,
+    /// Its perplexity over the same windows.
+    pub perplexity: Option<PerplexityReport>,
+}
+
+/// A limit of a measured value, and its outcome.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct LimitReport {
+    /// The flag: `--max-kl`.
+    pub flag: String,
+    /// The limit.
+    pub limit: f64,
+    /// The name of the value: `mean KL`.
+    pub name: String,
+    /// The value; `null` in JSON unless it is finite.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub value: f64,
+    /// The value is a number on the right side of the limit.
+    pub is_met: bool,
+}
+
+impl LimitReport {
+    /// Compares the mean divergence with `--max-kl`; `None` where either is absent.
+    pub fn of_divergence(limit: Option<f64>, measured: Option<DivergenceReport>) -> Option<Self> {
+        let (limit, value) = (limit?, measured?.kl_mean.value);
+        Some(Self {
+            flag: "--max-kl".to_string(),
+            limit,
+            name: "mean KL".to_string(),
+            value,
+            is_met: value.is_finite() && value <= limit,
+        })
+    }
 }
 
 /// `--max-perplexity` and its outcome.

@@ -138,7 +138,8 @@ mod tests {
     use super::*;
 
     /// Settings of `prune` that decide nothing, and settings of `prune recover` that do not either.
-    const NOT_DECIDING: [&str; 26] = [
+    const NOT_DECIDING: [&str; 29] = [
+        "against",
         "cache_dir",
         "dataset",
         "device",
@@ -148,7 +149,9 @@ mod tests {
         "eval_windows",
         "force",
         "hidden_states",
+        "kl_positions",
         "log_memory",
+        "max_kl",
         "max_memory",
         "max_perplexity",
         "memory_settings",

@@ -11,6 +11,7 @@ mod code_rules;
 mod demo;
 mod determinism;
 mod differentiable;
+mod divergence;
 mod docs;
 mod errors;
 mod eval_weights;
