@@ -3,7 +3,8 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
-use clap::Args;
+use clap::builder::ArgPredicate;
+use clap::{ArgAction, Args};
 
 use super::args::MessageArgs;
 use super::console::Console;
@@ -21,7 +22,8 @@ pub(super) const EXAMPLES: &str = "\
 Examples:
   prune eval out/llama2-7b/model --eval-dataset wikitext2:wiki/
   prune eval out/model --eval-dataset text.txt --max-perplexity 12 --json
-  prune eval out/7b/model --against meta-llama/Llama-2-7b-hf";
+  prune eval out/7b/model --against meta-llama/Llama-2-7b-hf
+  prune eval out/7b/model --tasks arc_easy,piqa,my=questions.jsonl --tasks-from tasks";
 
 /// Flags of `prune eval`.
 #[derive(Debug, Clone, Args)]
@@ -35,6 +37,11 @@ pub struct EvalArgs {
     against: Option<PathBuf>,
     #[command(flatten)]
     evaluation: EvaluationSettings,
+    /// The perplexity is measured beside tasks where a text is named.
+    #[arg(long, hide = true, default_value = "true", action = ArgAction::Set,
+        default_value_ifs = [("eval_dataset", ArgPredicate::IsPresent, "true"), ("tasks", ArgPredicate::IsPresent, "false"),
+            ("eval_zero_shot", ArgPredicate::IsPresent, "false")])]
+    measures_text: bool,
     /// Tokens per window [default: 2048, or the model's limit]
     #[arg(long, value_name = "TOKENS", help_heading = "Evaluation")]
     seqlen: Option<usize>,
@@ -60,6 +67,9 @@ impl EvalArgs {
         let evaluation = EvaluationSettings {
             eval: EvalSides::Dense,
             against: self.against.clone(),
+            measures_text: self.measures_text
+                || self.against.is_some()
+                || self.evaluation.max_perplexity.is_some(),
             ..self.evaluation.clone()
         };
         Ok(Settings {

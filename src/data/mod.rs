@@ -90,6 +90,7 @@ mod tests;
 pub use cache::TextCache;
 pub use calibration::{Calibration, Draw, calibration};
 pub use chat::ChatTemplate;
+pub use digest::of_ids as sha256_of_ids;
 pub use dataset::{DatasetSpec, HubFile};
 pub use evaluation::Evaluation;
 pub use example_order::ExampleOrder;

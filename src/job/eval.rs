@@ -7,7 +7,7 @@ use super::record::RunResults;
 use super::recorder::Recorder;
 use super::settled_run::SettledRun;
 use super::streams::Streams;
-use crate::run::manifest::AgainstReport;
+use crate::run::manifest::{AgainstReport, Measured};
 use crate::run::profile::PeakReport;
 use crate::run::{Events, Manifest};
 use crate::runtime::SweepReport;
@@ -41,11 +41,20 @@ pub(super) fn sweep(
     }
     let mut streams = Streams::embed(job, outputs, events)?;
     let swept = before.and(streams.sweep(job, None, None, events)?);
-    let perplexity = streams.perplexities(job);
+    let Measured { perplexity, mut tasks } = streams.measured(job);
+    if let Some((_, streams)) = &waiting
+        && let Some(tasks) = &mut tasks
+    {
+        tasks.pruned = std::mem::take(&mut tasks.dense);
+        tasks.dense = streams.tasks().map_or(Vec::new(), |of| of.dense);
+    }
+    let of_dense = waiting.as_ref().and_then(|(_, streams)| streams.scores().remove("dense"));
+    streams.log_samples(job, of_dense)?;
     let against = waiting.map(|(dense, streams)| -> Result<AgainstReport> {
         // Its states were measured when the model's arrived.
         let perplexity = streams.perplexities(dense).dense;
         Ok(AgainstReport { model: dense.model.report()?, perplexity })
     });
-    Ok(RunResults { swept, perplexity, against: against.transpose()?, ..RunResults::default() })
+    let against = against.transpose()?;
+    Ok(RunResults { swept, perplexity, tasks, against, ..RunResults::default() })
 }

@@ -28,9 +28,10 @@ use crate::data::{Calibration, Evaluation};
 use crate::failure::Failure;
 use crate::model::WeightForm;
 use crate::ranks::Ranks;
-use crate::run::manifest::Perplexities;
+use crate::run::manifest::Measured;
 use crate::run::{Event, Events, Manifest, Plan, RunState, Unfinished};
 use crate::settings::{Settings, WeightChoice};
+use crate::tasks::PackedTasks;
 
 /// The message of the first rank before the sweep.
 #[derive(Serialize, Deserialize)]
@@ -46,13 +47,14 @@ pub(super) enum Start {
 pub(super) struct SharedRun {
     calibration: Option<Calibration>,
     windows: Option<Evaluation>,
+    tasks: Option<PackedTasks>,
     plan: Plan,
     /// The plan of the dense model that it is compared with.
     against: Option<Plan>,
     /// Finished layers, and what earlier sweeps have decided.
     state: RunState,
-    /// The perplexities, where an earlier process measured all of them.
-    measured: Option<Perplexities>,
+    /// The measurements, where an earlier process measured all of them.
+    measured: Option<Measured>,
     written: Option<WrittenPlaces>,
     /// The form of the matrices of an evaluated model.
     weights: WeightChoice,
@@ -87,6 +89,7 @@ pub(super) fn share(job: &SettledRun, outputs: &Outputs<'_>) -> Result<()> {
     let shared = SharedRun {
         calibration: job.texts.calibration.clone(),
         windows: job.texts.windows.clone(),
+        tasks: job.texts.tasks.clone(),
         plan: job.plan.clone(),
         against: job.against.as_ref().map(|dense| dense.plan.clone()),
         state: RunState {
@@ -96,7 +99,7 @@ pub(super) fn share(job: &SettledRun, outputs: &Outputs<'_>) -> Result<()> {
             layers: outputs.layers_before.clone(),
             ..begun
         },
-        measured: outputs.measured().cloned(),
+        measured: outputs.measured(),
         written: written.map(|written| written.places()),
         weights: match job.model.forms.form() {
             WeightForm::Dense => WeightChoice::Dense,
@@ -175,7 +178,12 @@ impl SharedRun {
             let known = self.state.allocation.clone();
             (model, pruning) = allocate::resolved(&settings, model, pruning, known, events)?;
         }
-        let texts = Texts { calibration: self.calibration, windows: self.windows, examples: None };
+        let texts = Texts {
+            calibration: self.calibration,
+            windows: self.windows,
+            tasks: self.tasks,
+            examples: None,
+        };
         let here = same_run::late(&texts, &model, &settings.device, &self.plan);
         for (name, first) in &self.deciding {
             let own = here.get(name).map_or("none", String::as_str);

@@ -16,6 +16,7 @@
 //! | `settled_run`, `pass` | what a settled run has; a pass that only measures |
 //! | `inputs` | results of other runs, and the sweep that a run shares with them |
 //! | `opened`, `located` | the checkpoint, from a folder or the hub |
+//! | `task_log` | `--log-samples`: the log-likelihoods of choices, as JSON lines |
 //! | `texts` | texts found, then turned into token ids |
 //! | `planned`, `machine` | threads, GPUs and memory; the three stages of planning |
 //! | `outputs`, `same_run` | files created, or reopened from an unfinished run; the comparison of two runs |
@@ -86,6 +87,7 @@ mod same_run;
 mod settle;
 mod settled_run;
 mod streams;
+mod task_log;
 mod tensor_files;
 mod texts;
 mod unpack;

@@ -16,7 +16,7 @@ use crate::ranks::Ranks;
 use crate::run::Events;
 use crate::run::manifest::PerplexityReport;
 use crate::runtime::SweepReport;
-use crate::settings::{EvalSides, OutputSettings, Settings};
+use crate::settings::{EvalSides, EvaluationSettings, OutputSettings, Settings, TaskSettings};
 
 /// Settles a pass of a model that is open, with what it observes. `settings` neither prune nor train, and name no folder.
 ///
@@ -34,6 +34,7 @@ pub(super) fn settle_pass(
         width_drop: None,
         recovery: None,
         seqlen: Some(model.seqlen),
+        evaluation: EvaluationSettings { tasks: TaskSettings::default(), ..settings.evaluation },
         ..settings
     };
     if observes.is_some() {

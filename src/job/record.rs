@@ -19,6 +19,7 @@ use crate::run::manifest::{AgainstReport,
     SparsityReport,
 };
 use crate::run::profile::PeakReport;
+use crate::run::tasks::TaskResults;
 use crate::run::{Events, Moment, Phase, RecoveryReport, ZerosGain};
 use crate::runtime::{Clock, SweepReport};
 
@@ -36,6 +37,8 @@ pub(super) struct RunResults {
     pub(super) peak: Option<PeakReport>,
     pub(super) swept: SweepReport,
     pub(super) perplexity: Perplexities,
+    /// Accuracies of tasks.
+    pub(super) tasks: Option<TaskResults>,
     /// The dense model of a comparison, which had a sweep of its own.
     pub(super) against: Option<AgainstReport>,
     /// The pruned layers; `None` for `prune eval`.
@@ -139,7 +142,8 @@ impl SettledRun {
             layers: results.layers.unwrap_or_default(),
             evaluation: evaluation.cloned(),
             against: results.against,
-            limits: settings.evaluation.limits(&results.perplexity),
+            limits: settings.evaluation.limits(&results.perplexity, results.tasks.as_ref()),
+            tasks: results.tasks,
             gate: GateReport::of(settings.evaluation.max_perplexity, measured),
             perplexity: results.perplexity,
             hidden_states: plan.hidden_states.storage,

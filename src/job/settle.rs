@@ -261,5 +261,16 @@ fn check_gate(settings: &Settings) -> Result<()> {
             })
             .into());
     }
+    let tasks = &evaluation.tasks;
+    if tasks.min_accuracy.is_some() && tasks.is_empty() {
+        return Err(Failure::usage("--min-accuracy needs tasks, and none is asked for")
+            .hint("name them, like --tasks arc_easy,piqa --tasks-from DIR")
+            .into());
+    }
+    if !tasks.is_empty() && evaluation.eval == EvalSides::None {
+        return Err(Failure::usage("--tasks needs a model to ask, and --eval none measures none")
+            .hint("use --eval pruned, or leave --tasks out")
+            .into());
+    }
     Ok(())
 }

@@ -38,3 +38,14 @@ impl Segment {
 pub fn tokens(segments: &[Segment]) -> usize {
     segments.last().map_or(0, |last| last.rows.end)
 }
+
+/// Returns whether the sequences follow each other, from the first of `tokens` rows to the last, and continue earlier rows only.
+pub fn are_rows_of(segments: &[Segment], tokens: usize) -> bool {
+    let mut next = 0;
+    let in_order = segments.iter().all(|of| {
+        let is_next = of.rows.start == next && of.rows.end >= next && of.after.end <= next;
+        next = of.rows.end;
+        is_next
+    });
+    in_order && next == tokens
+}

@@ -2,6 +2,7 @@
 //!
 //! | file | output |
 //! | --- | --- |
+//! | `task_table` | the rows of multiple-choice tasks |
 //! | `table`, `log`, `memory_log` | the table at the end of a run, and the files of the Python original |
 //! | `profile` | the table of `--profile` |
 //! | `inspection` | the table of `prune inspect` |
@@ -48,6 +49,7 @@ pub mod rank_plan;
 mod recoveries;
 mod settings;
 pub mod table;
+mod task_table;
 pub mod training_plan;
 
 pub use format::three_digits;

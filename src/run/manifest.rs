@@ -15,6 +15,7 @@ use super::plan::{DevicePlan, HiddenStatesStorage, Plan, exceeded};
 use super::profile::ProfileReport;
 use super::rank_report::RankReport;
 use super::recovery::{BlockLoss, RecoveryReport};
+use super::tasks::TaskResults;
 use super::verification::Verification;
 use super::width_drop::WidthDropReport;
 use super::zeros_gain::ZerosGain;
@@ -79,6 +80,9 @@ pub struct Manifest {
     pub layers: Vec<LayerReport>,
     /// The perplexities measured.
     pub perplexity: Perplexities,
+    /// The accuracies of multiple-choice tasks; absent without tasks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tasks: Option<TaskResults>,
     /// The evaluation text and windows; absent without evaluation.
     pub evaluation: Option<TextProtocol>,
     /// The outcome of `--max-perplexity`; absent without the flag.
@@ -374,6 +378,15 @@ pub struct AgainstReport {
     pub perplexity: Option<PerplexityReport>,
 }
 
+/// Everything that a sweep measures of models.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Measured {
+    /// Perplexities, and the divergence.
+    pub perplexity: Perplexities,
+    /// Accuracies of tasks; `None` without tasks.
+    pub tasks: Option<TaskResults>,
+}
+
 /// A limit of a measured value, and its outcome.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct LimitReport {
@@ -391,6 +404,18 @@ pub struct LimitReport {
 }
 
 impl LimitReport {
+    /// Compares the mean accuracy with `--min-accuracy`; `None` where either is absent.
+    pub fn of_accuracy(limit: Option<f64>, measured: Option<f64>) -> Option<Self> {
+        let (limit, value) = (limit?, measured?);
+        Some(Self {
+            flag: "--min-accuracy".to_string(),
+            limit,
+            name: "the mean accuracy".to_string(),
+            value,
+            is_met: value >= limit,
+        })
+    }
+
     /// Compares the mean divergence with `--max-kl`; `None` where either is absent.
     pub fn of_divergence(limit: Option<f64>, measured: Option<DivergenceReport>) -> Option<Self> {
         let (limit, value) = (limit?, measured?.kl_mean.value);

@@ -1,4 +1,4 @@
-//! Settings of the perplexity, and of the divergence from the dense model.
+//! Settings of the perplexity, of the divergence from the dense model, and of tasks.
 
 use std::path::PathBuf;
 
@@ -7,10 +7,12 @@ use serde::Serialize;
 
 use super::deciding::{not_deciding, text_not_deciding};
 use super::defaults::DATASET;
+use super::tasks::TaskSettings;
 use super::values::{not_negative, perplexity};
 use crate::data::DatasetSpec;
 use crate::run::divergence::KlPositions;
 use crate::run::manifest::{LimitReport, Perplexities};
+use crate::run::tasks::TaskResults;
 use crate::runtime::Side;
 
 /// Evaluation flags.
@@ -59,6 +61,16 @@ pub struct EvaluationSettings {
     #[serde(serialize_with = "not_deciding")]
     pub max_kl: Option<f64>,
 
+    /// The perplexity is measured; a command may measure tasks only.
+    #[arg(skip = true)]
+    #[serde(serialize_with = "not_deciding")]
+    pub measures_text: bool,
+
+    /// Multiple-choice tasks.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub tasks: TaskSettings,
+
     /// Folder of token ids and unpacked corpora [default: PRUNE_CACHE, else XDG_CACHE_HOME/prune, else ~/.cache/prune]
     #[arg(hide_short_help = true, long, value_name = "DIR")]
     #[serde(serialize_with = "not_deciding")]
@@ -67,8 +79,16 @@ pub struct EvaluationSettings {
 
 impl EvaluationSettings {
     /// The outcomes of the gates besides `--max-perplexity`.
-    pub fn limits(&self, measured: &Perplexities) -> Vec<LimitReport> {
-        LimitReport::of_divergence(self.max_kl, measured.divergence).into_iter().collect()
+    pub fn limits(&self, measured: &Perplexities, tasks: Option<&TaskResults>) -> Vec<LimitReport> {
+        let of_divergence = LimitReport::of_divergence(self.max_kl, measured.divergence);
+        let accuracy = tasks.and_then(|tasks| TaskResults::mean(tasks.of_result()));
+        let of_tasks = LimitReport::of_accuracy(self.tasks.min_accuracy, accuracy);
+        of_divergence.into_iter().chain(of_tasks).collect()
+    }
+
+    /// Returns whether windows of a text are measured.
+    pub fn needs_text(&self) -> bool {
+        self.measures_text && self.eval != EvalSides::None
     }
 }
 

@@ -138,7 +138,8 @@ mod tests {
     use super::*;
 
     /// Settings of `prune` that decide nothing, and settings of `prune recover` that do not either.
-    const NOT_DECIDING: [&str; 29] = [
+    const NOT_DECIDING: [&str; 38] = [
+        "add_bos",
         "against",
         "cache_dir",
         "dataset",
@@ -147,16 +148,22 @@ mod tests {
         "dtype",
         "eval_dataset",
         "eval_windows",
+        "eval_zero_shot",
         "force",
         "hidden_states",
         "kl_positions",
+        "limit",
         "log_memory",
+        "log_samples",
         "max_kl",
         "max_memory",
         "max_perplexity",
+        "measures_text",
         "memory_settings",
+        "min_accuracy",
         "model",
         "no_model_card",
+        "num_fewshot",
         "offload_folder",
         "profile",
         "resume",
@@ -164,6 +171,8 @@ mod tests {
         "save",
         "save_model",
         "simulate",
+        "tasks",
+        "tasks_from",
         "text_cache",
         "threads",
         "use_cpu",

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::request::Request;
 use super::source::TaskQuestions;
+use crate::data::sha256_of_ids;
 use crate::model::Segment;
 
 /// A shared beginning of fewer tokens does not pay for the copies of its keys and values.
@@ -143,6 +144,30 @@ impl PackedTasks {
         segments.map(Segment::positions).max().unwrap_or(0)
     }
 
+    /// Input and continuation of every request, read back from the packs.
+    pub fn request_ids(&self) -> Vec<(Vec<u32>, Vec<u32>)> {
+        let mut all = vec![(Vec::new(), Vec::new()); self.requests];
+        for pack in &self.packs {
+            for prediction in &pack.predictions {
+                let (input, continuation) = &mut all[prediction.request as usize];
+                let row = prediction.row as usize;
+                let of_row = |of: &&Segment| of.rows.contains(&row);
+                if let Some(segment) = pack.segments.iter().find(of_row) {
+                    // The last row of a request has all rows before it.
+                    let rows = segment.after.clone().chain(segment.rows.start..row + 1);
+                    *input = rows.map(|row| pack.tokens[row]).collect();
+                }
+                continuation.push(prediction.token);
+            }
+        }
+        all
+    }
+
+    /// SHA-256 in hex of all token ids as int32, little endian.
+    pub fn sha256(&self) -> String {
+        sha256_of_ids(&self.ids().collect::<Vec<_>>())
+    }
+
     /// All token ids.
     pub fn ids(&self) -> impl Iterator<Item = u32> + '_ {
         let of = |pack: &'_ Pack| -> Vec<u32> {
@@ -259,19 +284,6 @@ mod tests {
         PackedTasks::new(&[task], &[requests], shape)
     }
 
-    /// The sequence of a request's input in its pack, and the tokens that its predictions name.
-    fn read_back(packed: &PackedTasks, request: u32) -> (Vec<u32>, Vec<u32>) {
-        let of = |pack: &&Pack| pack.predictions.iter().any(|of| of.request == request);
-        let pack = packed.packs.iter().find(of).unwrap();
-        let own: Vec<&Prediction> =
-            pack.predictions.iter().filter(|of| of.request == request).collect();
-        let last = own.last().unwrap().row as usize;
-        let segment = pack.segments.iter().find(|of| of.rows.contains(&last)).unwrap();
-        let rows = segment.after.clone().chain(segment.rows.start..last + 1);
-        let input = rows.map(|row| pack.tokens[row]).collect();
-        (input, own.iter().map(|of| of.token).collect())
-    }
-
     #[test]
     fn every_request_is_read_back_from_its_pack() {
         let long: Vec<u32> = (100..120).collect();
@@ -289,12 +301,10 @@ mod tests {
             for rows in [16, 40, 1000] {
                 let shape = PackShape { rows, max_length: 64, shares };
                 let packed = packed(questions.clone(), shape);
-                let mut number = 0;
-                for request in questions.iter().flatten() {
-                    let (input, tokens) = read_back(&packed, number);
-                    assert_eq!(input, request.input(64), "{shape:?} {number}");
+                let ids = packed.request_ids();
+                for (request, (input, tokens)) in questions.iter().flatten().zip(ids) {
+                    assert_eq!(input, request.input(64), "{shape:?}");
                     assert_eq!(tokens, request.continuation);
-                    number += 1;
                 }
                 assert_eq!((packed.requests, packed.longest()), (8, 64));
                 assert!(packed.largest() <= rows.max(64));

@@ -7,7 +7,7 @@ use crate::failure::Failure;
 
 /// A row of a data set.
 #[derive(Debug, Clone)]
-pub struct TaskRow {
+pub(in crate::tasks) struct TaskRow {
     place: RowPlace,
     columns: Map<String, Value>,
 }

@@ -289,7 +289,7 @@ impl RunFolder {
             return Ok(None);
         }
         let gate = GateReport::of(evaluation.max_perplexity, manifest.perplexity.pruned);
-        let limits = evaluation.limits(&manifest.perplexity);
+        let limits = evaluation.limits(&manifest.perplexity, manifest.tasks.as_ref());
         if manifest.gate != gate || manifest.limits != limits {
             (manifest.gate, manifest.limits) = (gate, limits);
             self.record(&manifest)?;

@@ -21,7 +21,7 @@ use crate::job::streams::{SweepWork, passes};
 use crate::pipeline::allocation::Allocation;
 use crate::pipeline::{Calibrator, Propagation, Pruner, SharedPruning, SharingCell};
 use crate::pruning::Technique;
-use crate::run::manifest::LayerReport;
+use crate::run::manifest::{LayerReport, Measured};
 use crate::run::{Events, Manifest, Phase, Stopped};
 use crate::runtime::{Passenger, SweepReport};
 use crate::settings::{Settings, SparsitySettings};
@@ -40,6 +40,8 @@ pub(super) fn can_share(cell: &PlannedCell) -> bool {
     };
     kind.is_some_and(|kind| kind.rank().is_some())
         && settings.sparsity.as_ref().is_some_and(shares)
+        // Packs of tasks pass with a run of its own.
+        && settings.evaluation.tasks.is_empty()
         && settings.layer_drop.is_none()
         && settings.width_drop.is_none()
 }
@@ -184,9 +186,12 @@ fn pass(jobs: &[SettledCell], recorders: &[Recorder<'_>], outcomes: &mut Outcome
             continue;
         }
         add_shared_phases(cell.job, first);
-        let before = cell.outputs.measured().cloned();
-        let perplexity = before.unwrap_or_else(|| cell.job.perplexities(&cell.windows));
-        let results = (perplexity, swept.clone());
+        let before = cell.outputs.measured();
+        let of_cell = before.unwrap_or_else(|| Measured {
+            perplexity: cell.job.perplexities(&cell.windows),
+            tasks: None,
+        });
+        let results = (of_cell, swept.clone());
         let concluded = cell.pruning.conclude(&mut cell.outputs, layers, results, cell.recorder);
         measured.push(concluded);
     }
