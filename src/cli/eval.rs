@@ -30,6 +30,11 @@ Examples:
 pub struct EvalArgs {
     #[command(flatten)]
     model: ModelWordArgs,
+    /// The perplexity is measured beside tasks where a text is named. It comes before the text, whose default does not count here.
+    #[arg(long, hide = true, default_value = "true", action = ArgAction::Set,
+        default_value_ifs = [("eval_dataset", ArgPredicate::IsPresent, "true"), ("tasks", ArgPredicate::IsPresent, "false"),
+            ("eval_zero_shot", ArgPredicate::IsPresent, "false")])]
+    measures_text: bool,
     /// Dense model to compare with, position by position: KL divergence, equal top tokens, ratio of perplexities
     ///
     /// A folder or an id of the hub, with the same vocabulary. Both models pass the windows, one after the other.
@@ -37,11 +42,6 @@ pub struct EvalArgs {
     against: Option<PathBuf>,
     #[command(flatten)]
     evaluation: EvaluationSettings,
-    /// The perplexity is measured beside tasks where a text is named.
-    #[arg(long, hide = true, default_value = "true", action = ArgAction::Set,
-        default_value_ifs = [("eval_dataset", ArgPredicate::IsPresent, "true"), ("tasks", ArgPredicate::IsPresent, "false"),
-            ("eval_zero_shot", ArgPredicate::IsPresent, "false")])]
-    measures_text: bool,
     /// Tokens per window [default: 2048, or the model's limit]
     #[arg(long, value_name = "TOKENS", help_heading = "Evaluation")]
     seqlen: Option<usize>,

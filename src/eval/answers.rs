@@ -16,7 +16,7 @@ use crate::model::{DecoderLayer, Head, Segment};
 use crate::run::phase::in_layer;
 use crate::run::{Event, Phase};
 use crate::runtime::{Compute, HiddenStates, Passenger, Reporter, SampleShare, Side};
-use crate::tasks::{Pack, PackedTasks, RequestScore};
+use crate::tasks::{PackedTasks, RequestScore, TaskPack};
 
 /// A stream of packs, passed through the model.
 pub struct TaskAnswers<'a> {
@@ -71,7 +71,9 @@ impl<'a> TaskAnswers<'a> {
                 let hidden_size = state.dim(1)?;
                 let scored = tensor::with_slice(&state, |state| -> Vec<f32> {
                     let rows = of_pack.rows.iter();
-                    rows.flat_map(|row| &state[row * hidden_size..][..hidden_size]).copied().collect()
+                    rows.flat_map(|row| &state[row * hidden_size..][..hidden_size])
+                        .copied()
+                        .collect()
                 })?;
                 let scored = tensor::from_vec(scored, &[of_pack.rows.len(), hidden_size])?;
                 chunk.logits(&scored, compute.context(), |first, logits| {
@@ -148,7 +150,7 @@ struct PackPredictions {
 }
 
 impl PackPredictions {
-    fn of(pack: &Pack) -> Self {
+    fn of(pack: &TaskPack) -> Self {
         let mut rows: Vec<usize> = pack.predictions.iter().map(|of| of.row as usize).collect();
         rows.sort_unstable();
         rows.dedup();
@@ -162,7 +164,8 @@ impl PackPredictions {
     fn see(&mut self, first: usize, logits: &[f32], rows: &Range<usize>) {
         let width = rows.len().max(1);
         self.seen.par_iter_mut().zip(&self.places).for_each(|(seen, &(place, token))| {
-            let Some(logits) = place.checked_sub(first).and_then(|at| logits.chunks_exact(width).nth(at))
+            let Some(logits) =
+                place.checked_sub(first).and_then(|at| logits.chunks_exact(width).nth(at))
             else {
                 return;
             };
@@ -195,7 +198,7 @@ mod tests {
     fn a_row_may_have_several_tokens_and_the_first_of_equal_logits_is_greedy() {
         let prediction = |row, token| Prediction { row, token, request: 0 };
         let predictions = vec![prediction(7, 1), prediction(7, 2), prediction(3, 0)];
-        let pack = Pack { predictions, ..Pack::default() };
+        let pack = TaskPack { predictions, ..TaskPack::default() };
         // Row 3: p = (1/4, 3/4 …); row 7: tokens 1 and 2 have the same logit.
         let logits = [0.0, 3f32.ln(), -1e9, -1e9, 0.0, 2.0, 2.0, 0.0];
         for at_once in [1, 2, 4] {

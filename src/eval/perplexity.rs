@@ -11,7 +11,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use candle_core::DType;
 
-use super::divergence::{DenseHead, Heads, Meeting, MeetingRole, compare};
+use super::divergence::{DenseHead, HeadPair, Meeting, MeetingRole, compare};
 use super::next_token::{NextToken, see};
 use crate::model::{DecoderLayer, Head};
 use crate::run::divergence::DivergenceReport;
@@ -115,12 +115,7 @@ impl<'a> Perplexity<'a> {
     }
 
     /// Measures the divergence from the dense states that wait, and both perplexities unless a device has measured them.
-    fn compare(
-        &mut self,
-        meeting: &Meeting,
-        head: &Head,
-        compute: &mut Compute<'_>,
-    ) -> Result<()> {
+    fn compare(&mut self, meeting: &Meeting, head: &Head, compute: &mut Compute<'_>) -> Result<()> {
         let Reporter { clock, events } = self.reporter;
         let mut dense = meeting.take().context("the dense states wait for the model")?;
         let (share, seqlen) = (self.hidden.share().clone(), dense.seqlen());
@@ -138,8 +133,10 @@ impl<'a> Perplexity<'a> {
                     Some(Head::open(source, config, rows).context("in the dense model")?)
                 }
             };
-            let heads =
-                Heads { dense: (own.as_ref().unwrap_or(head), &mut dense), model: (head, hidden) };
+            let heads = HeadPair {
+                dense: (own.as_ref().unwrap_or(head), &mut dense),
+                model: (head, hidden),
+            };
             let compared = compare(heads, tokens, meeting.positions, compute, &mut |window| {
                 events.emit(Event::Progress { done: window as u64 });
                 Ok(events.check()?)

@@ -52,16 +52,19 @@ impl OpenedModel {
     }
 }
 
-/// The plan of the dense model's sweep. Its states stay where the states of the model are going to be, or else in host memory.
+/// The dense model with the plan of its sweep. Its states stay where the states of the model are going to be, or else in host memory.
 ///
 /// # Errors
 /// Fails where it does not fit.
-pub(super) fn plan(
-    dense: &OpenedModel,
+pub(super) fn planned(
+    dense: Option<OpenedModel>,
     settings: &Settings,
     given: &RunInputs<'_>,
     (texts, plan): (&Texts, &Plan),
-) -> Result<Plan> {
+) -> Result<Option<(OpenedModel, Plan)>> {
+    let Some(dense) = dense else {
+        return Ok(None);
+    };
     let mut device = settings.device.clone();
     device.hidden_states = match plan.hidden_states.storage {
         HiddenStatesStorage::Disk => HiddenStatesChoice::Disk,
@@ -69,17 +72,23 @@ pub(super) fn plan(
     };
     let planning = Planning::new(&device, dense.threads)?.beside(&given.ranks);
     let folder = RunFolder::at(&[&*dense.folder], &OutputSettings::default(), false)?;
-    let mut shape = early_shape(settings, dense, None, given, &folder);
+    let mut shape = early_shape(settings, &dense, None, given, &folder);
     shape.of_all_ranks = given.of_all_ranks(0, texts.windows());
-    shape.windows = given.samples_here(texts.windows());
-    planning.plan(&shape)
+    shape.seqlen = texts.longest(dense.seqlen);
+    let packs = texts.task_rows().div_ceil(shape.seqlen);
+    shape.windows = given.samples_here(texts.windows()) + given.samples_here(packs);
+    let plan = planning.plan(&shape)?;
+    Ok(Some((dense, plan)))
 }
 
-/// Makes the dense model a run beside `job`, whose windows it passes with this plan.
+/// Makes the dense model, if there is one, a run beside `job`, whose windows it passes with its plan.
 ///
 /// # Errors
 /// Fails when its folder cannot be resolved.
-pub(super) fn join(mut job: SettledRun, dense: OpenedModel, plan: Plan) -> Result<SettledRun> {
+pub(super) fn join(mut job: SettledRun, dense: Option<(OpenedModel, Plan)>) -> Result<SettledRun> {
+    let Some((dense, plan)) = dense else {
+        return Ok(job);
+    };
     let head = DenseHead::Of(Arc::clone(&dense.source), Arc::clone(&dense.config));
     let meeting = Meeting::new(job.settings.evaluation.kl_positions, head);
     let folder = RunFolder::at(&[&*dense.folder], &OutputSettings::default(), false)?;

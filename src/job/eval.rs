@@ -7,7 +7,7 @@ use super::record::RunResults;
 use super::recorder::Recorder;
 use super::settled_run::SettledRun;
 use super::streams::Streams;
-use crate::run::manifest::{AgainstReport, Measured};
+use crate::run::manifest::{AgainstReport, SweepMeasurements};
 use crate::run::profile::PeakReport;
 use crate::run::{Events, Manifest};
 use crate::runtime::SweepReport;
@@ -41,7 +41,7 @@ pub(super) fn sweep(
     }
     let mut streams = Streams::embed(job, outputs, events)?;
     let swept = before.and(streams.sweep(job, None, None, events)?);
-    let Measured { perplexity, mut tasks } = streams.measured(job);
+    let SweepMeasurements { perplexity, mut tasks } = streams.measured(job);
     if let Some((_, streams)) = &waiting
         && let Some(tasks) = &mut tasks
     {

@@ -28,7 +28,7 @@ use crate::data::{Calibration, Evaluation};
 use crate::failure::Failure;
 use crate::model::WeightForm;
 use crate::ranks::Ranks;
-use crate::run::manifest::Measured;
+use crate::run::manifest::SweepMeasurements;
 use crate::run::{Event, Events, Manifest, Plan, RunState, Unfinished};
 use crate::settings::{Settings, WeightChoice};
 use crate::tasks::PackedTasks;
@@ -54,7 +54,7 @@ pub(super) struct SharedRun {
     /// Finished layers, and what earlier sweeps have decided.
     state: RunState,
     /// The measurements, where an earlier process measured all of them.
-    measured: Option<Measured>,
+    measured: Option<SweepMeasurements>,
     written: Option<WrittenPlaces>,
     /// The form of the matrices of an evaluated model.
     weights: WeightChoice,
@@ -208,10 +208,7 @@ impl SharedRun {
             meeting: None,
             against: None,
         };
-        match dense.zip(self.against) {
-            Some((dense, plan)) => against::join(job, dense, plan),
-            None => Ok(job),
-        }
+        against::join(job, dense.zip(self.against))
     }
 }
 

@@ -13,7 +13,7 @@ use crate::checkpoint::{CheckpointWriter, ExpectedMatrix, PartialModel, Publishe
 use crate::job::folder::memory_log;
 use crate::model::ModelConfig;
 use crate::pipeline::{LayerJournal, MaskObserver, Output, SaveMasks, expected, permute};
-use crate::run::manifest::{LayerReport, Measured, OutputReport};
+use crate::run::manifest::{LayerReport, OutputReport, SweepMeasurements};
 use crate::run::{Events, Moment, Phase, RunState};
 use crate::runtime::{Finished, LayerSource};
 
@@ -32,7 +32,7 @@ pub(super) struct Outputs<'a> {
 /// The outputs of the first rank, as the other ranks see them.
 pub(super) struct FirstRank {
     /// The measurements, where an earlier process made all of them.
-    pub(super) measured: Option<Measured>,
+    pub(super) measured: Option<SweepMeasurements>,
     /// The files of the finished layers.
     pub(super) written: Option<Arc<PartialModel>>,
 }
@@ -66,13 +66,13 @@ impl<'a> Outputs<'a> {
     }
 
     /// The measurements, where an earlier process made all of them.
-    pub(super) fn measured(&self) -> Option<Measured> {
+    pub(super) fn measured(&self) -> Option<SweepMeasurements> {
         match &self.of_first {
             Some(first) => first.measured.clone(),
             None => {
                 let run = self.state.as_ref()?.run();
                 let (perplexity, tasks) = (run.perplexity.clone()?, run.tasks.clone());
-                Some(Measured { perplexity, tasks })
+                Some(SweepMeasurements { perplexity, tasks })
             }
         }
     }

@@ -9,7 +9,7 @@ use super::settled_run::SettledRun;
 use super::streams::Streams;
 use crate::pipeline::{Calibrator, MaskObserver, Pruner, expected};
 use crate::run::Events;
-use crate::run::manifest::{LayerReport, Measured};
+use crate::run::manifest::{LayerReport, SweepMeasurements};
 use crate::runtime::SweepReport;
 
 /// Prunes the layers that are left and measures the perplexities.
@@ -49,7 +49,7 @@ impl Pruning {
         &self,
         outputs: &mut Outputs<'_>,
         layers: Vec<LayerReport>,
-        (measured, swept): (Measured, SweepReport),
+        (measured, swept): (SweepMeasurements, SweepReport),
         events: &dyn Events,
     ) -> Result<RunResults> {
         if let Some(missed) = self.targets.missed(&self.technique, &layers) {

@@ -14,9 +14,9 @@ use super::settled_run::{RunTask, SettledRun};
 use super::zeros_gain;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Checkpoint, ExpectedMatrix};
-use crate::run::manifest::{AgainstReport, 
-    GateReport, LayerReport, Manifest, OutputReport, Perplexities, PruningReport, SCHEMA,
-    SparsityReport,
+use crate::run::manifest::{
+    AgainstReport, GateReport, LayerReport, Manifest, OutputReport, Perplexities, PruningReport,
+    SCHEMA, SparsityReport,
 };
 use crate::run::profile::PeakReport;
 use crate::run::tasks::TaskResults;

@@ -62,11 +62,7 @@ fn settle_opened(
     if unfinished.is_none() && settings.output.resume {
         return Err(folder.nothing_to_resume().into());
     }
-    let mut deciding = BTreeMap::new();
-    if folder.state().is_some() {
-        deciding = same_run::early(&settings, &model, &folder)?;
-        deciding.extend(recovery.iter().flat_map(Recovery::deciding));
-    }
+    let mut deciding = early_deciding(&settings, &model, &folder, recovery.as_ref())?;
     if let Some(state) = unfinished.take() {
         match continued(state, &deciding, &mut folder, &settings, events)? {
             ControlFlow::Continue(state) => unfinished = state,
@@ -126,19 +122,12 @@ fn settle_opened(
     if let Some(state) = unfinished.take() {
         unfinished = same_run::check(state, &deciding, &folder, &settings.output)?;
     }
-    let against = dense.map(|dense| {
-        Ok::<_, anyhow::Error>((against::plan(&dense, &settings, &given, (&texts, &plan))?, dense))
-    });
-    let against = against.transpose()?;
-    let mut job = SettledRun {
+    let dense = against::planned(dense, &settings, &given, (&texts, &plan))?;
+    let job = SettledRun {
         settings,
         model,
         folder,
-        task: match (pruning, recovery) {
-            (Some(pruning), _) => RunTask::Prune(Box::new(pruning)),
-            (None, Some(recovery)) => RunTask::Recover(Box::new(recovery)),
-            (None, None) => RunTask::Measure(None),
-        },
+        task: RunTask::of(pruning, recovery),
         texts,
         plan,
         deciding,
@@ -147,11 +136,24 @@ fn settle_opened(
         meeting: None,
         against: None,
     };
-    if let Some((plan, dense)) = against {
-        job = against::join(job, dense, plan)?;
-    }
+    let job = against::join(job, dense)?;
     job.check_disk()?;
     Ok(RunStart::Run(Box::new(job)))
+}
+
+/// The settings that decide the outcome and are known before texts are; none for a run that cannot be continued.
+fn early_deciding(
+    settings: &Settings,
+    model: &OpenedModel,
+    folder: &RunFolder,
+    recovery: Option<&Recovery>,
+) -> Result<BTreeMap<String, String>> {
+    if folder.state().is_none() {
+        return Ok(BTreeMap::new());
+    }
+    let mut deciding = same_run::early(settings, model, folder)?;
+    deciding.extend(recovery.into_iter().flat_map(Recovery::deciding));
+    Ok(deciding)
 }
 
 /// Refuses a checkpoint whose weights are to be changed and are quantised or packed.
@@ -253,13 +255,15 @@ fn check_gate(settings: &Settings) -> Result<()> {
     let compares = evaluation.against.is_some()
         || (prunes && !is_smaller && evaluation.eval == EvalSides::Both);
     if evaluation.max_kl.is_some() && !compares {
-        return Err(Failure::usage("--max-kl needs the dense model, and nothing is compared with it")
-            .hint(match (prunes, is_smaller) {
-                (true, false) => "add --eval both",
-                (true, true) => "measure the result: prune eval OUT/model --against DENSE --max-kl X",
-                (false, _) => "name the dense model with --against",
-            })
-            .into());
+        return Err(Failure::usage(
+            "--max-kl needs the dense model, and nothing is compared with it",
+        )
+        .hint(match (prunes, is_smaller || settings.recovery.is_some()) {
+            (_, true) => "measure the result: prune eval OUT/model --against DENSE --max-kl X",
+            (true, false) => "add --eval both",
+            (false, false) => "name the dense model with --against",
+        })
+        .into());
     }
     let tasks = &evaluation.tasks;
     if tasks.min_accuracy.is_some() && tasks.is_empty() {

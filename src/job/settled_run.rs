@@ -55,6 +55,17 @@ pub(super) enum RunTask {
     Measure(Option<Observed>),
 }
 
+impl RunTask {
+    /// The work of a run that prunes, that trains, or that only measures.
+    pub(super) fn of(pruning: Option<Pruning>, recovery: Option<Recovery>) -> Self {
+        match (pruning, recovery) {
+            (Some(pruning), _) => Self::Prune(Box::new(pruning)),
+            (None, Some(recovery)) => Self::Recover(Box::new(recovery)),
+            (None, None) => Self::Measure(None),
+        }
+    }
+}
+
 /// The outcome of settling a run, or a merge.
 pub(super) enum RunStart<R = SettledRun> {
     /// A run that can begin.
@@ -203,6 +214,17 @@ impl SettledRun {
                 windows.windows,
                 windows.seqlen,
                 sides.join(" and ")
+            ));
+        }
+        if let Some(tasks) = &texts.tasks {
+            let names: Vec<String> =
+                settings.evaluation.tasks.asked().iter().map(ToString::to_string).collect();
+            events.note(format!(
+                "tasks        {}: {} choices, {} tokens in {} packs",
+                names.join(", "),
+                tasks.requests,
+                tasks.rows(),
+                tasks.packs.len()
             ));
         }
         report::plan::announce(&self.plan, events);

@@ -16,14 +16,15 @@ use crate::linalg::StoredDtype;
 use crate::model::Embedding;
 use crate::model::on_device::candle_dtype;
 use crate::pipeline::embed;
-use crate::run::manifest::{Measured, Perplexities};
+use crate::run::manifest::{Perplexities, SweepMeasurements};
 use crate::run::tasks::TaskResults;
 use crate::run::{Event, Events, Moment, Phase};
 use crate::runtime::{
-    Devices, Editor, Finished, HiddenStates, Passenger, SampleShare, Side, Sweep, SweepReport,
+    Devices, Editor, Finished, HiddenStates, PackedSamples, Passenger, SampleShare, Side, Sweep,
+    SweepReport,
 };
 use crate::settings::Settings;
-use crate::tasks::{self, Pack, PackedTasks, RequestScore};
+use crate::tasks::{self, PackedTasks, RequestScore, TaskPack};
 
 /// The embedded streams and the devices they pass.
 pub(super) struct Streams<'a> {
@@ -72,8 +73,8 @@ impl<'a> Streams<'a> {
         events: &dyn Events,
     ) -> Result<SweepReport> {
         let layers = finished.as_ref().map_or(0, |finished| finished.layers);
-        let passes = passes(job, layers, self.perplexities.len())
-            + passes_of_packs(job, self.answers.len());
+        let passes =
+            passes(job, layers, self.perplexities.len()) + passes_of_packs(job, self.answers.len());
         let passengers = self.perplexities.iter_mut();
         let mut passengers: Vec<&mut dyn Passenger> =
             passengers.map(|passenger| passenger as &mut dyn Passenger).collect();
@@ -96,8 +97,8 @@ impl<'a> Streams<'a> {
     }
 
     /// Everything that the sweep has measured.
-    pub(super) fn measured(&self, job: &SettledRun) -> Measured {
-        Measured { perplexity: self.perplexities(job), tasks: self.tasks() }
+    pub(super) fn measured(&self, job: &SettledRun) -> SweepMeasurements {
+        SweepMeasurements { perplexity: self.perplexities(job), tasks: self.tasks() }
     }
 
     /// The scores of the requests of tasks, by the name of the model.
@@ -110,7 +111,11 @@ impl<'a> Streams<'a> {
     ///
     /// # Errors
     /// Fails when the file cannot be written.
-    pub(super) fn log_samples(&self, job: &SettledRun, dense: Option<&[RequestScore]>) -> Result<()> {
+    pub(super) fn log_samples(
+        &self,
+        job: &SettledRun,
+        dense: Option<&[RequestScore]>,
+    ) -> Result<()> {
         let asked = self.settings.evaluation.tasks.log_samples.as_ref();
         let Some((path, packed)) = asked.zip(self.packed).filter(|_| job.ranks.is_first()) else {
             return Ok(());
@@ -269,12 +274,15 @@ impl SettledRun {
             });
             let embedding = Embedding::open(&*model.source, &model.config)?;
             let dtype = if devices.is_empty() { StoredDtype::F32 } else { model.gpu_dtype };
-            let own: Vec<&Pack> = share.own().iter().map(|&pack| &packed.packs[pack]).collect();
-            let packs = (own_segments(packed, &share), model.config.hidden_size);
+            let own: Vec<&TaskPack> = share.own().iter().map(|&pack| &packed.packs[pack]).collect();
+            let packs = PackedSamples {
+                segments: own_segments(packed, &share),
+                share,
+                hidden_size: model.config.hidden_size,
+            };
             let mut hidden = HiddenStates::of_packs(
                 self.spill_folder().as_deref(),
                 &format!("{}-tasks", side.name()),
-                share,
                 packs,
                 candle_dtype(dtype),
             )?

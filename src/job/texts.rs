@@ -125,8 +125,11 @@ impl TextSources {
             Err(_) => return Ok(memory),
             Ok(size) => size,
         };
-        if self.questions.is_some() {
-            memory = (footprint::load_tokenizer(size), footprint::retained(size, model.threads));
+        if let Some(questions) = &self.questions {
+            // Their texts, and the ids of every choice with its context.
+            let texts = ByteSize::of(tasks::bytes(questions), 2);
+            memory.0 = footprint::load_tokenizer(size) + texts;
+            memory.1 = footprint::retained(size, model.threads);
         }
         for text in self.calibration.iter().chain(&self.evaluation) {
             let outlook = text.outlook(&model.folder, &self.cache)?;

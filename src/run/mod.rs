@@ -9,6 +9,7 @@
 //! | `divergence` | the divergence of a model from the dense model |
 //! | `events` | what library code emits instead of printing |
 //! | `fallback` | records of units of work that a device had no memory for |
+//! | `gate` | limits of measured values, and their outcomes |
 //! | `generation` | the text that a model wrote, as a plain record: the object of `prune generate --json` |
 //! | `grid` | records of a sweep: a grid of pruning runs in a folder |
 //! | `inspection` | the findings of `prune inspect` |
@@ -37,6 +38,7 @@ pub mod command_line;
 pub mod divergence;
 pub mod events;
 pub mod fallback;
+pub mod gate;
 pub mod generation;
 pub mod grid;
 pub mod inspection;

@@ -151,7 +151,10 @@ impl<'a> Compute<'a> {
                 let Some(segments) = segments else {
                     return worker.forward(phase, sample, layer, &state);
                 };
-                // A device has no attention over several sequences: they pass in turn.
+                // A device has no attention to the rows of an earlier sequence: its sequences pass in turn.
+                if segments.iter().any(|segment| segment.position() > 0) {
+                    return Ok(None);
+                }
                 let mut outputs = Vec::new();
                 for segment in segments.iter() {
                     let rows = state.narrow(0, segment.rows.start, segment.rows.len())?;

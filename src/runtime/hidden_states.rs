@@ -41,6 +41,16 @@ pub struct HiddenStates {
     first_rows: Vec<usize>,
 }
 
+/// Samples of several sequences.
+pub struct PackedSamples {
+    /// The samples of this rank.
+    pub share: SampleShare,
+    /// The sequences of each sample of this rank.
+    pub segments: Vec<Arc<[Segment]>>,
+    /// The width of a state.
+    pub hidden_size: usize,
+}
+
 #[derive(Debug)]
 enum Store {
     Ram(Vec<Option<Tensor>>),
@@ -75,17 +85,17 @@ impl HiddenStates {
         Ok(Self { shape, dtype, store, homes, share, packs, first_rows })
     }
 
-    /// Makes room for samples of several sequences, as [`HiddenStates::new`] does: `packs` are the sequences of each sample of this rank.
+    /// Makes room for samples of several sequences, as [`HiddenStates::new`] does.
     ///
     /// # Errors
     /// As [`HiddenStates::new`].
     pub fn of_packs(
         spill_folder: Option<&Path>,
         stream: &str,
-        share: SampleShare,
-        (packs, hidden_size): (Vec<Arc<[Segment]>>, usize),
+        packs: PackedSamples,
         dtype: DType,
     ) -> Result<Self> {
+        let PackedSamples { share, segments: packs, hidden_size } = packs;
         let longest = packs.iter().map(|of| segments::tokens(of)).max().unwrap_or(0);
         let states = Self::of_share(spill_folder, stream, share, [longest, hidden_size], dtype)?;
         let first_rows = packs.iter().scan(0, |next, of| {
@@ -416,10 +426,13 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         for spill_folder in [None, Some(folder.path())] {
             let pack = |rows: usize| Arc::from([Segment::alone(0..rows)]);
-            let packs = (vec![pack(3), pack(1), pack(2)], 2);
-            let share = SampleShare::whole(3);
+            let packs = PackedSamples {
+                share: SampleShare::whole(3),
+                segments: vec![pack(3), pack(1), pack(2)],
+                hidden_size: 2,
+            };
             let mut states =
-                HiddenStates::of_packs(spill_folder, "test", share, packs, DType::F32).unwrap();
+                HiddenStates::of_packs(spill_folder, "test", packs, DType::F32).unwrap();
             for (sample, rows) in [(2, 2), (0, 3), (1, 1)] {
                 let state = tensor::from_vec(vec![sample as f32; rows * 2], &[rows, 2]).unwrap();
                 states.put(sample, state).unwrap();

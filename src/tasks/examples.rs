@@ -1,6 +1,6 @@
 //! Few-shot examples: rows drawn as lm-evaluation-harness 0.4.13 draws them, with CPython's `random.sample`.
 
-use super::kind::{Draws, TaskKind};
+use super::kind::{ExampleDraws, TaskKind};
 use super::row::TaskRow;
 use crate::data::PythonRandom;
 use crate::failure::Failure;
@@ -8,15 +8,15 @@ use crate::failure::Failure;
 /// The seed of every task's generator.
 const SEED: u64 = 1234;
 
-/// Examples for the questions of a task, in their order: the generator runs on from question to question.
-pub(super) struct Examples<'a> {
+/// FewShotExamples for the questions of a task, in their order: the generator runs on from question to question.
+pub(super) struct FewShotExamples<'a> {
     kind: &'a TaskKind,
     rows: &'a [TaskRow],
     count: usize,
     random: PythonRandom,
 }
 
-impl<'a> Examples<'a> {
+impl<'a> FewShotExamples<'a> {
     /// `count` examples per question, from the rows of the split of examples.
     ///
     /// # Errors
@@ -48,10 +48,12 @@ impl<'a> Examples<'a> {
         }
         let all: Vec<&TaskRow> = self.rows.iter().collect();
         let mut chosen = match self.kind.draws {
-            Draws::First => all.iter().take(self.count).copied().collect(),
-            Draws::Exactly | Draws::OneMore => self.draw(&all, drawn(self.kind, self.count)),
+            ExampleDraws::First => all.iter().take(self.count).copied().collect(),
+            ExampleDraws::Exactly | ExampleDraws::OneMore => {
+                self.draw(&all, drawn(self.kind, self.count))
+            }
         };
-        if self.kind.draws == Draws::OneMore {
+        if self.kind.draws == ExampleDraws::OneMore {
             chosen.retain(|row| *row != question);
             if chosen.len() < self.count {
                 // Several of them are the question: its copies are left out, and the draw is repeated.
@@ -86,8 +88,8 @@ impl<'a> Examples<'a> {
 /// Rows of a draw for `count` examples.
 fn drawn(kind: &TaskKind, count: usize) -> usize {
     match kind.draws {
-        Draws::OneMore => count + 1,
-        Draws::Exactly | Draws::First => count,
+        ExampleDraws::OneMore => count + 1,
+        ExampleDraws::Exactly | ExampleDraws::First => count,
     }
 }
 

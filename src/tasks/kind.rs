@@ -14,7 +14,7 @@ pub struct TaskKind {
     pub evaluated: &'static str,
     /// The split of examples.
     pub examples: &'static str,
-    pub(super) draws: Draws,
+    pub(super) draws: ExampleDraws,
     /// Accuracy by log-likelihood per character is reported, too.
     pub has_acc_norm: bool,
     pub(super) question: fn(&TaskRow) -> Result<Question, Failure>,
@@ -22,7 +22,7 @@ pub struct TaskKind {
 
 /// The way of drawing n examples for a question.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Draws {
+pub(super) enum ExampleDraws {
     /// n rows.
     Exactly,
     /// n + 1 rows, of which the first n that are not the question itself are taken: tasks without a test split.

@@ -31,8 +31,8 @@ mod source;
 mod table;
 
 pub use kind::{Question, TaskKind};
-pub use pack::{AskedQuestion, AskedTask, Pack, PackShape, PackedTasks, Prediction};
-pub use request::{Request, TaskTokens};
+pub use pack::{AskedQuestion, AskedTask, PackShape, PackedTasks, Prediction, TaskPack};
+pub use request::{ScoredRequest, TaskTokens};
 pub use score::{RequestScore, reports};
-pub use source::{TaskQuestions, TaskRequest, read};
+pub use source::{TaskQuestions, TaskRequest, bytes, read};
 pub use table::{QuestionLimit, TASKS, TaskSpec, ZERO_SHOT};

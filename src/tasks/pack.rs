@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use super::request::Request;
+use super::request::ScoredRequest;
 use super::source::TaskQuestions;
 use crate::data::sha256_of_ids;
 use crate::model::Segment;
@@ -28,7 +28,7 @@ pub struct Prediction {
 
 /// A sample of the sweep.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Pack {
+pub struct TaskPack {
     /// Token ids of the rows.
     pub tokens: Vec<u32>,
     /// The sequences.
@@ -67,7 +67,7 @@ pub struct PackedTasks {
     /// The tasks.
     pub tasks: Vec<AskedTask>,
     /// The samples.
-    pub packs: Vec<Pack>,
+    pub packs: Vec<TaskPack>,
     /// The number of requests.
     pub requests: usize,
     /// Tokens of all requests, before equal beginnings are shared.
@@ -87,7 +87,11 @@ pub struct PackShape {
 
 impl PackedTasks {
     /// Packs the requests of tasks, `[task][question][choice]`.
-    pub fn new(tasks: &[TaskQuestions], requests: &[Vec<Vec<Request>>], shape: PackShape) -> Self {
+    pub fn new(
+        tasks: &[TaskQuestions],
+        requests: &[Vec<Vec<ScoredRequest>>],
+        shape: PackShape,
+    ) -> Self {
         let mut packed = Self::default();
         let mut trees = Vec::new();
         for (task, requests) in tasks.iter().zip(requests) {
@@ -117,9 +121,9 @@ impl PackedTasks {
         trees.sort_by_key(|tree| std::cmp::Reverse(tree.rows()));
         for tree in trees {
             let has_room =
-                |pack: &Pack| pack.tokens.len() + tree.rows() <= shape.rows.max(tree.rows());
+                |pack: &TaskPack| pack.tokens.len() + tree.rows() <= shape.rows.max(tree.rows());
             if !packed.packs.last().is_some_and(has_room) {
-                packed.packs.push(Pack::default());
+                packed.packs.push(TaskPack::default());
             }
             if let Some(pack) = packed.packs.last_mut() {
                 tree.join(pack);
@@ -170,7 +174,7 @@ impl PackedTasks {
 
     /// All token ids.
     pub fn ids(&self) -> impl Iterator<Item = u32> + '_ {
-        let of = |pack: &'_ Pack| -> Vec<u32> {
+        let of = |pack: &'_ TaskPack| -> Vec<u32> {
             let scored = pack.predictions.iter().map(|prediction| prediction.token);
             pack.tokens.iter().copied().chain(scored).collect()
         };
@@ -192,7 +196,7 @@ struct Branch {
 
 impl RequestTree {
     /// The trees of a question's requests: a single tree where the beginnings are equal and long enough, else a tree per input.
-    fn of(requests: &[Request], first: usize, shape: PackShape) -> Vec<Self> {
+    fn of(requests: &[ScoredRequest], first: usize, shape: PackShape) -> Vec<Self> {
         let mut branches: Vec<Branch> = Vec::new();
         for (at, request) in requests.iter().enumerate() {
             let input = request.input(shape.max_length);
@@ -225,8 +229,8 @@ impl RequestTree {
     }
 
     /// Adds the rows of the tree to a pack.
-    fn join(self, pack: &mut Pack) {
-        let begin = |pack: &mut Pack, ids: &[u32]| -> Range<usize> {
+    fn join(self, pack: &mut TaskPack) {
+        let begin = |pack: &mut TaskPack, ids: &[u32]| -> Range<usize> {
             let start = pack.tokens.len();
             pack.tokens.extend_from_slice(ids);
             start..pack.tokens.len()
@@ -265,11 +269,11 @@ mod tests {
     use super::*;
     use crate::tasks::Question;
 
-    fn request(context: &[u32], continuation: &[u32]) -> Request {
-        Request { context: context.to_vec(), continuation: continuation.to_vec() }
+    fn request(context: &[u32], continuation: &[u32]) -> ScoredRequest {
+        ScoredRequest { context: context.to_vec(), continuation: continuation.to_vec() }
     }
 
-    fn packed(requests: Vec<Vec<Request>>, shape: PackShape) -> PackedTasks {
+    fn packed(requests: Vec<Vec<ScoredRequest>>, shape: PackShape) -> PackedTasks {
         let questions = requests.iter().map(|of| Question {
             contexts: vec![String::new()],
             answers: vec!["x".to_string(); of.len()],

@@ -15,14 +15,14 @@ use crate::failure::Failure;
 
 /// A context with a continuation.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Request {
+pub struct ScoredRequest {
     /// Ids of the context, before truncation.
     pub context: Vec<u32>,
     /// Ids of the continuation.
     pub continuation: Vec<u32>,
 }
 
-impl Request {
+impl ScoredRequest {
     /// The ids that pass the model, at most `max_length`: all but the last.
     pub fn input(&self, max_length: usize) -> Vec<u32> {
         let all = self.context.len() + self.continuation.len();
@@ -47,20 +47,19 @@ impl TaskTokens<'_> {
     ///
     /// # Errors
     /// Fails for a text that the tokenizer cannot express, a continuation without tokens, and one longer than the model's window.
-    pub fn requests(&self, tasks: &[TaskQuestions]) -> Result<Vec<Vec<Vec<Request>>>> {
-        let of_task = |task: &TaskQuestions| -> Result<Vec<Vec<Request>>> {
+    pub fn requests(&self, tasks: &[TaskQuestions]) -> Result<Vec<Vec<Vec<ScoredRequest>>>> {
+        let of_task = |task: &TaskQuestions| -> Result<Vec<Vec<ScoredRequest>>> {
             let questions = task.questions.par_iter().enumerate();
             let requests = questions.map(|(number, question)| {
-                self.of_question(question).map_err(|error| {
-                    error.context(format!("question {number} of `{}`", task.task))
-                })
+                self.of_question(question)
+                    .map_err(|error| error.context(format!("question {number} of `{}`", task.task)))
             });
             requests.collect()
         };
         tasks.iter().map(of_task).collect()
     }
 
-    fn of_question(&self, question: &Question) -> Result<Vec<Request>> {
+    fn of_question(&self, question: &Question) -> Result<Vec<ScoredRequest>> {
         (0..question.choices())
             .map(|choice| {
                 let (context, answer) = question.choice(choice);
@@ -69,9 +68,9 @@ impl TaskTokens<'_> {
             .collect()
     }
 
-    fn request(&self, context: &str, continuation: &str) -> Result<Request> {
+    fn request(&self, context: &str, continuation: &str) -> Result<ScoredRequest> {
         let request = match context.is_empty() {
-            true => Request {
+            true => ScoredRequest {
                 context: vec![self.beginning()?],
                 continuation: self.tokenizer.encode_plain(continuation)?,
             },
@@ -79,7 +78,7 @@ impl TaskTokens<'_> {
                 let mut whole = self.ids(&format!("{context}{continuation}"))?;
                 let context = self.ids(rstrip(context))?;
                 let continuation = whole.split_off(context.len().min(whole.len()));
-                Request { context, continuation }
+                ScoredRequest { context, continuation }
             }
         };
         let tokens = request.continuation.len();

@@ -84,12 +84,8 @@ pub fn reports(packed: &PackedTasks, scores: &[RequestScore]) -> Vec<TaskReport>
             });
             continue;
         };
-        let subject = SubjectReport {
-            subject: subject.clone(),
-            group: group.clone(),
-            questions,
-            acc,
-        };
+        let subject =
+            SubjectReport { subject: subject.clone(), group: group.clone(), questions, acc };
         match reports.iter_mut().find(|report| report.task == task.task) {
             Some(report) => report.subjects.push(subject),
             None => reports.push(TaskReport {
@@ -130,6 +126,8 @@ fn pooled<'a>(subjects: impl Iterator<Item = &'a SubjectReport> + Clone) -> Accu
         .sum();
     Accuracy {
         value: right / all,
-        error: squares.filter(|_| all > count).map(|squares| (squares / (all - count) / all).sqrt()),
+        error: squares
+            .filter(|_| all > count)
+            .map(|squares| (squares / (all - count) / all).sqrt()),
     }
 }

@@ -5,13 +5,25 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use super::examples::Examples;
-use super::kind::{Draws, Question, TaskKind};
+use super::examples::FewShotExamples;
+use super::kind::{ExampleDraws, Question, TaskKind};
 use super::kinds::mmlu;
 use super::row::TaskRow;
 use super::table::{QuestionLimit, TaskSpec};
 use crate::data::rows::for_each_row;
 use crate::failure::Failure;
+
+/// Bytes of the texts of questions, each choice with its context.
+pub fn bytes(tasks: &[TaskQuestions]) -> usize {
+    let questions = tasks.iter().flat_map(|task| &task.questions);
+    let of_choice = |question: &Question, choice: usize| {
+        let (context, answer) = question.choice(choice);
+        context.len() + answer.len()
+    };
+    questions
+        .map(|question| (0..question.choices()).map(|at| of_choice(question, at)).sum::<usize>())
+        .sum()
+}
 
 /// Tasks as asked for.
 #[derive(Debug, Clone)]
@@ -20,7 +32,7 @@ pub struct TaskRequest<'a> {
     pub tasks: &'a [TaskSpec],
     /// The folder with a folder per task.
     pub from: Option<&'a Path>,
-    /// Examples before each question.
+    /// FewShotExamples before each question.
     pub num_fewshot: usize,
     /// A limit of the questions of each task, and of each subject.
     pub limit: Option<QuestionLimit>,
@@ -54,7 +66,7 @@ pub fn read(request: &TaskRequest<'_>) -> Result<Vec<TaskQuestions>> {
         }
         let from = request.from.ok_or_else(|| no_folder(kind))?;
         let folder = from.join(kind.name);
-        if kind.draws != Draws::First {
+        if kind.draws != ExampleDraws::First {
             let rows = splits(&folder, kind, request.num_fewshot)?;
             all.push(questions(request, kind, kind.name, None, rows)?);
             continue;
@@ -81,10 +93,14 @@ fn subjects(folder: &Path, kind: &TaskKind) -> Result<Vec<(String, &'static str)
         names.filter_map(|name| mmlu::group(&name).map(|group| (name, group))).collect();
     found.sort();
     if found.is_empty() {
-        return Err(Failure::new(format!("no subject of `{}` in `{}`", kind.name, folder.display()))
-            .detail("looked for a folder per subject, like `anatomy`")
-            .hint(format!("copy {} there", kind.data))
-            .into());
+        return Err(Failure::new(format!(
+            "no subject of `{}` in `{}`",
+            kind.name,
+            folder.display()
+        ))
+        .detail("looked for a folder per subject, like `anatomy`")
+        .hint(format!("copy {} there", kind.data))
+        .into());
     }
     Ok(found)
 }
@@ -141,11 +157,9 @@ fn rows(files: &[PathBuf]) -> Result<Vec<TaskRow>> {
         })?;
     }
     match (rows.is_empty(), files.first()) {
-        (true, Some(file)) => {
-            Err(Failure::new(format!("`{}` has no rows", file.display()))
-                .hint("name a file with a question per line")
-                .into())
-        }
+        (true, Some(file)) => Err(Failure::new(format!("`{}` has no rows", file.display()))
+            .hint("name a file with a question per line")
+            .into()),
         _ => Ok(rows),
     }
 }
@@ -161,7 +175,7 @@ fn questions(
     let limit = request.limit.map_or(evaluated.len(), |limit| limit.of(evaluated.len()));
     let before = subject.as_ref().map(|(subject, _)| mmlu::description(subject));
     let before = before.unwrap_or_default();
-    let mut examples = Examples::new(kind, name, &examples, request.num_fewshot)?;
+    let mut examples = FewShotExamples::new(kind, name, &examples, request.num_fewshot)?;
     let asked = evaluated.iter().take(limit).map(|row| -> Result<Question> {
         let question = (kind.question)(row)?;
         let few_shot = examples.before(row).context("drawing examples")?;

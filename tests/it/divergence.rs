@@ -105,7 +105,9 @@ fn one_sweep_two_commands_threads_and_spilled_states_give_the_same_bits() {
     let text = text.replace("--eval-windows 40", "--eval-windows 6");
     let pruned = eval(
         &place,
-        &format!("--model dense --prune-method magnitude --sparsity-ratio 0.4 --eval both --save out {text}"),
+        &format!(
+            "--model dense --prune-method magnitude --sparsity-ratio 0.4 --eval both --save out {text}"
+        ),
     );
     let alone = eval(&place, &format!("eval out/model --against dense {text}"));
     let report = divergence(&pruned);
@@ -129,7 +131,9 @@ fn one_sweep_two_commands_threads_and_spilled_states_give_the_same_bits() {
 fn a_divergence_above_its_limit_misses_the_gate() {
     let place = Place::new();
     let text = "--eval-dataset test.txt --seqlen 64 --use-cpu";
-    let line = format!("--model m --prune-method magnitude --sparsity-ratio 0.4 --eval both --save out {text}");
+    let line = format!(
+        "--model m --prune-method magnitude --sparsity-ratio 0.4 --eval both --save out {text}"
+    );
     let ran = place.run(&format!("{line} --max-kl 0 --quiet"));
     assert_eq!(ran.code, 4, "{}", ran.stderr);
     assert!(ran.stderr.contains("gate missed: mean KL "), "{}", ran.stderr);

@@ -49,4 +49,5 @@ mod source_tree;
 mod stories;
 mod support;
 mod sweep;
+mod tasks;
 mod width_drop;

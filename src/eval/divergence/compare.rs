@@ -9,19 +9,19 @@ use super::position::{Position, PositionValues, VALUES, see};
 use super::summary::summarise;
 use crate::eval::next_token::{self, NextToken};
 use crate::linalg::parts::{LEAST_ROWS, parts};
-use crate::model::head::logit_rows;
 use crate::model::Head;
+use crate::model::head::logit_rows;
 use crate::run::divergence::{DivergenceReport, KlPositions};
 use crate::runtime::{Compute, HiddenStates, SampleShare};
 
 /// The two heads, and the final states of the windows that pass them.
-pub(in crate::eval) struct Heads<'a> {
+pub(in crate::eval) struct HeadPair<'a> {
     pub(in crate::eval) dense: (&'a Head, &'a mut HiddenStates),
     pub(in crate::eval) model: (&'a Head, &'a mut HiddenStates),
 }
 
 /// The outcome of the pass on this rank: the numbers of every token of both models for their perplexities, and the divergence.
-pub(in crate::eval) struct Compared {
+pub(in crate::eval) struct ComparedWindows {
     pub(in crate::eval) dense: Vec<NextToken>,
     pub(in crate::eval) model: Vec<NextToken>,
     pub(in crate::eval) report: DivergenceReport,
@@ -32,13 +32,13 @@ pub(in crate::eval) struct Compared {
 /// # Errors
 /// Fails when a head or states cannot be read, for a token beyond the vocabulary, and when the run is asked to stop.
 pub(in crate::eval) fn compare(
-    heads: Heads<'_>,
+    heads: HeadPair<'_>,
     tokens: &[u32],
     which: KlPositions,
     compute: &mut Compute<'_>,
     passed: &mut dyn FnMut(usize) -> Result<()>,
-) -> Result<Compared> {
-    let Heads { dense: (dense_head, dense), model: (head, model) } = heads;
+) -> Result<ComparedWindows> {
+    let HeadPair { dense: (dense_head, dense), model: (head, model) } = heads;
     let (share, ranks, seqlen) = (model.share().clone(), compute.ranks().clone(), model.seqlen());
     let (steps, first) = (model.samples(), which.first(seqlen));
     let mut positions = vec![Position::default(); steps * (seqlen - first)];
@@ -89,12 +89,12 @@ pub(in crate::eval) fn compare(
     let values = all.as_chunks().0.iter().map(|&numbers| PositionValues::of(numbers));
     let report = summarise(which, &values.collect::<Vec<_>>());
     let [dense, model] = seen;
-    Ok(Compared { dense, model, report })
+    Ok(ComparedWindows { dense, model, report })
 }
 
 /// The numbers of a window's tokens.
 struct WindowNumbers<'a> {
-    /// Compared positions, from `first` on.
+    /// ComparedWindows positions, from `first` on.
     positions: &'a mut [Position],
     seen: [&'a mut [NextToken]; 2],
     first: usize,

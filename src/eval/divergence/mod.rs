@@ -26,7 +26,7 @@ use crate::run::divergence::{DivergenceReport, KlPositions};
 use crate::run::manifest::PerplexityReport;
 use crate::runtime::HiddenStates;
 
-pub(super) use compare::{Heads, compare};
+pub(super) use compare::{HeadPair, compare};
 
 /// The head that the dense states pass.
 #[derive(Clone)]

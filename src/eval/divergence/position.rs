@@ -131,9 +131,11 @@ pub(super) fn see(
 ) {
     let width = rows.len().max(1);
     let logits = dense.par_chunks_exact(width).zip(model.par_chunks_exact(width));
-    positions.par_iter_mut().zip(logits).zip(next).for_each(|((position, (dense, model)), &next)| {
-        position.see(dense, model, rows, next as usize);
-    });
+    positions.par_iter_mut().zip(logits).zip(next).for_each(
+        |((position, (dense, model)), &next)| {
+            position.see(dense, model, rows, next as usize);
+        },
+    );
 }
 
 #[cfg(test)]
@@ -161,9 +163,8 @@ mod tests {
             assert!((of.model - 2f64.ln()).abs() < 1e-12);
             assert!(!of.is_same_top, "the first of equal logits is token 0");
         }
-        let wave = |pace: f32| -> Vec<f32> {
-            (0..1000).map(|i| 20.0 * (i as f32 * pace).sin()).collect()
-        };
+        let wave =
+            |pace: f32| -> Vec<f32> { (0..1000).map(|i| 20.0 * (i as f32 * pace).sin()).collect() };
         let (dense, model) = (wave(0.37), wave(0.3701));
         let whole = values(&dense, &model, 500, 1000);
         for at_once in [1, 129, 600] {

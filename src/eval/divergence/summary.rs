@@ -16,9 +16,10 @@ use crate::run::divergence::{DivergenceReport, Estimate, KlPositions};
 pub(super) fn summarise(which: KlPositions, values: &[PositionValues]) -> DivergenceReport {
     let count = values.len() as f64;
     let estimate = |of: &dyn Fn(&PositionValues) -> f64| -> Estimate {
-        let (sum, squares) = values.iter().map(of).fold((0.0, 0.0), |(sum, squares), value| {
-            (sum + value, squares + value * value)
-        });
+        let (sum, squares) = values
+            .iter()
+            .map(of)
+            .fold((0.0, 0.0), |(sum, squares), value| (sum + value, squares + value * value));
         let mean = sum / count;
         let variance = (squares / count - mean * mean).max(0.0);
         // A variance that is not a number stays so: `max` would hide it.
@@ -80,17 +81,18 @@ mod tests {
     #[test]
     fn quantiles_are_interpolated_and_errors_follow_their_formulas() {
         let kl = [1.0, 2.0, 3.0, 10.0];
-        assert_eq!((quantile(&kl, 0.5), quantile(&kl, 1.0), quantile(&kl, 0.75)), (2.5, 10.0, 4.75));
+        assert_eq!(
+            (quantile(&kl, 0.5), quantile(&kl, 1.0), quantile(&kl, 0.75)),
+            (2.5, 10.0, 4.75)
+        );
         let of = |kl: f64, dense: f64, model: f64| PositionValues {
             kl,
             dense,
             model,
             is_same_top: kl < 2.0,
         };
-        let report = summarise(
-            KlPositions::All,
-            &[of(1.0, 1.0, 2.0), of(2.0, 2.0, 2.0), of(3.0, 3.0, 5.0)],
-        );
+        let report =
+            summarise(KlPositions::All, &[of(1.0, 1.0, 2.0), of(2.0, 2.0, 2.0), of(3.0, 3.0, 5.0)]);
         // Mean 2, E[x²] − 4 = 14/3 − 4 = 2/3, divided by n − 1 = 2.
         assert_eq!((report.kl_mean.value, report.positions), (2.0, 3));
         assert!((report.kl_mean.error - (1.0f64 / 3.0).sqrt()).abs() < 1e-15);

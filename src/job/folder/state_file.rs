@@ -19,7 +19,7 @@ use crate::packed::PackJournal;
 use crate::pipeline::LayerJournal;
 use crate::pipeline::expected::{bias_of, pruned, tensor_of};
 use crate::quantized::QuantizeJournal;
-use crate::run::manifest::{LayerReport, Manifest, Measured, SessionReport};
+use crate::run::manifest::{LayerReport, Manifest, SessionReport, SweepMeasurements};
 use crate::run::merging::MergedTensor;
 use crate::run::packing::ScannedFile;
 use crate::run::quantization::QuantizedMatrix;
@@ -113,7 +113,7 @@ impl<'a> StateFile<'a> {
     /// Fails as [`StateFile::change`].
     pub(in crate::job) fn measured(
         &mut self,
-        measured: Measured,
+        measured: SweepMeasurements,
         layers: &[LayerReport],
     ) -> Result<()> {
         self.change(|run| {
@@ -324,7 +324,7 @@ mod tests {
                 .map(|matrix| (tensor_of(&matrix.name), "hash".to_string()))
                 .collect(),
             layers,
-            perplexity: Some(Measured::default().perplexity),
+            perplexity: Some(SweepMeasurements::default().perplexity),
             ..RunState::default()
         }
     }

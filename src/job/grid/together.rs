@@ -21,7 +21,7 @@ use crate::job::streams::{SweepWork, passes};
 use crate::pipeline::allocation::Allocation;
 use crate::pipeline::{Calibrator, Propagation, Pruner, SharedPruning, SharingCell};
 use crate::pruning::Technique;
-use crate::run::manifest::{LayerReport, Measured};
+use crate::run::manifest::{LayerReport, SweepMeasurements};
 use crate::run::{Events, Manifest, Phase, Stopped};
 use crate::runtime::{Passenger, SweepReport};
 use crate::settings::{Settings, SparsitySettings};
@@ -32,7 +32,7 @@ const SHARED_PHASES: [Phase; 3] = [Phase::Read, Phase::Calibrate, Phase::Propaga
 /// Returns whether a cell can share statistics with the cells of its seed.
 pub(super) fn can_share(cell: &PlannedCell) -> bool {
     let (settings, kind) = (&cell.settings, cell.technique.statistics());
-    // Measured ratios and a smaller model give each cell a model or a pass of its own, an order of channels changes its statistics.
+    // SweepMeasurements ratios and a smaller model give each cell a model or a pass of its own, an order of channels changes its statistics.
     let shares = |sparsity: &SparsitySettings| {
         sparsity.propagate == Propagation::Dense
             && sparsity.allocate == Allocation::Uniform
@@ -187,7 +187,7 @@ fn pass(jobs: &[SettledCell], recorders: &[Recorder<'_>], outcomes: &mut Outcome
         }
         add_shared_phases(cell.job, first);
         let before = cell.outputs.measured();
-        let of_cell = before.unwrap_or_else(|| Measured {
+        let of_cell = before.unwrap_or_else(|| SweepMeasurements {
             perplexity: cell.job.perplexities(&cell.windows),
             tasks: None,
         });

@@ -151,8 +151,14 @@ impl DecoderLayer {
             raw_k: &mut [],
             branch: &mut [],
         };
-        let mut pass =
-            ForwardPass { rotary, products, single, cache, observer: again(&mut observer), segments };
+        let mut pass = ForwardPass {
+            rotary,
+            products,
+            single,
+            cache,
+            observer: again(&mut observer),
+            segments,
+        };
         self.attend(x, &mut tape, &layout, &mut pass, out)?;
         for part in parts(seqlen, settings.mlp_tokens, LEAST_ROWS) {
             let wide = part.len() * spec.intermediate_size;

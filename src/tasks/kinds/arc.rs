@@ -2,7 +2,7 @@
 //! decides, never the letter: labels are A to E or 1 to 4.
 
 use crate::failure::Failure;
-use crate::tasks::kind::{Draws, Question, TaskKind};
+use crate::tasks::kind::{ExampleDraws, Question, TaskKind};
 use crate::tasks::row::TaskRow;
 
 /// The easy questions.
@@ -11,7 +11,7 @@ pub(in crate::tasks) const ARC_EASY: TaskKind = TaskKind {
     data: "allenai/ai2_arc (ARC-Easy)",
     evaluated: "test",
     examples: "train",
-    draws: Draws::Exactly,
+    draws: ExampleDraws::Exactly,
     has_acc_norm: true,
     question,
 };

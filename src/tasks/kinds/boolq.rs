@@ -1,7 +1,7 @@
 //! BoolQ (Clark et al. 2019, arXiv:1905.10044), from SuperGLUE: a passage and a question with the answer no or yes.
 
 use crate::failure::Failure;
-use crate::tasks::kind::{Draws, Question, TaskKind};
+use crate::tasks::kind::{ExampleDraws, Question, TaskKind};
 use crate::tasks::row::TaskRow;
 
 /// The task.
@@ -10,7 +10,7 @@ pub(in crate::tasks) const BOOLQ: TaskKind = TaskKind {
     data: "aps/super_glue (boolq)",
     evaluated: "validation",
     examples: "train",
-    draws: Draws::OneMore,
+    draws: ExampleDraws::OneMore,
     has_acc_norm: false,
     question,
 };

@@ -1,7 +1,7 @@
 //! HellaSwag (Zellers et al. 2019, arXiv:1905.07830): the most likely end of a story. Texts are cleaned of the marks of WikiHow.
 
 use crate::failure::Failure;
-use crate::tasks::kind::{Draws, Question, TaskKind};
+use crate::tasks::kind::{ExampleDraws, Question, TaskKind};
 use crate::tasks::python_text::{capitalize, strip};
 use crate::tasks::row::TaskRow;
 
@@ -11,7 +11,7 @@ pub(in crate::tasks) const HELLASWAG: TaskKind = TaskKind {
     data: "Rowan/hellaswag",
     evaluated: "validation",
     examples: "train",
-    draws: Draws::OneMore,
+    draws: ExampleDraws::OneMore,
     has_acc_norm: true,
     question,
 };

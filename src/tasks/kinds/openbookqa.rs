@@ -1,7 +1,7 @@
 //! OpenBookQA (Mihaylov et al. 2018, arXiv:1809.02789): the end of a sentence of elementary science.
 
 use crate::failure::Failure;
-use crate::tasks::kind::{Draws, Question, TaskKind};
+use crate::tasks::kind::{ExampleDraws, Question, TaskKind};
 use crate::tasks::row::TaskRow;
 
 /// The task.
@@ -10,7 +10,7 @@ pub(in crate::tasks) const OPENBOOKQA: TaskKind = TaskKind {
     data: "allenai/openbookqa (main)",
     evaluated: "test",
     examples: "train",
-    draws: Draws::Exactly,
+    draws: ExampleDraws::Exactly,
     has_acc_norm: true,
     question,
 };

@@ -1,7 +1,7 @@
 //! A user's own task: JSON lines (or parquet) with `context`, `choices` and `label`, the index of the right choice from 0.
 
 use crate::failure::Failure;
-use crate::tasks::kind::{Draws, Question, TaskKind};
+use crate::tasks::kind::{ExampleDraws, Question, TaskKind};
 use crate::tasks::row::TaskRow;
 
 /// The form of such tasks; the user names them. Examples, if asked for, come from the same file.
@@ -10,7 +10,7 @@ pub(in crate::tasks) const OWN: TaskKind = TaskKind {
     data: "a file of yours",
     evaluated: "",
     examples: "",
-    draws: Draws::OneMore,
+    draws: ExampleDraws::OneMore,
     has_acc_norm: true,
     question,
 };

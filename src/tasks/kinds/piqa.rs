@@ -1,7 +1,7 @@
 //! PIQA (Bisk et al. 2020, arXiv:1911.11641): the better of two solutions of an everyday problem.
 
 use crate::failure::Failure;
-use crate::tasks::kind::{Draws, Question, TaskKind};
+use crate::tasks::kind::{ExampleDraws, Question, TaskKind};
 use crate::tasks::row::TaskRow;
 
 /// The task.
@@ -10,7 +10,7 @@ pub(in crate::tasks) const PIQA: TaskKind = TaskKind {
     data: "baber/piqa",
     evaluated: "validation",
     examples: "train",
-    draws: Draws::OneMore,
+    draws: ExampleDraws::OneMore,
     has_acc_norm: true,
     question,
 };

@@ -1,7 +1,7 @@
 //! RTE (Wang et al. 2018, arXiv:1804.07461), from GLUE: does the second sentence follow from the first.
 
 use crate::failure::Failure;
-use crate::tasks::kind::{Draws, Question, TaskKind};
+use crate::tasks::kind::{ExampleDraws, Question, TaskKind};
 use crate::tasks::row::TaskRow;
 
 /// The task.
@@ -10,7 +10,7 @@ pub(in crate::tasks) const RTE: TaskKind = TaskKind {
     data: "nyu-mll/glue (rte)",
     evaluated: "validation",
     examples: "train",
-    draws: Draws::OneMore,
+    draws: ExampleDraws::OneMore,
     has_acc_norm: false,
     question,
 };

@@ -2,7 +2,7 @@
 //! is scored after each.
 
 use crate::failure::Failure;
-use crate::tasks::kind::{Draws, Question, TaskKind};
+use crate::tasks::kind::{ExampleDraws, Question, TaskKind};
 use crate::tasks::python_text::strip;
 use crate::tasks::row::TaskRow;
 
@@ -12,7 +12,7 @@ pub(in crate::tasks) const WINOGRANDE: TaskKind = TaskKind {
     data: "allenai/winogrande (winogrande_xl)",
     evaluated: "validation",
     examples: "train",
-    draws: Draws::OneMore,
+    draws: ExampleDraws::OneMore,
     has_acc_norm: false,
     question,
 };
