@@ -9,6 +9,7 @@
 //! | `quantization` | the result of `prune quantize` |
 //! | `packing` | the results of `prune pack` and `prune unpack` |
 //! | `card`, `front_matter` | the model card beside the weights, and the facts it takes over from the source's card |
+//! | `card_tasks` | tasks in a model card |
 //! | `cards` | the cards of pruned, merged, recovered and quantised models |
 //! | `page` | the page of `prune report` for its runs |
 //! | `grid` | the table of a sweep, and the parts of its page |
@@ -24,6 +25,7 @@
 //! | `training_plan`, `generation_plan`, `rank_plan` | the tables of `prune plan --recover`, `--generate` and `--ranks` |
 
 pub mod card;
+mod card_tasks;
 pub mod cards;
 pub mod comparison;
 pub mod costs;
