@@ -32,6 +32,7 @@ pub mod selftest;
 pub mod settings;
 #[cfg(feature = "synthetic")]
 pub mod synthetic;
+pub mod tasks;
 
 #[cfg(target_endian = "big")]
 compile_error!("safetensors files are little-endian and are read without conversion");

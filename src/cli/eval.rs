@@ -3,7 +3,8 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
-use clap::Args;
+use clap::builder::ArgPredicate;
+use clap::{ArgAction, Args};
 
 use super::args::MessageArgs;
 use super::console::Console;
@@ -20,13 +21,25 @@ use crate::settings::{
 pub(super) const EXAMPLES: &str = "\
 Examples:
   prune eval out/llama2-7b/model --eval-dataset wikitext2:wiki/
-  prune eval out/model --eval-dataset text.txt --max-perplexity 12 --json";
+  prune eval out/model --eval-dataset text.txt --max-perplexity 12 --json
+  prune eval out/7b/model --against meta-llama/Llama-2-7b-hf
+  prune eval out/7b/model --tasks arc_easy,piqa,my=questions.jsonl --tasks-from tasks";
 
 /// Flags of `prune eval`.
 #[derive(Debug, Clone, Args)]
 pub struct EvalArgs {
     #[command(flatten)]
     model: ModelWordArgs,
+    /// The perplexity is measured beside tasks where a text is named. It comes before the text, whose default does not count here.
+    #[arg(long, hide = true, default_value = "true", action = ArgAction::Set,
+        default_value_ifs = [("eval_dataset", ArgPredicate::IsPresent, "true"), ("tasks", ArgPredicate::IsPresent, "false"),
+            ("eval_zero_shot", ArgPredicate::IsPresent, "false")])]
+    measures_text: bool,
+    /// Dense model to compare with, position by position: KL divergence, equal top tokens, ratio of perplexities
+    ///
+    /// A folder or an id of the hub, with the same vocabulary. Both models pass the windows, one after the other.
+    #[arg(long, value_name = "DIR|ID", help_heading = "Evaluation")]
+    against: Option<PathBuf>,
     #[command(flatten)]
     evaluation: EvaluationSettings,
     /// Tokens per window [default: 2048, or the model's limit]
@@ -51,7 +64,14 @@ pub struct EvalArgs {
 
 impl EvalArgs {
     fn settings(&self, arguments: Vec<String>) -> Result<Settings> {
-        let evaluation = EvaluationSettings { eval: EvalSides::Dense, ..self.evaluation.clone() };
+        let evaluation = EvaluationSettings {
+            eval: EvalSides::Dense,
+            against: self.against.clone(),
+            measures_text: self.measures_text
+                || self.against.is_some()
+                || self.evaluation.max_perplexity.is_some(),
+            ..self.evaluation.clone()
+        };
         Ok(Settings {
             arguments,
             seqlen: self.seqlen,

@@ -5,13 +5,14 @@ use std::process::ExitCode;
 use super::console::Console;
 use crate::failure::{Failure, describe};
 use crate::run::Manifest;
+use crate::run::manifest::LimitReport;
 
 /// The end of a command that did its work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
     /// Done.
     Done,
-    /// Done, and `--max-perplexity` is missed.
+    /// Done, and a gate is missed.
     GateMissed,
     /// A training diverged, and its best state is the model.
     Diverged,
@@ -46,8 +47,23 @@ impl Outcome {
                 console.error(&format!("gate missed: {why}"));
                 Self::GateMissed
             }
-            _ => Self::Done,
+            _ => Self::of_limits(manifest, console),
         }
+    }
+
+    /// The outcome of the gates besides `--max-perplexity`.
+    fn of_limits(manifest: &Manifest, console: &Console) -> Self {
+        let mut outcome = Self::Done;
+        for missed in manifest.limits.iter().filter(|limit| !limit.is_met) {
+            let LimitReport { flag, limit, name, value, .. } = missed;
+            let why = match value.is_finite() {
+                true => format!("{name} {value:.6} does not meet {flag} {limit}"),
+                false => format!("{name} is not finite ({flag} {limit})"),
+            };
+            console.error(&format!("gate missed: {why}"));
+            outcome = Self::GateMissed;
+        }
+        outcome
     }
 
     /// 0, 4 or 1.

@@ -21,7 +21,7 @@ use crate::report;
 use crate::run::Events;
 use crate::run::grid::CellReport;
 use crate::run::manifest::GateReport;
-use crate::settings::{GridSettings, GridShard};
+use crate::settings::{GridSettings, GridShard, Settings};
 
 /// Shown below the flags.
 pub(super) const EXAMPLES: &str = "\
@@ -118,6 +118,7 @@ impl SweepArgs {
     fn settings(&self, arguments: Vec<String>) -> Result<GridSettings> {
         let shard = self.shard.as_deref().map(str::parse).transpose()?;
         let mut run = self.run.settings(arguments)?;
+        refuse_other_gates(&run)?;
         run.output.no_save_model = !self.keep_models;
         let selection = run.sparsity.clone().unwrap_or_default().selection;
         let targets = self.targets(&selection)?;
@@ -213,6 +214,26 @@ fn ratio(text: &str) -> std::result::Result<f64, Failure> {
                 }
                 _ => failure.hint("write fractions separated by commas, like --ratios 0.4,0.5,0.6"),
             })
+        }
+    }
+}
+
+/// Refuses flags of a single run: the cells share one measurement of the dense model, and would share a file.
+fn refuse_other_gates(run: &Settings) -> Result<()> {
+    let evaluation = &run.evaluation;
+    let given = [
+        ("--max-kl", evaluation.max_kl.is_some()),
+        ("--min-accuracy", evaluation.tasks.min_accuracy.is_some()),
+        ("--log-samples", evaluation.tasks.log_samples.is_some()),
+    ];
+    match given.into_iter().find(|(_, is_given)| *is_given) {
+        None => Ok(()),
+        Some((flag, _)) => {
+            Err(Failure::usage(format!("{flag} is a flag of a single run, not of a sweep"))
+                .hint(format!(
+                    "measure a cell: prune eval OUT/CELL/model --against DENSE {flag} ..."
+                ))
+                .into())
         }
     }
 }

@@ -23,7 +23,7 @@ pub(super) fn of_file(path: &Path) -> io::Result<String> {
 }
 
 /// SHA-256 of ids written as int32, little endian: what `torch.tensor(ids).int().numpy().tobytes()` hashes to.
-pub(super) fn of_ids(ids: &[u32]) -> String {
+pub fn of_ids(ids: &[u32]) -> String {
     let mut hasher = Sha256::new();
     for chunk in ids.chunks(4096) {
         hasher.update(little_endian(chunk));

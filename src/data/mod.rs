@@ -30,6 +30,7 @@
 //! | `parquet_text` | the string column `text` of a parquet file, row by row |
 //! | `python_random` | CPython's `random.Random`, so that `--seed 0` draws the samples that the Python reference draws |
 //! | `role` | the purpose of a text |
+//! | `rows` | rows of a data set as JSON objects, from JSON lines or parquet |
 //! | `same_text` | comparison of two sources by what is read |
 //! | `source` | the files of a dataset for a role, found once and handed on |
 //! | `splits` | the files of a split in a folder |
@@ -66,6 +67,7 @@ mod parquet_shape;
 mod parquet_text;
 mod python_random;
 mod role;
+pub mod rows;
 mod same_text;
 mod source;
 mod splits;
@@ -89,6 +91,7 @@ pub use cache::TextCache;
 pub use calibration::{Calibration, Draw, calibration};
 pub use chat::ChatTemplate;
 pub use dataset::{DatasetSpec, HubFile};
+pub use digest::of_ids as sha256_of_ids;
 pub use evaluation::Evaluation;
 pub use example_order::ExampleOrder;
 pub use example_source::{ExampleRequest, Packing};

@@ -39,6 +39,8 @@ pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     sha256: String,
     largest_id: u32,
+    /// The token that begins a text, by `tokenizer_config.json` or the post-processor.
+    bos: Option<u32>,
     /// The token that ends a text, by `tokenizer_config.json`.
     eos: Option<u32>,
     /// Set only if `tokenizer_config.json` and `tokenizer.json` add different special tokens.
@@ -120,6 +122,7 @@ impl Tokenizer {
             inner,
             sha256,
             largest_id,
+            bos: None,
             eos: None,
             special: None,
             warnings: Vec::new(),
@@ -130,6 +133,11 @@ impl Tokenizer {
         let config_path = model_folder.join("tokenizer_config.json");
         if let Some(config) = TokenizerConfig::read(&config_path)? {
             tokenizer.follow(&config, &config_path)?;
+        }
+        if tokenizer.bos.is_none() {
+            let damaged = tokenizer.damaged.clone();
+            let around = blaming(damaged, || tokenizer.around(true))?;
+            tokenizer.bos = around.and_then(|(before, _)| before.first().copied());
         }
         let damaged = tokenizer.damaged.clone();
         tokenizer.cuts = blaming(damaged, || tokenizer.find_cuts())?;
@@ -212,6 +220,17 @@ impl Tokenizer {
         self.eos
     }
 
+    /// The token that begins a text: `bos_token` of `tokenizer_config.json`, else the token that the tokenizer puts first. `None` without
+    /// such a token.
+    pub fn bos(&self) -> Option<u32> {
+        self.bos
+    }
+
+    /// The text of [`Tokenizer::bos`], like `<s>`.
+    pub fn bos_text(&self) -> Option<String> {
+        self.inner.id_to_token(self.bos?)
+    }
+
     /// The ids of a text in one call, without special tokens.
     pub(super) fn encode_bare(&self, text: &str) -> Result<Vec<u32>> {
         Ok(self.encoded(text, false)?.get_ids().to_vec())
@@ -289,6 +308,8 @@ impl Tokenizer {
     /// Follows `tokenizer_config.json` where it decides, and keeps a warning for every fact about which the two files disagree.
     fn follow(&mut self, config: &TokenizerConfig, path: &Path) -> Result<()> {
         let default = config.is_llama().then_some("</s>");
+        let bos = config.token("bos_token", config.is_llama().then_some("<s>"));
+        self.bos = bos.and_then(|token| self.id_of(token));
         self.eos = config.token("eos_token", default).and_then(|token| self.id_of(token));
         let (space, warning) = config.set_prefix_space(&mut self.inner)?;
         self.sha256 += space.mark();

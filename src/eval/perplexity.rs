@@ -6,14 +6,15 @@
 //! a few hundred tokens at a time, and for a part of the vocabulary where the head is read in parts: then all windows see
 //! the parts in turn, and each token keeps three numbers between parts.
 
-use std::ops::Range;
+use std::sync::Arc;
 
 use anyhow::{Context, Result};
-use rayon::prelude::*;
+use candle_core::DType;
 
-use crate::linalg::exp;
-use crate::model::on_device::LogSumExpPart;
+use super::divergence::{DenseHead, HeadPair, Meeting, MeetingRole, compare};
+use super::next_token::{NextToken, see};
 use crate::model::{DecoderLayer, Head};
+use crate::run::divergence::DivergenceReport;
 use crate::run::manifest::PerplexityReport;
 use crate::run::phase::in_layer;
 use crate::run::{Event, Phase};
@@ -27,6 +28,8 @@ pub struct Perplexity<'a> {
     num_hidden_layers: usize,
     reporter: Reporter<'a>,
     report: Option<PerplexityReport>,
+    /// The comparison with the other model, and the part of these windows in it.
+    meeting: Option<(Arc<Meeting>, MeetingRole)>,
 }
 
 impl<'a> Perplexity<'a> {
@@ -38,43 +41,37 @@ impl<'a> Perplexity<'a> {
         num_hidden_layers: usize,
         reporter: Reporter<'a>,
     ) -> Self {
-        Self { side, hidden, tokens, num_hidden_layers, reporter, report: None }
+        Self { side, hidden, tokens, num_hidden_layers, reporter, report: None, meeting: None }
+    }
+
+    /// The same windows in a comparison with those of a second model.
+    #[must_use]
+    pub fn in_meeting(self, meeting: Option<(Arc<Meeting>, MeetingRole)>) -> Self {
+        Self { meeting, ..self }
+    }
+
+    /// The divergence from the dense model, after both sweeps; `None` without a comparison, and for the dense model.
+    pub fn divergence(&self) -> Option<DivergenceReport> {
+        match &self.meeting {
+            Some((meeting, MeetingRole::Model)) => meeting.report(),
+            _ => None,
+        }
     }
 
     /// The result, after the sweep.
     pub fn report(&self) -> Option<PerplexityReport> {
-        self.report
+        match &self.meeting {
+            Some((meeting, MeetingRole::Dense)) => self.report.or(meeting.dense_perplexity()),
+            _ => self.report,
+        }
     }
 
-    fn advance(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
-        let (Reporter { clock, events }, hidden) = (self.reporter, &mut self.hidden);
-        events.emit(Event::PhaseStarted {
-            phase: in_layer(layer.index(), self.num_hidden_layers, self.side.phase()),
-            unit: "windows",
-            steps: hidden.samples() as u64,
-        });
-        clock.measure(self.side.phase(), || {
-            compute.forward(self.side.phase(), layer, hidden, &|window| {
-                events.emit(Event::Progress { done: window as u64 + 1 });
-            })
-        })
-    }
-}
-
-impl Passenger for Perplexity<'_> {
-    fn side(&self) -> Side {
-        self.side
-    }
-
-    fn layer(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
-        self.advance(layer, compute)
-    }
-
-    fn finish(&mut self, head: &Head, compute: &mut Compute<'_>) -> Result<()> {
+    /// Measures the perplexity at the head.
+    fn measure(&mut self, head: &Head, compute: &mut Compute<'_>) -> Result<()> {
         let Reporter { clock, events } = self.reporter;
         let (hidden, tokens) = (&mut self.hidden, self.tokens);
         let (steps, seqlen) = (hidden.samples() as u64, hidden.seqlen());
-        let (share, ranks) = (hidden.share().clone(), compute.ranks().clone());
+        let share = hidden.share().clone();
         let phase = format!("head: {} perplexity", self.side.name());
         events.emit(Event::PhaseStarted { phase, unit: "windows", steps });
         let losses = clock.measure(Phase::Head, || -> Result<Vec<f64>> {
@@ -111,15 +108,100 @@ impl Passenger for Perplexity<'_> {
                 }
             }
             let group = SUMMED_AT_ONCE / head.vocab_size().max(1);
-            let losses = seen.chunks_exact(seqlen).map(|seen| window_loss(seen, group));
-            let losses = losses.collect::<Result<Vec<f64>>>()?;
-            let by_rank = ranks.all_gather(bytemuck::cast_slice(&losses))?;
-            let by_rank = by_rank.iter().map(|bytes| bytemuck::pod_collect_to_vec(bytes));
-            Ok(SampleShare::in_order(share.all(), by_rank.collect()))
+            all_losses(&seen, (seqlen, group), &share, compute)
         })?;
         self.report = Some(summarise(&losses, seqlen));
-        // No later layer needs the windows.
-        self.hidden.clear();
+        Ok(())
+    }
+
+    /// Measures the divergence from the dense states that wait, and both perplexities unless a device has measured them.
+    fn compare(&mut self, meeting: &Meeting, head: &Head, compute: &mut Compute<'_>) -> Result<()> {
+        let Reporter { clock, events } = self.reporter;
+        let mut dense = meeting.take().context("the dense states wait for the model")?;
+        let (share, seqlen) = (self.hidden.share().clone(), dense.seqlen());
+        let (hidden, tokens) = (&mut self.hidden, self.tokens);
+        events.emit(Event::PhaseStarted {
+            phase: "head: divergence".to_string(),
+            unit: "windows",
+            steps: hidden.samples() as u64,
+        });
+        clock.measure(Phase::Head, || -> Result<()> {
+            let own = match meeting.head() {
+                DenseHead::Same => None,
+                DenseHead::Of(source, config) => {
+                    let rows = compute.settings().head_rows;
+                    Some(Head::open(source, config, rows).context("in the dense model")?)
+                }
+            };
+            let heads = HeadPair {
+                dense: (own.as_ref().unwrap_or(head), &mut dense),
+                model: (head, hidden),
+            };
+            let compared = compare(heads, tokens, meeting.positions, compute, &mut |window| {
+                events.emit(Event::Progress { done: window as u64 });
+                Ok(events.check()?)
+            })?;
+            meeting.measured(compared.report);
+            let group = SUMMED_AT_ONCE / head.vocab_size().max(1);
+            if meeting.dense_perplexity().is_none() {
+                let losses = all_losses(&compared.dense, (seqlen, group), &share, compute)?;
+                meeting.measured_dense(summarise(&losses, seqlen));
+            }
+            if self.report.is_none() {
+                let losses = all_losses(&compared.model, (seqlen, group), &share, compute)?;
+                self.report = Some(summarise(&losses, seqlen));
+            }
+            Ok(())
+        })
+    }
+
+    fn advance(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
+        let (Reporter { clock, events }, hidden) = (self.reporter, &mut self.hidden);
+        events.emit(Event::PhaseStarted {
+            phase: in_layer(layer.index(), self.num_hidden_layers, self.side.phase()),
+            unit: "windows",
+            steps: hidden.samples() as u64,
+        });
+        clock.measure(self.side.phase(), || {
+            compute.forward(self.side.phase(), layer, hidden, &|window| {
+                events.emit(Event::Progress { done: window as u64 + 1 });
+            })
+        })
+    }
+}
+
+impl Passenger for Perplexity<'_> {
+    fn side(&self) -> Side {
+        self.side
+    }
+
+    fn layer(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
+        self.advance(layer, compute)
+    }
+
+    fn finish(&mut self, head: &Head, compute: &mut Compute<'_>) -> Result<()> {
+        let Some((meeting, role)) = self.meeting.clone() else {
+            self.measure(head, compute)?;
+            // No later layer needs the windows.
+            self.hidden.clear();
+            return Ok(());
+        };
+        if compute.has_device_for_the_head() {
+            self.measure(head, compute)?;
+        }
+        match role {
+            MeetingRole::Dense => {
+                if let Some(report) = self.report {
+                    meeting.measured_dense(report);
+                }
+                let none = HiddenStates::new(None, "none", 0, [0, 0], DType::F32)?;
+                meeting.leave(std::mem::replace(&mut self.hidden, none));
+            }
+            MeetingRole::Model => {
+                self.compare(&meeting, head, compute)?;
+                self.hidden.clear();
+            }
+        }
         Ok(())
     }
 }
@@ -127,63 +209,18 @@ impl Passenger for Perplexity<'_> {
 /// The losses of this many logits' tokens are added up before they join the window's sum, even if fewer logits exist at once.
 const SUMMED_AT_ONCE: usize = 1 << 25;
 
-/// A token's prediction after some of the vocabulary's rows.
-#[derive(Debug, Clone, Copy)]
-struct NextToken {
-    /// The largest logit so far.
-    largest: f32,
-    /// The logit of the token that follows, once its row was seen.
-    logit: Option<f32>,
-    /// Σ e^(logit − largest) so far.
-    sum: f64,
-}
-
-impl Default for NextToken {
-    fn default() -> Self {
-        Self { largest: f32::NEG_INFINITY, logit: None, sum: 0.0 }
-    }
-}
-
-impl NextToken {
-    /// Takes the logits of the vocabulary's `rows`. With all rows at once this is a plain log-sum-exp.
-    fn see(&mut self, logits: &[f32], rows: &Range<usize>, next: usize) {
-        let largest = exp::largest(logits).max(self.largest);
-        // The sum relative to a smaller maximum is scaled, and new exponentials are relative to the largest logit so far:
-        // once the row's maximum was seen, they equal the exponentials of a log-sum-exp over the whole row.
-        if largest != self.largest {
-            self.sum *= (f64::from(self.largest) - f64::from(largest)).exp();
-            self.largest = largest;
-        }
-        self.sum += exp::sum_exp_minus(logits, largest);
-        if rows.contains(&next) {
-            self.logit = Some(logits[next - rows.start]);
-        }
-    }
-
-    /// Adds a device's result for further rows of the vocabulary.
-    fn merge(&mut self, part: &LogSumExpPart) {
-        let largest = part.largest.max(self.largest);
-        let scaled = |sum: f64, to: f32| match to == largest {
-            true => sum,
-            false => sum * (f64::from(to) - f64::from(largest)).exp(),
-        };
-        self.sum = scaled(self.sum, self.largest) + scaled(part.sum, part.largest);
-        self.largest = largest;
-        self.logit = self.logit.or(part.logit);
-    }
-
-    /// −ln p of the token that follows, after all rows.
-    fn loss(&self) -> Option<f64> {
-        Some(self.sum.ln() + f64::from(self.largest) - f64::from(self.logit?))
-    }
-}
-
-/// Shows logits `[tokens, rows.len()]` to the tokens; `next` holds their next tokens. A token without a next token is left out.
-fn see(seen: &mut [NextToken], logits: &[f32], rows: &Range<usize>, next: &[u32]) {
-    seen.par_iter_mut()
-        .zip(logits.par_chunks_exact(rows.len().max(1)))
-        .zip(next)
-        .for_each(|((seen, logits), &next)| seen.see(logits, rows, next as usize));
+/// ℓ of every window of all ranks, from the tokens of the windows of this rank.
+fn all_losses(
+    seen: &[NextToken],
+    (seqlen, group): (usize, usize),
+    share: &SampleShare,
+    compute: &Compute<'_>,
+) -> Result<Vec<f64>> {
+    let losses = seen.chunks_exact(seqlen).map(|seen| window_loss(seen, group));
+    let losses = losses.collect::<Result<Vec<f64>>>()?;
+    let by_rank = compute.ranks().all_gather(bytemuck::cast_slice(&losses))?;
+    let by_rank = by_rank.iter().map(|bytes| bytemuck::pod_collect_to_vec(bytes));
+    Ok(SampleShare::in_order(share.all(), by_rank.collect()))
 }
 
 /// ℓ of a window; `seen` has all its tokens, the last of which predicts nothing.
@@ -216,62 +253,6 @@ fn summarise(losses: &[f64], seqlen: usize) -> PerplexityReport {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// Losses of tokens whose logits are `[next.len() + 1, vocabulary]`, seen `at_once` rows of the vocabulary at a time.
-    fn losses(logits: &[f32], vocabulary: usize, next: &[u32], at_once: usize) -> Vec<f64> {
-        let mut seen = vec![NextToken::default(); next.len() + 1];
-        for start in (0..vocabulary).step_by(at_once) {
-            let rows = start..(start + at_once).min(vocabulary);
-            let part: Vec<f32> = logits
-                .chunks(vocabulary)
-                .flat_map(|logits| logits[rows.clone()].to_vec())
-                .collect();
-            see(&mut seen, &part, &rows, next);
-        }
-        let seen = &seen[..next.len()];
-        seen.iter().map(|seen| seen.loss().unwrap()).collect()
-    }
-
-    #[test]
-    fn losses_are_negative_log_probabilities_of_the_next_token() {
-        // Row 0: p = softmax(0, ln 3) = (1/4, 3/4). Row 1: p = (1/2, 1/2), far from zero. Row 2 has no next token.
-        let logits = [0.0, 3f32.ln(), 1e4, 1e4, 5.0, 6.0];
-        for at_once in [2, 1] {
-            let losses = losses(&logits, 2, &[1, 0], at_once);
-            assert!((losses[0] - (4.0f64 / 3.0).ln()).abs() < 1e-7, "f32 logits");
-            assert!((losses[1] - 2f64.ln()).abs() < 1e-12);
-        }
-    }
-
-    #[test]
-    fn a_vocabulary_in_parts_gives_the_losses_of_the_whole() {
-        let (vocabulary, next) = (1000, [3, 999, 500, 0]);
-        let logits: Vec<f32> =
-            (0..5 * vocabulary).map(|i| 30.0 * (i as f32 * 0.37).sin()).collect();
-        let whole = losses(&logits, vocabulary, &next, vocabulary);
-        for (row, (loss, &next)) in whole.iter().zip(&next).enumerate() {
-            let logits = &logits[row * vocabulary..][..vocabulary];
-            let sum: f64 = logits.iter().map(|&logit| f64::from(logit).exp()).sum();
-            let exact = sum.ln() - f64::from(logits[next as usize]);
-            // Two units in the last place of an f32 exponential.
-            assert!((loss - exact).abs() < 1e-6, "{loss} {exact}");
-        }
-        for at_once in [1, 129, 600] {
-            let parts = losses(&logits, vocabulary, &next, at_once);
-            for (part, whole) in parts.iter().zip(&whole) {
-                // Before the part with the maximum, exponentials are rounded relative to a smaller maximum.
-                assert!((part - whole).abs() < 1e-6, "{at_once}: {part} {whole}");
-            }
-        }
-    }
-
-    #[test]
-    fn what_is_not_a_number_is_not_lost_between_parts() {
-        let logits = [1.0, f32::NAN, 2.0, 3.0, 0.0, 0.0, 0.0, 0.0];
-        for at_once in [1, 2, 4] {
-            assert!(losses(&logits, 4, &[2], at_once)[0].is_nan(), "{at_once}");
-        }
-    }
 
     #[test]
     fn perplexity_is_the_exponential_of_the_mean_of_window_means() {

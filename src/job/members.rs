@@ -21,17 +21,19 @@ use super::prune::sweep;
 use super::resolved::{Pruning, allocates};
 use super::settle::smaller;
 use super::settled_run::{RunTask, SettledRun};
-use super::streams::Streams;
 use super::texts::Texts;
-use super::{allocate, layer_drop, rank_reports, same_run, target_size, weight_choice};
+use super::{
+    against, allocate, eval, layer_drop, rank_reports, same_run, target_size, weight_choice,
+};
 use crate::checkpoint::{PartialModel, WrittenPlaces};
 use crate::data::{Calibration, Evaluation};
 use crate::failure::Failure;
 use crate::model::WeightForm;
 use crate::ranks::Ranks;
-use crate::run::manifest::Perplexities;
+use crate::run::manifest::SweepMeasurements;
 use crate::run::{Event, Events, Manifest, Plan, RunState, Unfinished};
 use crate::settings::{Settings, WeightChoice};
+use crate::tasks::PackedTasks;
 
 /// The message of the first rank before the sweep.
 #[derive(Serialize, Deserialize)]
@@ -47,11 +49,14 @@ pub(super) enum Start {
 pub(super) struct SharedRun {
     calibration: Option<Calibration>,
     windows: Option<Evaluation>,
+    tasks: Option<PackedTasks>,
     plan: Plan,
+    /// The plan of the dense model that it is compared with.
+    against: Option<Plan>,
     /// Finished layers, and what earlier sweeps have decided.
     state: RunState,
-    /// The perplexities, where an earlier process measured all of them.
-    measured: Option<Perplexities>,
+    /// The measurements, where an earlier process measured all of them.
+    measured: Option<SweepMeasurements>,
     written: Option<WrittenPlaces>,
     /// The form of the matrices of an evaluated model.
     weights: WeightChoice,
@@ -86,7 +91,9 @@ pub(super) fn share(job: &SettledRun, outputs: &Outputs<'_>) -> Result<()> {
     let shared = SharedRun {
         calibration: job.texts.calibration.clone(),
         windows: job.texts.windows.clone(),
+        tasks: job.texts.tasks.clone(),
         plan: job.plan.clone(),
+        against: job.against.as_ref().map(|dense| dense.plan.clone()),
         state: RunState {
             allocation: job.pruning().and_then(|pruning| pruning.allocation.clone()),
             layer_drop: whole.and_then(|whole| whole.layer_drop.clone()),
@@ -94,7 +101,7 @@ pub(super) fn share(job: &SettledRun, outputs: &Outputs<'_>) -> Result<()> {
             layers: outputs.layers_before.clone(),
             ..begun
         },
-        measured: outputs.measured().cloned(),
+        measured: outputs.measured(),
         written: written.map(|written| written.places()),
         weights: match job.model.forms.form() {
             WeightForm::Dense => WeightChoice::Dense,
@@ -143,8 +150,7 @@ pub(super) fn run(settings: Settings, ranks: &Ranks, events: &dyn Events) -> Res
         RunTask::Prune(pruning) => drop(sweep(&job, pruning, &mut outputs, None, events)?),
         // A training does not come here: it runs in one process.
         RunTask::Measure(_) | RunTask::Recover(_) => {
-            let mut streams = Streams::embed(&job, &outputs, events)?;
-            streams.sweep(&job, None, None, events)?;
+            eval::sweep(&job, &outputs, events)?;
         }
     }
     rank_reports::gather(ranks, &job.model)?;
@@ -175,7 +181,12 @@ impl SharedRun {
             let known = self.state.allocation.clone();
             (model, pruning) = allocate::resolved(&settings, model, pruning, known, events)?;
         }
-        let texts = Texts { calibration: self.calibration, windows: self.windows, examples: None };
+        let texts = Texts {
+            calibration: self.calibration,
+            windows: self.windows,
+            tasks: self.tasks,
+            examples: None,
+        };
         let here = same_run::late(&texts, &model, &settings.device, &self.plan);
         for (name, first) in &self.deciding {
             let own = here.get(name).map_or("none", String::as_str);
@@ -183,7 +194,8 @@ impl SharedRun {
                 return Err(other_machine(name, own, first, ranks).into());
             }
         }
-        Ok(SettledRun {
+        let dense = against::open(&settings, &model, events)?;
+        let job = SettledRun {
             settings,
             model,
             folder,
@@ -196,7 +208,10 @@ impl SharedRun {
             deciding: BTreeMap::new(),
             unfinished: None,
             ranks: ranks.clone(),
-        })
+            meeting: None,
+            against: None,
+        };
+        against::join(job, dense.zip(self.against))
     }
 }
 

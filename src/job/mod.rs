@@ -5,6 +5,7 @@
 //! | `run` | the story of a run: settle → outputs → streams → work → finish → record |
 //! | `prune` | `prune`: the sweep that prunes |
 //! | `eval` | `prune eval`: a run without outputs and editor |
+//! | `against` | `prune eval --against`: the dense model that passes the windows first |
 //! | `grid` | `prune sweep`: a run for every cell of a grid, and the table |
 //! | `recover` | `prune recover`: the training, and the sweep that writes what was trained |
 //! | `merge` | `prune merge`: settle → outputs → pass → finish → record |
@@ -15,6 +16,7 @@
 //! | `settled_run`, `pass` | what a settled run has; a pass that only measures |
 //! | `inputs` | results of other runs, and the sweep that a run shares with them |
 //! | `opened`, `located` | the checkpoint, from a folder or the hub |
+//! | `task_log` | `--log-samples`: the log-likelihoods of choices, as JSON lines |
 //! | `texts` | texts found, then turned into token ids |
 //! | `planned`, `machine` | threads, GPUs and memory; the three stages of planning |
 //! | `outputs`, `same_run` | files created, or reopened from an unfinished run; the comparison of two runs |
@@ -39,6 +41,7 @@
 //! | `zeros_gain` | the gain of a model's zeros on this machine, measured |
 //! | `resolved` | the pruning part of a run: method, way of the samples and targets, resolved against the model |
 
+mod against;
 mod allocate;
 mod conversion;
 pub mod demo;
@@ -85,6 +88,7 @@ mod settle;
 mod settled_run;
 mod streams;
 mod target_size;
+mod task_log;
 mod tensor_files;
 mod texts;
 mod unpack;

@@ -304,6 +304,7 @@ impl OpenedModel {
             samples: 0,
             windows: 0,
             sides: &[],
+            against: None,
             technique: None,
             of_all_ranks: None,
             shared_with: Vec::new(),

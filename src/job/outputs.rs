@@ -13,7 +13,7 @@ use crate::checkpoint::{CheckpointWriter, ExpectedMatrix, PartialModel, Publishe
 use crate::job::folder::memory_log;
 use crate::model::ModelConfig;
 use crate::pipeline::{LayerJournal, MaskObserver, Output, SaveMasks, expected, permute};
-use crate::run::manifest::{LayerReport, OutputReport, Perplexities};
+use crate::run::manifest::{LayerReport, OutputReport, SweepMeasurements};
 use crate::run::{Events, Moment, Phase, RunState};
 use crate::runtime::{Finished, LayerSource};
 
@@ -31,8 +31,8 @@ pub(super) struct Outputs<'a> {
 
 /// The outputs of the first rank, as the other ranks see them.
 pub(super) struct FirstRank {
-    /// The perplexities, where an earlier process measured all of them.
-    pub(super) measured: Option<Perplexities>,
+    /// The measurements, where an earlier process made all of them.
+    pub(super) measured: Option<SweepMeasurements>,
     /// The files of the finished layers.
     pub(super) written: Option<Arc<PartialModel>>,
 }
@@ -65,11 +65,15 @@ impl<'a> Outputs<'a> {
         self.layers_before.len()
     }
 
-    /// The perplexities, where an earlier process measured all of them.
-    pub(super) fn measured(&self) -> Option<&Perplexities> {
+    /// The measurements, where an earlier process made all of them.
+    pub(super) fn measured(&self) -> Option<SweepMeasurements> {
         match &self.of_first {
-            Some(first) => first.measured.as_ref(),
-            None => self.state.as_ref().and_then(|state| state.run().perplexity.as_ref()),
+            Some(first) => first.measured.clone(),
+            None => {
+                let run = self.state.as_ref()?.run();
+                let (perplexity, tasks) = (run.perplexity.clone()?, run.tasks.clone());
+                Some(SweepMeasurements { perplexity, tasks })
+            }
         }
     }
 

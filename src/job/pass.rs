@@ -16,7 +16,7 @@ use crate::ranks::Ranks;
 use crate::run::Events;
 use crate::run::manifest::PerplexityReport;
 use crate::runtime::SweepReport;
-use crate::settings::{EvalSides, OutputSettings, Settings};
+use crate::settings::{EvalSides, EvaluationSettings, OutputSettings, Settings, TaskSettings};
 
 /// Settles a pass of a model that is open, with what it observes. `settings` neither prune nor train, and name no folder.
 ///
@@ -34,6 +34,7 @@ pub(super) fn settle_pass(
         width_drop: None,
         recovery: None,
         seqlen: Some(model.seqlen),
+        evaluation: EvaluationSettings { tasks: TaskSettings::default(), ..settings.evaluation },
         ..settings
     };
     if observes.is_some() {
@@ -56,6 +57,8 @@ pub(super) fn settle_pass(
         deciding: BTreeMap::new(),
         unfinished: None,
         ranks: Ranks::alone(),
+        meeting: None,
+        against: None,
     };
     run.check_disk()?;
     Ok(Box::new(run))
@@ -65,6 +68,7 @@ pub(super) fn settle_pass(
 pub(super) fn before_run(settings: &Settings, measures_dense: bool) -> Settings {
     let mut pass = Settings { output: OutputSettings::default(), ..settings.clone() };
     pass.evaluation.max_perplexity = None;
+    pass.evaluation.max_kl = None;
     pass.evaluation.eval = if measures_dense { EvalSides::Dense } else { EvalSides::None };
     let save = settings.output.save.clone();
     pass.device.offload_folder = pass.device.offload_folder.or(save);

@@ -115,6 +115,7 @@ pub(super) fn run_shape<'a>(
         samples: calibration.map_or(0, |calibration| calibration.nsamples as usize),
         windows: if sides.is_empty() { 0 } else { windows.max(1) },
         sides,
+        against: None,
         technique,
         of_all_ranks: None,
         shared_with: Vec::new(),

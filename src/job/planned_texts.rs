@@ -64,7 +64,10 @@ impl Planning<'_> {
             shape.samples = given.samples_here(texts.samples());
         }
         if shape.windows > 0 {
-            shape.windows = given.samples_here(texts.windows());
+            // Packs of tasks take the memory and the time of windows with as many tokens.
+            shape.seqlen = texts.longest(model.seqlen);
+            let packs = texts.task_rows().div_ceil(shape.seqlen);
+            shape.windows = given.samples_here(texts.windows()) + given.samples_here(packs);
         }
         if let (Some(trains), Some((examples, held))) = (&mut shape.trains, &texts.examples) {
             let held = held.as_ref().map_or(0, Examples::len);

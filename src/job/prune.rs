@@ -9,7 +9,7 @@ use super::settled_run::SettledRun;
 use super::streams::Streams;
 use crate::pipeline::{Calibrator, MaskObserver, Pruner, expected};
 use crate::run::Events;
-use crate::run::manifest::{LayerReport, Perplexities};
+use crate::run::manifest::{LayerReport, SweepMeasurements};
 use crate::runtime::SweepReport;
 
 /// Prunes the layers that are left and measures the perplexities.
@@ -22,7 +22,7 @@ pub(super) fn sweep(
 ) -> Result<RunResults> {
     let mut streams = Streams::embed(job, outputs, events)?;
     let finished = outputs.finished(&job.model.config)?;
-    let measured = outputs.measured().cloned();
+    let measured = outputs.measured();
     let layers_before = outputs.layers_before.clone();
     let (technique, targets, model) = (&pruning.technique, &pruning.targets, &job.model);
     let samples = streams.calibration.take();
@@ -35,8 +35,9 @@ pub(super) fn sweep(
         Pruner::new(technique, targets, calibrator, output, layers_before).with_flow(pruning.flow);
     let swept = streams.sweep(job, finished, Some(&mut pruner), events)?;
     let layers = pruner.into_layers();
-    let perplexity = measured.unwrap_or_else(|| streams.perplexities(job));
-    pruning.conclude(outputs, layers, (perplexity, swept), events)
+    streams.log_samples(job, None)?;
+    let measured = measured.unwrap_or_else(|| streams.measured(job));
+    pruning.conclude(outputs, layers, (measured, swept), events)
 }
 
 impl Pruning {
@@ -48,19 +49,20 @@ impl Pruning {
         &self,
         outputs: &mut Outputs<'_>,
         layers: Vec<LayerReport>,
-        (perplexity, swept): (Perplexities, SweepReport),
+        (measured, swept): (SweepMeasurements, SweepReport),
         events: &dyn Events,
     ) -> Result<RunResults> {
         if let Some(missed) = self.targets.missed(&self.technique, &layers) {
             events.warn(missed);
         }
         if let Some(state) = &mut outputs.state {
-            state.measured(perplexity.clone(), &layers)?;
+            state.measured(measured.clone(), &layers)?;
         }
         Ok(RunResults {
             expected: expected::expected_of(&layers, self.targets.pattern),
             swept,
-            perplexity,
+            perplexity: measured.perplexity,
+            tasks: measured.tasks,
             layers: Some(layers),
             ..RunResults::default()
         })

@@ -122,6 +122,7 @@ impl SettledRun {
             calibration: calibration.map(|protocol| protocol.published()),
             sparsity: record::sparsity(layers),
             perplexity: results.perplexity.clone(),
+            tasks: results.tasks.clone(),
             evaluation: evaluation.map(|protocol| protocol.published()),
             matrices: layers.iter().flat_map(|layer| layer.matrices.iter().cloned()).collect(),
         })

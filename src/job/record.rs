@@ -15,10 +15,11 @@ use super::zeros_gain;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{Checkpoint, ExpectedMatrix};
 use crate::run::manifest::{
-    GateReport, LayerReport, Manifest, OutputReport, Perplexities, PruningReport, SCHEMA,
-    SparsityReport,
+    AgainstReport, GateReport, LayerReport, Manifest, OutputReport, Perplexities, PruningReport,
+    SCHEMA, SparsityReport,
 };
 use crate::run::profile::PeakReport;
+use crate::run::tasks::TaskResults;
 use crate::run::{Events, Moment, Phase, RecoveryReport, ZerosGain};
 use crate::runtime::{Clock, SweepReport};
 
@@ -36,6 +37,10 @@ pub(super) struct RunResults {
     pub(super) peak: Option<PeakReport>,
     pub(super) swept: SweepReport,
     pub(super) perplexity: Perplexities,
+    /// Accuracies of tasks.
+    pub(super) tasks: Option<TaskResults>,
+    /// The dense model of a comparison, which had a sweep of its own.
+    pub(super) against: Option<AgainstReport>,
     /// The pruned layers; `None` for `prune eval`.
     pub(super) layers: Option<Vec<LayerReport>>,
     pub(super) output: Option<OutputReport>,
@@ -135,9 +140,12 @@ impl SettledRun {
             calibration: texts.calibration.as_ref().map(|samples| samples.protocol.clone()),
             sparsity: layers.map(sparsity),
             layers: results.layers.unwrap_or_default(),
-            perplexity: results.perplexity,
             evaluation: evaluation.cloned(),
+            against: results.against,
+            limits: settings.evaluation.limits(&results.perplexity, results.tasks.as_ref()),
+            tasks: results.tasks,
             gate: GateReport::of(settings.evaluation.max_perplexity, measured),
+            perplexity: results.perplexity,
             hidden_states: plan.hidden_states.storage,
             plan: Some(plan),
             fallbacks: devices.fallbacks,

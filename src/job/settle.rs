@@ -17,7 +17,7 @@ use super::recover::{Recovery, closing};
 use super::resolved::{Pruning, allocates};
 use super::same_run;
 use super::settled_run::{RunStart, RunTask, SettledRun, offload_folder};
-use super::{allocate, layer_drop, target_size, weight_choice, width_drop};
+use super::{against, allocate, layer_drop, target_size, weight_choice, width_drop};
 use crate::checkpoint::check_sidecars;
 use crate::failure::Failure;
 use crate::pipeline::RunShape;
@@ -63,11 +63,7 @@ fn settle_opened(
     if unfinished.is_none() && settings.output.resume {
         return Err(folder.nothing_to_resume().into());
     }
-    let mut deciding = BTreeMap::new();
-    if folder.state().is_some() {
-        deciding = same_run::early(&settings, &model, &folder)?;
-        deciding.extend(recovery.iter().flat_map(Recovery::deciding));
-    }
+    let mut deciding = early_deciding(&settings, &model, &folder, recovery.as_ref())?;
     if let Some(state) = unfinished.take() {
         match continued(state, &deciding, &mut folder, &settings, events)? {
             ControlFlow::Continue(state) => unfinished = state,
@@ -75,6 +71,7 @@ fn settle_opened(
         }
     }
 
+    let dense = against::open(&settings, &model, events)?;
     let planning = Planning::new(&settings.device, model.threads)?.beside(&given.ranks);
     let measured =
         |model: &OpenedModel| planning.plan(&early_shape(&settings, model, None, &given, &folder));
@@ -104,6 +101,7 @@ fn settle_opened(
             let mut shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
             let samples = settings.calibration.as_ref().map_or(0, |of| of.nsamples as usize);
             shape.trains = recovery.as_ref().map(|recovery| recovery.shape(&shape, samples));
+            shape.against = dense.as_ref().map(OpenedModel::as_against);
             planning.texts_and_plan(&settings, &model, shape, &given, events)?
         }
     };
@@ -125,23 +123,38 @@ fn settle_opened(
     if let Some(state) = unfinished.take() {
         unfinished = same_run::check(state, &deciding, &folder, &settings.output)?;
     }
+    let dense = against::planned(dense, &settings, &given, (&texts, &plan))?;
     let job = SettledRun {
         settings,
         model,
         folder,
-        task: match (pruning, recovery) {
-            (Some(pruning), _) => RunTask::Prune(Box::new(pruning)),
-            (None, Some(recovery)) => RunTask::Recover(Box::new(recovery)),
-            (None, None) => RunTask::Measure(None),
-        },
+        task: RunTask::of(pruning, recovery),
         texts,
         plan,
         deciding,
         unfinished,
         ranks: given.ranks.clone(),
+        meeting: None,
+        against: None,
     };
+    let job = against::join(job, dense)?;
     job.check_disk()?;
     Ok(RunStart::Run(Box::new(job)))
+}
+
+/// The settings that decide the outcome and are known before texts are; none for a run that cannot be continued.
+fn early_deciding(
+    settings: &Settings,
+    model: &OpenedModel,
+    folder: &RunFolder,
+    recovery: Option<&Recovery>,
+) -> Result<BTreeMap<String, String>> {
+    if folder.state().is_none() {
+        return Ok(BTreeMap::new());
+    }
+    let mut deciding = same_run::early(settings, model, folder)?;
+    deciding.extend(recovery.into_iter().flat_map(Recovery::deciding));
+    Ok(deciding)
 }
 
 /// Refuses a checkpoint whose weights are to be changed and are quantised or packed.
@@ -184,8 +197,7 @@ fn continued(
     if unfinished.as_ref().is_some_and(|state| state.replaces_model) {
         folder.replace_model();
     }
-    let max_perplexity = settings.evaluation.max_perplexity;
-    let Some(manifest) = folder.record_of_the_last_step(max_perplexity)? else {
+    let Some(manifest) = folder.record_of_the_last_step(&settings.evaluation)? else {
         return Ok(ControlFlow::Continue(unfinished));
     };
     width_drop::tidy(folder)?;
@@ -229,7 +241,7 @@ pub(super) fn smaller(
     width_drop::narrower(settings, model, of_width, folder, events)
 }
 
-/// Refuses `--max-perplexity` without a measured perplexity.
+/// Refuses gates without their measurements.
 fn check_gate(settings: &Settings) -> Result<()> {
     let evaluation = &settings.evaluation;
     if evaluation.max_perplexity.is_some() && evaluation.eval == EvalSides::None {
@@ -238,6 +250,32 @@ fn check_gate(settings: &Settings) -> Result<()> {
         )
         .hint("use --eval pruned, or leave --max-perplexity out")
         .into());
+    }
+    let prunes = settings.sparsity.is_some();
+    let is_smaller = settings.layer_drop.is_some() || settings.width_drop.is_some();
+    let compares = evaluation.against.is_some()
+        || (prunes && !is_smaller && evaluation.eval == EvalSides::Both);
+    if evaluation.max_kl.is_some() && !compares {
+        return Err(Failure::usage(
+            "--max-kl needs the dense model, and nothing is compared with it",
+        )
+        .hint(match (prunes, is_smaller || settings.recovery.is_some()) {
+            (_, true) => "measure the result: prune eval OUT/model --against DENSE --max-kl X",
+            (true, false) => "add --eval both",
+            (false, false) => "name the dense model with --against",
+        })
+        .into());
+    }
+    let tasks = &evaluation.tasks;
+    if tasks.min_accuracy.is_some() && tasks.is_empty() {
+        return Err(Failure::usage("--min-accuracy needs tasks, and none is asked for")
+            .hint("name them, like --tasks arc_easy,piqa --tasks-from DIR")
+            .into());
+    }
+    if !tasks.is_empty() && evaluation.eval == EvalSides::None {
+        return Err(Failure::usage("--tasks needs a model to ask, and --eval none measures none")
+            .hint("use --eval pruned, or leave --tasks out")
+            .into());
     }
     Ok(())
 }

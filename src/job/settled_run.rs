@@ -15,6 +15,7 @@ use super::texts::Texts;
 use crate::bytes::ByteSize;
 use crate::checkpoint::output_bytes;
 use crate::data::Calibration;
+use crate::eval::{Meeting, MeetingRole};
 use crate::pipeline::{Observed, SaveMasks};
 use crate::ranks::Ranks;
 use crate::report;
@@ -38,6 +39,10 @@ pub(super) struct SettledRun {
     pub(super) unfinished: Option<RunState>,
     /// The ranks that share its samples and windows.
     pub(super) ranks: Ranks,
+    /// The comparison of two models that are evaluated, and the part of this model.
+    pub(super) meeting: Option<(Arc<Meeting>, MeetingRole)>,
+    /// The dense model of this comparison.
+    pub(super) against: Option<Box<SettledRun>>,
 }
 
 /// The work of a run.
@@ -48,6 +53,17 @@ pub(super) enum RunTask {
     Recover(Box<Recovery>),
     /// It measures perplexities, and what samples are observed for.
     Measure(Option<Observed>),
+}
+
+impl RunTask {
+    /// The work of a run that prunes, that trains, or that only measures.
+    pub(super) fn of(pruning: Option<Pruning>, recovery: Option<Recovery>) -> Self {
+        match (pruning, recovery) {
+            (Some(pruning), _) => Self::Prune(Box::new(pruning)),
+            (None, Some(recovery)) => Self::Recover(Box::new(recovery)),
+            (None, None) => Self::Measure(None),
+        }
+    }
 }
 
 /// The outcome of settling a run, or a merge.
@@ -187,6 +203,9 @@ impl SettledRun {
                 of.dataset, samples.nsamples, samples.seqlen, of.seed
             ));
         }
+        if let Some(dense) = &self.against {
+            events.note(format!("against      {}", dense.model.folder.display()));
+        }
         if let Some(windows) = &texts.windows {
             let sides: Vec<_> = self.sides().iter().map(|side| side.name()).collect();
             events.note(format!(
@@ -195,6 +214,17 @@ impl SettledRun {
                 windows.windows,
                 windows.seqlen,
                 sides.join(" and ")
+            ));
+        }
+        if let Some(tasks) = &texts.tasks {
+            let names: Vec<String> =
+                settings.evaluation.tasks.asked().iter().map(ToString::to_string).collect();
+            events.note(format!(
+                "tasks        {}: {} choices, {} tokens in {} packs",
+                names.join(", "),
+                tasks.requests,
+                tasks.rows(),
+                tasks.packs.len()
             ));
         }
         report::plan::announce(&self.plan, events);

@@ -1,21 +1,30 @@
 //! The streams of a sweep: calibration samples and evaluation windows, embedded; and the sweep they pass.
 
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
 use anyhow::{Context, Result};
 
 use super::opened::WholeModel;
 use super::outputs::Outputs;
 use super::settled_run::{RunTask, SettledRun};
+use super::task_log;
 use crate::checkpoint::WeightSource;
-use crate::eval::Perplexity;
+use crate::eval::answers::own_segments;
+use crate::eval::{DenseHead, Meeting, MeetingRole, Perplexity, TaskAnswers};
 use crate::linalg::StoredDtype;
 use crate::model::on_device::candle_dtype;
 use crate::model::{Embedding, ModelConfig};
 use crate::pipeline::embed;
-use crate::run::manifest::Perplexities;
+use crate::run::manifest::{Perplexities, SweepMeasurements};
+use crate::run::tasks::TaskResults;
 use crate::run::{Event, Events, Moment, Phase};
 use crate::runtime::{
-    Devices, Editor, Finished, HiddenStates, Passenger, SampleShare, Side, Sweep, SweepReport,
+    Devices, Editor, Finished, HiddenStates, PackedSamples, Passenger, SampleShare, Side, Sweep,
+    SweepReport,
 };
+use crate::settings::Settings;
+use crate::tasks::{self, PackedTasks, RequestScore, TaskPack};
 
 /// The embedded streams and the devices they pass.
 pub(super) struct Streams<'a> {
@@ -23,6 +32,9 @@ pub(super) struct Streams<'a> {
     /// The calibration samples; the editor of a pruning run takes them.
     pub(super) calibration: Option<HiddenStates>,
     perplexities: Vec<Perplexity<'a>>,
+    answers: Vec<TaskAnswers<'a>>,
+    packed: Option<&'a PackedTasks>,
+    settings: &'a Settings,
 }
 
 impl<'a> Streams<'a> {
@@ -43,7 +55,9 @@ impl<'a> Streams<'a> {
             false => None,
         };
         let perplexities = job.embedded_windows(&devices, outputs, events)?;
-        Ok(Self { devices, calibration, perplexities })
+        let answers = job.embedded_packs(&devices, outputs, events)?;
+        let (packed, settings) = (job.texts.tasks.as_ref(), &job.settings);
+        Ok(Self { devices, calibration, perplexities, answers, packed, settings })
     }
 
     /// Passes all streams through the model. `finished` layers come from an earlier process; `editor` prunes the later layers.
@@ -59,10 +73,12 @@ impl<'a> Streams<'a> {
         events: &dyn Events,
     ) -> Result<SweepReport> {
         let layers = finished.as_ref().map_or(0, |finished| finished.layers);
-        let passes = passes(job, layers, self.perplexities.len());
+        let passes =
+            passes(job, layers, self.perplexities.len()) + passes_of_packs(job, self.answers.len());
         let passengers = self.perplexities.iter_mut();
         let mut passengers: Vec<&mut dyn Passenger> =
             passengers.map(|passenger| passenger as &mut dyn Passenger).collect();
+        passengers.extend(self.answers.iter_mut().map(|of| of as &mut dyn Passenger));
         let work = SweepWork { finished, editor, passengers: &mut passengers, passes };
         job.sweep(&self.devices, work, events)
     }
@@ -80,6 +96,60 @@ impl<'a> Streams<'a> {
         &self.devices
     }
 
+    /// Everything that the sweep has measured.
+    pub(super) fn measured(&self, job: &SettledRun) -> SweepMeasurements {
+        SweepMeasurements { perplexity: self.perplexities(job), tasks: self.tasks() }
+    }
+
+    /// The scores of the requests of tasks, by the name of the model.
+    pub(super) fn scores(&self) -> BTreeMap<&'static str, &[RequestScore]> {
+        let scores = self.answers.iter();
+        scores.filter_map(|of| Some((of.of_side().name(), of.scores()?))).collect()
+    }
+
+    /// Writes the file of `--log-samples`, if it is asked for; `dense` are the scores of a model that has passed before.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be written.
+    pub(super) fn log_samples(
+        &self,
+        job: &SettledRun,
+        dense: Option<&[RequestScore]>,
+    ) -> Result<()> {
+        let asked = self.settings.evaluation.tasks.log_samples.as_ref();
+        let Some((path, packed)) = asked.zip(self.packed).filter(|_| job.ranks.is_first()) else {
+            return Ok(());
+        };
+        let mut models = self.scores();
+        if let Some(dense) = dense {
+            let own = models.remove(Side::Dense.name());
+            models.extend(own.map(|own| (Side::Pruned.name(), own)));
+            models.insert(Side::Dense.name(), dense);
+        }
+        match models.is_empty() {
+            true => Ok(()),
+            false => task_log::write(path, packed, &models),
+        }
+    }
+
+    /// The accuracies of the tasks, after the sweep; `None` without tasks.
+    pub(super) fn tasks(&self) -> Option<TaskResults> {
+        let packed = self.packed.filter(|_| !self.answers.is_empty())?;
+        let mut results = TaskResults {
+            num_fewshot: self.settings.evaluation.tasks.num_fewshot,
+            tokens_sha256: packed.sha256(),
+            ..TaskResults::default()
+        };
+        for answers in &self.answers {
+            let reports = tasks::reports(packed, answers.scores().unwrap_or_default());
+            match answers.of_side() {
+                Side::Dense => results.dense = reports,
+                Side::Pruned => results.pruned = reports,
+            }
+        }
+        Some(results)
+    }
+
     /// The perplexities, after the sweep.
     pub(super) fn perplexities(&self, job: &SettledRun) -> Perplexities {
         job.perplexities(&self.perplexities)
@@ -95,6 +165,12 @@ pub(super) struct SweepWork<'e, 's, 'p> {
     pub(super) passengers: &'s mut [&'p mut dyn Passenger],
     /// The steps of the progress bar.
     pub(super) passes: u64,
+}
+
+/// The passes of packs of tasks through layers and the head.
+fn passes_of_packs(job: &SettledRun, streams: usize) -> u64 {
+    let packs = SampleShare::here(job.texts.packs(), &job.ranks).own().len();
+    (packs * streams * (job.model.config.num_hidden_layers + 1)) as u64
 }
 
 /// The passes of a sweep: a sample through a layer, or through the head. Each sample passes the `finished` layers once.
@@ -156,17 +232,79 @@ impl SettledRun {
         let mut perplexities = Vec::new();
         let windows = self.texts.windows.as_ref();
         if let Some(windows) = windows.filter(|_| outputs.measured().is_none()) {
-            for &side in self.measured_sides() {
-                perplexities.push(Perplexity::new(
+            let sides = self.measured_sides();
+            let of_run = self.meeting_of_sides(sides);
+            for &side in sides {
+                let perplexity = Perplexity::new(
                     side,
                     self.embedded(devices, side.name(), &windows.tokens, events)?,
                     &windows.tokens,
                     model.config.num_hidden_layers,
                     model.reporter(events),
-                ));
+                );
+                let role = match side {
+                    Side::Dense => MeetingRole::Dense,
+                    Side::Pruned => MeetingRole::Model,
+                };
+                let of_run = of_run.clone().map(|meeting| (meeting, role));
+                perplexities.push(perplexity.in_meeting(of_run.or(self.meeting.clone())));
             }
         }
         Ok(perplexities)
+    }
+
+    /// The embedded packs of tasks of every side that the run has yet to measure.
+    fn embedded_packs<'a>(
+        &'a self,
+        devices: &Devices,
+        outputs: &Outputs<'_>,
+        events: &'a dyn Events,
+    ) -> Result<Vec<TaskAnswers<'a>>> {
+        let Some(packed) = self.texts.tasks.as_ref().filter(|_| outputs.measured().is_none())
+        else {
+            return Ok(Vec::new());
+        };
+        let model = &self.model;
+        let embedded = |side: &Side| -> Result<TaskAnswers<'a>> {
+            let share = SampleShare::here(packed.packs.len(), &self.ranks);
+            events.emit(Event::PhaseStarted {
+                phase: format!("embed {} tasks", side.name()),
+                unit: "packs",
+                steps: share.own().len() as u64,
+            });
+            let embedding = Embedding::open(&*model.source, &model.config)?;
+            let dtype = if devices.is_empty() { StoredDtype::F32 } else { model.gpu_dtype };
+            let own: Vec<&TaskPack> = share.own().iter().map(|&pack| &packed.packs[pack]).collect();
+            let packs = PackedSamples {
+                segments: own_segments(packed, &share),
+                share,
+                hidden_size: model.config.hidden_size,
+            };
+            let mut hidden = HiddenStates::of_packs(
+                self.spill_folder().as_deref(),
+                &format!("{}-tasks", side.name()),
+                packs,
+                candle_dtype(dtype),
+            )?
+            .on_devices(devices.homes());
+            let embed = || -> Result<()> {
+                for (at, pack) in own.iter().enumerate() {
+                    hidden.put(at, embedding.rows(&pack.tokens)?)?;
+                }
+                Ok(())
+            };
+            model.clock.measure(Phase::Embed, embed).context("embedding the tasks")?;
+            let layers = model.config.num_hidden_layers;
+            Ok(TaskAnswers::new(*side, hidden, packed, layers, model.reporter(events)))
+        };
+        self.measured_sides().iter().map(embedded).collect()
+    }
+
+    /// The comparison of the two sides of a run that prunes.
+    fn meeting_of_sides(&self, sides: &[Side]) -> Option<Arc<Meeting>> {
+        let compares = sides.len() > 1 && self.pruning().is_some();
+        let positions = self.settings.evaluation.kl_positions;
+        compares.then(|| Meeting::new(positions, DenseHead::Same))
     }
 
     /// Sweeps over the layers.
@@ -192,7 +330,7 @@ impl SettledRun {
         let sweep = Sweep {
             source: model.layers(),
             finished,
-            seqlen: model.seqlen,
+            seqlen: self.texts.longest(model.seqlen),
             settings: self.plan.memory_settings.clone(),
             products: model.products,
             activations: self.settings.weights.map_or_else(Default::default, |of| of.activations),
@@ -211,6 +349,7 @@ impl SettledRun {
         let mut measured = Perplexities {
             dense: whole.and_then(WholeModel::dense).or(self.dense()),
             pruned: None,
+            divergence: streams.iter().find_map(Perplexity::divergence),
         };
         for (side, passenger) in self.measured_sides().iter().zip(streams) {
             match side {

@@ -13,7 +13,8 @@ use crate::data::{
 use crate::failure::Failure;
 use crate::model::Embedding;
 use crate::run::{Events, Phase};
-use crate::settings::{EvalSides, EvaluationSettings, Settings};
+use crate::settings::{EvalSides, EvaluationSettings, Settings, TaskSettings};
+use crate::tasks::{self, PackShape, PackedTasks, TaskQuestions, TaskRequest, TaskTokens};
 
 /// The token ids of a run.
 #[derive(Default)]
@@ -22,6 +23,8 @@ pub(super) struct Texts {
     /// The examples of a training of the whole model, and the held-out examples.
     pub(super) examples: Option<(Examples, Option<Examples>)>,
     pub(super) windows: Option<Evaluation>,
+    /// The requests of tasks.
+    pub(super) tasks: Option<PackedTasks>,
 }
 
 /// The texts of a run on the disk.
@@ -30,6 +33,8 @@ pub(super) struct TextSources {
     /// The model's chat template, for training on conversations.
     chat: Option<ChatTemplate>,
     evaluation: Option<Source>,
+    /// The questions of tasks; `None` without tasks.
+    questions: Option<Vec<TaskQuestions>>,
     cache: TextCache,
 }
 
@@ -62,16 +67,20 @@ impl TextSources {
             find(&calibration.dataset, Role::Calibration)
         });
         let calibration = calibration.transpose()?;
-        let EvaluationSettings { eval, eval_dataset, text_cache, .. } = &settings.evaluation;
+        let EvaluationSettings { eval_dataset, text_cache, .. } = &settings.evaluation;
         let mut evaluation = None;
-        if *eval != EvalSides::None {
+        if settings.evaluation.eval != EvalSides::None {
             model.check_ends(events)?;
+        }
+        if settings.evaluation.needs_text() {
             evaluation = Some(find(eval_dataset, Role::Evaluation)?);
         }
+        let questions = questions(&settings.evaluation)?;
         let sources = Self {
             calibration,
             chat,
             evaluation,
+            questions,
             cache: TextCache::open(text_cache.clone()).with_lines(lines(settings, model)),
         };
         sources.warn_of_one_text(settings, events);
@@ -116,6 +125,12 @@ impl TextSources {
             Err(_) => return Ok(memory),
             Ok(size) => size,
         };
+        if let Some(questions) = &self.questions {
+            // Their texts, and the ids of every choice with its context.
+            let texts = ByteSize::of(tasks::bytes(questions), 2);
+            memory.0 = footprint::load_tokenizer(size) + texts;
+            memory.1 = footprint::retained(size, model.threads);
+        }
         for text in self.calibration.iter().chain(&self.evaluation) {
             let outlook = text.outlook(&model.folder, &self.cache)?;
             let encoding = match outlook.is_cached {
@@ -151,7 +166,7 @@ impl TextSources {
     }
 
     fn is_empty(&self) -> bool {
-        self.calibration.is_none() && self.evaluation.is_none()
+        self.calibration.is_none() && self.evaluation.is_none() && self.questions.is_none()
     }
 
     /// Tokenizes both texts.
@@ -187,6 +202,20 @@ impl TextSources {
             })?;
             model.check_ids(&windows.tokens, tokenizer, "evaluation")?;
             texts.windows = Some(windows);
+        }
+        if let Some(questions) = &self.questions {
+            let tasks = &settings.evaluation.tasks;
+            let packed = model.clock.measure(Phase::Tokenize, || -> Result<PackedTasks> {
+                let max_length = model.config.max_position_embeddings;
+                let tokens = TaskTokens { tokenizer, add_bos: tasks.add_bos, max_length };
+                let requests = tokens.requests(questions)?;
+                // GPUs have no attention to the rows of an earlier sequence.
+                let shares = model.gpu_names.is_empty() && settings.device.simulate.is_none();
+                let shape = PackShape { rows: seqlen, max_length, shares };
+                Ok(PackedTasks::new(questions, &requests, shape))
+            })?;
+            model.check_ids(&packed.ids().collect::<Vec<_>>(), tokenizer, "tasks")?;
+            texts.tasks = Some(packed);
         }
         Ok(texts)
     }
@@ -232,6 +261,25 @@ impl TextSources {
     }
 }
 
+/// The questions of the tasks that are asked for.
+///
+/// # Errors
+/// Fails for files that are missing or damaged, and for rows that are no questions of their task.
+fn questions(evaluation: &EvaluationSettings) -> Result<Option<Vec<TaskQuestions>>> {
+    if evaluation.eval == EvalSides::None || evaluation.tasks.is_empty() {
+        return Ok(None);
+    }
+    let TaskSettings { tasks_from, num_fewshot, limit, .. } = &evaluation.tasks;
+    let asked = evaluation.tasks.asked();
+    let request = TaskRequest {
+        tasks: &asked,
+        from: tasks_from.as_deref(),
+        num_fewshot: *num_fewshot,
+        limit: *limit,
+    };
+    tasks::read(&request).map(Some)
+}
+
 /// The bound of a text's lines under `--max-memory`. A tokenizer that cannot be read is an error later.
 fn lines(settings: &Settings, model: &OpenedModel) -> LineMemory {
     match (settings.device.budget().cpu(), TokenizerSize::of(&model.folder)) {
@@ -244,6 +292,21 @@ impl Texts {
     /// Evaluation windows.
     pub(super) fn windows(&self) -> usize {
         self.windows.as_ref().map_or(0, |windows| windows.windows)
+    }
+
+    /// Rows of the tasks' packs.
+    pub(super) fn task_rows(&self) -> usize {
+        self.tasks.as_ref().map_or(0, PackedTasks::rows)
+    }
+
+    /// Packs of the tasks.
+    pub(super) fn packs(&self) -> usize {
+        self.tasks.as_ref().map_or(0, |tasks| tasks.packs.len())
+    }
+
+    /// Tokens of the longest sample of a sweep, at least `seqlen`.
+    pub(super) fn longest(&self, seqlen: usize) -> usize {
+        self.tasks.as_ref().map_or(seqlen, |tasks| tasks.largest().max(seqlen))
     }
 
     /// Calibration samples.

@@ -12,6 +12,7 @@
 //! | [`forward`](SamplePass::forward) | a sample inside a layer |
 //! | [`score`] | a matrix that is scored |
 //! | [`head`] | the head, logits, and three numbers per token of the windows |
+//! | [`divergence`] | the comparison of two models at their heads |
 //! | [`hidden_states`] | the states of a sample between layers |
 //!
 //! A plan adds the parts that exist together: `layer_weights` (twice when reading ahead) + `context` + a phase + hidden states.
@@ -371,12 +372,35 @@ pub fn head(
     let columns = config.hidden_size;
     let rows = largest_chunk(config.vocab_size, settings.head_rows);
     let tokens = largest_tokens(seqlen, settings.logits_bytes, rows);
-    ByteSize::of(rows * columns, dtypes.head.bytes())
-        + ByteSize::of(columns, F32)
+    head_chunk(config, dtypes, settings)
         + ByteSize::of(tokens * (columns + rows), F32).max(activations(config, seqlen, settings))
         + rows_read(config, dtypes.layers, settings)
         + ByteSize::of(windows * seqlen, PER_PREDICTION)
 }
+
+/// Memory of the rows of the head that are in memory at once, e·c·H, and of the norm, 4·H.
+pub fn head_chunk(config: &ModelConfig, dtypes: Dtypes, settings: &MemorySettings) -> ByteSize {
+    let rows = largest_chunk(config.vocab_size, settings.head_rows);
+    ByteSize::of(rows * config.hidden_size, dtypes.head.bytes())
+        + ByteSize::of(config.hidden_size, F32)
+}
+
+/// Memory of the comparison of two models at their heads, in addition to [`head`]: the logits of the dense model, 4·t·c, the three numbers
+/// per token of the second side, and 160 bytes per token for the numbers of its position while ranks exchange them.
+pub fn divergence(
+    config: &ModelConfig,
+    seqlen: usize,
+    windows: usize,
+    settings: &MemorySettings,
+) -> ByteSize {
+    let rows = largest_chunk(config.vocab_size, settings.head_rows);
+    let tokens = largest_tokens(seqlen, settings.logits_bytes, rows);
+    ByteSize::of(tokens * rows, F32)
+        + ByteSize::of(windows * seqlen, PER_PREDICTION + PER_COMPARISON)
+}
+
+/// Bytes per position of a comparison.
+const PER_COMPARISON: usize = 160;
 
 /// Bytes per token between two parts of the vocabulary.
 const PER_PREDICTION: usize = 24;

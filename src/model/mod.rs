@@ -19,6 +19,7 @@
 //! | `observe` | the observer that sees the inputs of a decoder layer's linears |
 //! | `on_device` | decoder layers and head with candle's operators, for GPUs |
 //! | `reading` | tensors of a checkpoint as vectors and matrices |
+//! | `segments` | sequences that share a sample |
 //! | `rotary` | rotary position tables: θ_k = rope_theta^(−2k/r), angle(t, k) = t·θ_k, with the scaling of the configuration |
 //! | `shapes` | shapes of published models by name, for plans without a checkpoint |
 //! | `smaller` | a smaller model made of parts of a larger model: its configuration, and the place of its tensors in the larger model |
@@ -44,6 +45,7 @@ pub mod observe;
 pub mod on_device;
 mod reading;
 pub mod rotary;
+pub mod segments;
 pub mod shapes;
 pub mod smaller;
 pub mod spec;
@@ -69,6 +71,7 @@ pub use observe::Observer;
 pub(crate) use reading::read_matrix;
 pub use reading::stored_dtype;
 pub use rotary::Rotary;
+pub use segments::Segment;
 pub use smaller::{KeptLayers, Width};
 pub use spec::LayerSpec;
 pub use tensors::{ModelTensor, TensorRole};

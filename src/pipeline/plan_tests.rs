@@ -52,6 +52,7 @@ fn run(config: &ModelConfig, dtype: StoredDtype, threads: usize) -> RunShape<'_>
         samples: 128,
         windows: if config.vocab_size > 64_000 { 141 } else { 166 },
         sides: &[Side::Pruned],
+        against: None,
         flow: crate::pipeline::Flow::default(),
         technique: crate::pruning::method("wanda").map(crate::pruning::Technique::of),
         of_all_ranks: None,

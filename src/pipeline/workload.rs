@@ -24,7 +24,7 @@ use crate::placement::{Demand, ExecutionOption, PhaseMemory, Processors, Workloa
 use crate::run::HiddenStatesStorage;
 use crate::run::memory_settings::{MemorySettings, WeightsHeld};
 use host::Host;
-pub use shape::{Observed, RunShape, TeacherShape, TrainingShape};
+pub use shape::{AgainstShape, Observed, RunShape, TeacherShape, TrainingShape};
 
 impl RunShape<'_> {
     /// Bytes that a rank with the most samples of `of_all_ranks` sends in the whole run, where this many ranks share them.
@@ -49,7 +49,8 @@ impl Workload for RunShape<'_> {
     fn hidden_states(&self, processors: Processors) -> ByteSize {
         let streams = self.sample_states() + self.evaluated_windows();
         let state = self.state(self.element(processors));
-        let swept = ByteSize(state.0.saturating_mul(streams as u64));
+        let waiting = self.waiting_states(self.windows);
+        let swept = ByteSize(state.0.saturating_mul(streams as u64)) + waiting;
         // The states of a training are gone before the sweep begins.
         match &self.trains {
             Some(trains) => swept.max(trains.states(self)),

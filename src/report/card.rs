@@ -2,12 +2,14 @@
 
 use std::fmt::Write as _;
 
+use super::card_tasks;
 use super::format::finite;
 use super::front_matter::{FrontMatter, code, entry_of, list_of};
 use crate::failure::printable;
 use crate::run::TextProtocol;
 use crate::run::command_line::quoted;
 use crate::run::manifest::PerplexityReport;
+use crate::run::tasks::TaskResults;
 
 /// The beginning of the line by which a card of this program is known.
 const MARK: &str = "<!-- This card was written by prune";
@@ -36,6 +38,8 @@ pub struct Card {
     pub perplexities: Vec<(String, PerplexityReport)>,
     /// The text of the perplexities.
     pub measured_on: Option<TextProtocol>,
+    /// The accuracies of tasks.
+    pub tasks: TaskResults,
     /// Paragraphs after the table.
     pub notes: Vec<String>,
     /// The command that repeats the run, as plain text.
@@ -105,6 +109,7 @@ impl Card {
         }
         text += "\n## Perplexity\n\n";
         text += &self.perplexity();
+        text += &card_tasks::section(&self.tasks);
         let _ = write!(
             text,
             "\n## Reproduce\n\n```sh\n{}\n```\n\nPaths are reduced to their last component.\n\n\
@@ -140,6 +145,7 @@ impl Card {
         text += &entry_of("pipeline_tag", &["text-generation".to_string()]);
         text += &list_of("tags", &self.tags);
         text += &list_of("datasets", &self.source.datasets);
+        text += &card_tasks::model_index(&self.name, &self.tasks);
         text + "---\n"
     }
 
@@ -206,6 +212,7 @@ mod tests {
             measured_on: None,
             notes: Vec::new(),
             command: vec!["prune".to_string(), hostile.to_string()],
+            tasks: TaskResults::default(),
         };
         let text = card.text();
         assert_eq!(text.lines().filter(|line| *line == "---").count(), 2, "{text}");

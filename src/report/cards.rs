@@ -58,6 +58,7 @@ pub fn pruned(record: &PruningRecord, before: Option<&PruningReport>, source: Ca
         facts: pruning_facts(record, before),
         notes: notes.into_iter().map(String::from).collect(),
         command: record.command.clone(),
+        tasks: record.tasks.clone().unwrap_or_default(),
         ..measured(CardMeasures { perplexity: &record.perplexity, on: record.evaluation.as_ref() })
     }
 }
@@ -98,6 +99,7 @@ pub fn merged(report: &MergeReport, source: CardSource, command: Vec<String>) ->
             report.recipe.trim_end()
         )],
         command,
+        ..Card::default()
     }
 }
 

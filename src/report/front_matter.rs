@@ -106,7 +106,7 @@ pub(super) fn list_of(key: &str, values: &[String]) -> String {
 
 /// A text as a value of YAML on a single line: a JSON string that also escapes the characters that YAML does not take or takes as the
 /// end of a line.
-fn quoted(text: &str) -> String {
+pub(super) fn quoted(text: &str) -> String {
     let json = serde_json::Value::from(text).to_string();
     let is_plain = |c: char| {
         !matches!(

@@ -1,7 +1,7 @@
 //! The table at the end of a run: result, cost, and place.
 
 use super::format::{duration, finite, millions};
-use super::{merges, packing, recoveries};
+use super::{divergences, merges, packing, recoveries, task_table};
 use crate::bytes::ByteSize;
 use crate::run::fallback::FallbackOutcome;
 use crate::run::manifest::{PerplexityReport, SparsityReport};
@@ -116,6 +116,8 @@ impl TableRows {
         let evaluation = manifest.evaluation.as_ref();
         let dataset = evaluation.map_or("evaluation text", |text| &text.dataset);
         self.extend(manifest.perplexities().map(|(name, of)| (name, perplexity(&of, dataset))));
+        self.extend(divergences::rows(manifest));
+        self.0.extend(task_table::rows(manifest));
         let texts = [
             ("calibration text", &manifest.calibration),
             ("evaluation text", &manifest.evaluation),

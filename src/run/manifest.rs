@@ -6,19 +6,21 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::allocation::AllocationReport;
+use super::divergence::DivergenceReport;
 use super::fallback::{DeviceMemoryReport, FallbackReport};
 use super::layer_drop::LayerDropReport;
-use super::measured::null_is_nan;
 use super::merging::{MERGED, MergeReport};
 use super::plan::{DevicePlan, HiddenStatesStorage, Plan, exceeded};
 use super::profile::ProfileReport;
 use super::rank_report::RankReport;
 use super::recovery::{BlockLoss, RecoveryReport};
+use super::tasks::TaskResults;
 use super::verification::Verification;
 use super::width_drop::WidthDropReport;
 use super::zeros_gain::ZerosGain;
 use crate::bytes::ByteSize;
 
+pub use super::gate::{GateReport, LimitReport};
 pub use super::measured::{PerplexityReport, PhaseReport, SessionReport, TextProtocol};
 
 /// The version of the schema. It rises when a field changes its meaning or is removed.
@@ -51,6 +53,9 @@ pub struct Manifest {
     pub sessions: Vec<SessionReport>,
     /// The checkpoint that was pruned or measured.
     pub model: ModelReport,
+    /// The dense model that the checkpoint was compared with; absent without `--against`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub against: Option<AgainstReport>,
     /// The arithmetic of the forward pass.
     pub arithmetic: Arithmetic,
     /// The layers that were dropped, with their scores; absent without `--drop-layers`.
@@ -75,11 +80,17 @@ pub struct Manifest {
     pub layers: Vec<LayerReport>,
     /// The perplexities measured.
     pub perplexity: Perplexities,
+    /// The accuracies of multiple-choice tasks; absent without tasks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tasks: Option<TaskResults>,
     /// The evaluation text and windows; absent without evaluation.
     pub evaluation: Option<TextProtocol>,
     /// The outcome of `--max-perplexity`; absent without the flag.
     #[serde(default)]
     pub gate: Option<GateReport>,
+    /// The outcomes of the other gates.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub limits: Vec<LimitReport>,
     /// The plan; absent in older records.
     #[serde(default)]
     pub plan: Option<Plan>,
@@ -353,35 +364,27 @@ pub struct Perplexities {
     pub dense: Option<PerplexityReport>,
     /// Perplexity of the pruned weights.
     pub pruned: Option<PerplexityReport>,
+    /// The divergence of the model from the dense model; absent where they were not compared.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub divergence: Option<DivergenceReport>,
 }
 
-/// `--max-perplexity` and its outcome.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct GateReport {
-    /// The limit.
-    pub max_perplexity: f64,
-    /// The perplexity that was compared with the limit; `null` in JSON unless it is finite.
-    #[serde(deserialize_with = "null_is_nan")]
-    pub perplexity: f64,
-    /// The perplexity is a number and not above the limit.
-    pub is_met: bool,
+/// The dense model of `prune eval --against`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct AgainstReport {
+    /// The checkpoint.
+    pub model: ModelReport,
+    /// Its perplexity over the same windows.
+    pub perplexity: Option<PerplexityReport>,
 }
 
-impl GateReport {
-    /// Compares a measured perplexity with a limit; `None` where either is absent.
-    pub fn of(limit: Option<f64>, measured: Option<PerplexityReport>) -> Option<Self> {
-        Some(Self::new(limit?, measured?.perplexity))
-    }
-
-    /// Compares a perplexity with a limit.
-    pub fn new(max_perplexity: f64, perplexity: f64) -> Self {
-        Self {
-            max_perplexity,
-            perplexity,
-            // NaN and infinity meet no limit, not even an infinite limit.
-            is_met: perplexity.is_finite() && perplexity <= max_perplexity,
-        }
-    }
+/// Everything that a sweep measures of models.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct SweepMeasurements {
+    /// Perplexities, and the divergence.
+    pub perplexity: Perplexities,
+    /// Accuracies of tasks; `None` without tasks.
+    pub tasks: Option<TaskResults>,
 }
 
 /// The process's memory at a moment.
@@ -427,14 +430,6 @@ pub struct OutputReport {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_gate_admits_the_limit_and_only_finite_numbers() {
-        assert!(GateReport::new(10.0, 10.0).is_met);
-        assert!(!GateReport::new(10.0, 10.1).is_met);
-        assert!(!GateReport::new(10.0, f64::NAN).is_met);
-        assert!(!GateReport::new(f64::INFINITY, f64::INFINITY).is_met);
-    }
 
     #[test]
     fn a_name_is_the_last_component_of_a_path() {

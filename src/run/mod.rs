@@ -6,8 +6,10 @@
 //! | --- | --- |
 //! | `allocation` | the record of an allocation: what was measured of the layers, and the ratios it led to |
 //! | `command_line` | command lines in messages, quoted so that a shell reads them back |
+//! | `divergence` | the divergence of a model from the dense model |
 //! | `events` | what library code emits instead of printing |
 //! | `fallback` | records of units of work that a device had no memory for |
+//! | `gate` | limits of measured values, and their outcomes |
 //! | `generation` | the text that a model wrote, as a plain record: the object of `prune generate --json` |
 //! | `grid` | records of a sweep: a grid of pruning runs in a folder |
 //! | `inspection` | the findings of `prune inspect` |
@@ -26,14 +28,17 @@
 //! | `rank_report` | time, memory and communication of a rank of a run over several processes |
 //! | `recovery` | the record of a recovery training: settings as resolved, losses, held-out measurements |
 //! | `state` | `unfinished.json`: the finished work of a run that has not ended, so that a later process can continue it |
+//! | `tasks` | accuracies of multiple-choice tasks |
 //! | `verification` | the verification of a written model, as the record has it |
 //! | `zeros_gain` | bytes and speed of a model without its zeros |
 //! | `width_drop` | the record of dropped width: sizes before and after, and what was lost |
 
 pub mod allocation;
 pub mod command_line;
+pub mod divergence;
 pub mod events;
 pub mod fallback;
+pub mod gate;
 pub mod generation;
 pub mod grid;
 pub mod inspection;
@@ -52,6 +57,7 @@ pub mod quantization;
 pub mod rank_report;
 pub mod recovery;
 pub mod state;
+pub mod tasks;
 pub mod verification;
 pub mod width_drop;
 pub mod zeros_gain;

@@ -8,6 +8,7 @@ use super::layer_drop::LayerDropReport;
 use super::manifest::{
     MatrixReport, Perplexities, PruningReport, SparsityReport, TextProtocol, name_of,
 };
+use super::tasks::TaskResults;
 use super::width_drop::WidthDropReport;
 use crate::bytes::ByteSize;
 
@@ -46,6 +47,9 @@ pub struct PruningRecord {
     pub sparsity: SparsityReport,
     /// The perplexities measured.
     pub perplexity: Perplexities,
+    /// The accuracies of tasks; absent without tasks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tasks: Option<TaskResults>,
     /// The evaluation text and windows; absent without evaluation.
     pub evaluation: Option<TextProtocol>,
     /// Every decoder linear, in order.

@@ -14,6 +14,7 @@ use super::merging::{MergedTensor, ModelPerplexity};
 use super::packing::ScannedFile;
 use super::quantization::QuantizedMatrix;
 use super::recovery::Divergence;
+use super::tasks::TaskResults;
 use super::width_drop::WidthDropReport;
 
 /// The version of the schema. A run with a different version cannot be continued.
@@ -69,6 +70,9 @@ pub struct RunState {
     pub replaces_model: bool,
     /// The perplexities, once all are measured.
     pub perplexity: Option<Perplexities>,
+    /// The accuracies of tasks, once all are measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tasks: Option<TaskResults>,
     /// The end of a training whose loss exploded: its best state is the model of the run, and the run can be continued from there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub divergence: Option<Divergence>,

@@ -152,12 +152,35 @@ impl<'a> Compute<'a> {
         let hidden = Mutex::new(hidden);
         Pass {
             on_device: &|worker, sample| {
-                let state = lock(&hidden).stored(sample)?;
-                worker.forward(phase, sample, layer, &state)
+                let (state, segments) = {
+                    let mut hidden = lock(&hidden);
+                    (hidden.stored(sample)?, hidden.segments(sample))
+                };
+                let Some(segments) = segments else {
+                    return worker.forward(phase, sample, layer, &state);
+                };
+                // A device has no attention to the rows of an earlier sequence: its sequences pass in turn.
+                if segments.iter().any(|segment| segment.position() > 0) {
+                    return Ok(None);
+                }
+                let mut outputs = Vec::new();
+                for segment in segments.iter() {
+                    let rows = state.narrow(0, segment.rows.start, segment.rows.len())?;
+                    match worker.forward(phase, sample, layer, &rows.contiguous()?)? {
+                        Some(output) => outputs.push(output),
+                        None => return Ok(None),
+                    }
+                }
+                Ok(Some(Tensor::cat(&outputs, 0)?))
             },
             on_cpu: &mut |sample| {
-                let state = lock(&hidden).get(sample)?;
-                layer.forward(&state, context)
+                let mut hidden = lock(&hidden);
+                let (state, segments) = (hidden.get(sample)?, hidden.segments(sample));
+                drop(hidden);
+                match segments {
+                    Some(segments) => layer.forward_segments(&state, &segments, context),
+                    None => layer.forward(&state, context),
+                }
             },
             done: &mut |sample, next: Tensor| {
                 if let Some(compare) = &mut compare {

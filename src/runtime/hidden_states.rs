@@ -9,6 +9,7 @@ use std::fs::File;
 use std::hash::{BuildHasher, RandomState};
 use std::io::ErrorKind;
 use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor};
@@ -22,6 +23,7 @@ use crate::disk::positioned;
 use crate::failure::Failure;
 use crate::linalg::{StoredMatrix, tensor};
 use crate::model::on_device::copy;
+use crate::model::segments::{self, Segment};
 use crate::run::Events;
 
 /// `samples` hidden states of `[seqlen, hidden_size]`.
@@ -33,6 +35,20 @@ pub struct HiddenStates {
     /// The devices of the states in memory, which have the blocks of samples in turn; empty for the host.
     homes: Vec<Device>,
     share: SampleShare,
+    /// The sequences of each sample, where samples have several and differ in their lengths; else empty.
+    packs: Vec<Arc<[Segment]>>,
+    /// The first row of each of these samples among all rows.
+    first_rows: Vec<usize>,
+}
+
+/// Samples of several sequences.
+pub struct PackedSamples {
+    /// The samples of this rank.
+    pub share: SampleShare,
+    /// The sequences of each sample of this rank.
+    pub segments: Vec<Arc<[Segment]>>,
+    /// The width of a state.
+    pub hidden_size: usize,
 }
 
 #[derive(Debug)]
@@ -64,7 +80,42 @@ impl HiddenStates {
             None => Store::Ram(vec![None; samples]),
             Some(folder) => Store::Spill { file: spill_file(folder, stream)?, samples },
         };
-        Ok(Self { shape, dtype, store, homes: Vec::new(), share: SampleShare::whole(samples) })
+        let share = SampleShare::whole(samples);
+        let (homes, packs, first_rows) = (Vec::new(), Vec::new(), Vec::new());
+        Ok(Self { shape, dtype, store, homes, share, packs, first_rows })
+    }
+
+    /// Makes room for samples of several sequences, as [`HiddenStates::new`] does.
+    ///
+    /// # Errors
+    /// As [`HiddenStates::new`].
+    pub fn of_packs(
+        spill_folder: Option<&Path>,
+        stream: &str,
+        packs: PackedSamples,
+        dtype: DType,
+    ) -> Result<Self> {
+        let PackedSamples { share, segments: packs, hidden_size } = packs;
+        let longest = packs.iter().map(|of| segments::tokens(of)).max().unwrap_or(0);
+        let states = Self::of_share(spill_folder, stream, share, [longest, hidden_size], dtype)?;
+        let first_rows = packs.iter().scan(0, |next, of| {
+            let first = *next;
+            *next += segments::tokens(of);
+            Some(first)
+        });
+        Ok(Self { first_rows: first_rows.collect(), packs, ..states })
+    }
+
+    /// The sequences of a sample that has several.
+    pub fn segments(&self, sample: usize) -> Option<Arc<[Segment]>> {
+        self.packs.get(sample).map(Arc::clone)
+    }
+
+    /// The shape of a sample's state.
+    fn shape_of(&self, sample: usize) -> [usize; 2] {
+        let [seqlen, hidden_size] = self.shape;
+        let tokens = self.packs.get(sample).map_or(seqlen, |of| segments::tokens(of));
+        [tokens, hidden_size]
     }
 
     /// Makes room for the states of the samples of a rank, as [`HiddenStates::new`] does.
@@ -133,7 +184,7 @@ impl HiddenStates {
         }
     }
 
-    /// Tokens per sample.
+    /// Tokens per sample; of the longest where samples differ.
     pub fn seqlen(&self) -> usize {
         self.shape[0]
     }
@@ -148,7 +199,8 @@ impl HiddenStates {
 
     /// Returns the state of a sample in its stored dtype, where it is.
     pub fn stored(&mut self, sample: usize) -> Result<Tensor> {
-        let elements = self.shape[0] * self.shape[1];
+        let shape = self.shape_of(sample);
+        let elements = shape[0] * shape[1];
         let at = self.offset(sample);
         match &mut self.store {
             Store::Ram(states) => states
@@ -165,17 +217,17 @@ impl HiddenStates {
                     DType::BF16 => {
                         let mut values = vec![bf16::ZERO; elements];
                         read(bytemuck::cast_slice_mut(&mut values))?;
-                        Ok(Tensor::from_vec(values, &self.shape, &Device::Cpu)?)
+                        Ok(Tensor::from_vec(values, &shape, &Device::Cpu)?)
                     }
                     DType::F16 => {
                         let mut values = vec![f16::ZERO; elements];
                         read(bytemuck::cast_slice_mut(&mut values))?;
-                        Ok(Tensor::from_vec(values, &self.shape, &Device::Cpu)?)
+                        Ok(Tensor::from_vec(values, &shape, &Device::Cpu)?)
                     }
                     _ => {
                         let mut values = vec![0.0f32; elements];
                         read(bytemuck::cast_slice_mut(&mut values))?;
-                        tensor::from_vec(values, &self.shape)
+                        tensor::from_vec(values, &shape)
                     }
                 }
             }
@@ -202,10 +254,10 @@ impl HiddenStates {
     /// Fails for a state with a wrong shape, and when the spill file cannot be written.
     pub fn put(&mut self, sample: usize, state: Tensor) -> Result<()> {
         ensure!(
-            state.dims() == self.shape,
+            state.dims() == self.shape_of(sample),
             "a hidden state of {:?} does not fit {:?}",
             state.dims(),
-            self.shape
+            self.shape_of(sample)
         );
         let state = self.at_home(sample, state)?;
         let (samples, at) = (self.samples(), self.offset(sample));
@@ -260,7 +312,10 @@ impl HiddenStates {
     }
 
     fn offset(&self, sample: usize) -> u64 {
-        sample as u64 * self.state_bytes() as u64
+        match self.first_rows.get(sample) {
+            Some(&row) => row as u64 * (self.shape[1] * self.dtype.size_in_bytes()) as u64,
+            None => sample as u64 * self.state_bytes() as u64,
+        }
     }
 }
 
@@ -364,6 +419,30 @@ mod tests {
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "kept");
         check_spill_folder(folder.path()).unwrap();
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn samples_of_different_lengths_rest_in_ram_or_on_disk_alike() {
+        let folder = tempfile::tempdir().unwrap();
+        for spill_folder in [None, Some(folder.path())] {
+            let pack = |rows: usize| Arc::from([Segment::alone(0..rows)]);
+            let packs = PackedSamples {
+                share: SampleShare::whole(3),
+                segments: vec![pack(3), pack(1), pack(2)],
+                hidden_size: 2,
+            };
+            let mut states =
+                HiddenStates::of_packs(spill_folder, "test", packs, DType::F32).unwrap();
+            for (sample, rows) in [(2, 2), (0, 3), (1, 1)] {
+                let state = tensor::from_vec(vec![sample as f32; rows * 2], &[rows, 2]).unwrap();
+                states.put(sample, state).unwrap();
+            }
+            for (sample, rows) in [(0, 3), (1, 1), (2, 2)] {
+                let state = states.get(sample).unwrap().to_vec2::<f32>().unwrap();
+                assert_eq!(state, vec![vec![sample as f32; 2]; rows]);
+            }
+            assert!(states.put(1, state(1.0)).is_err(), "a state of two tokens for one");
+        }
     }
 
     #[test]

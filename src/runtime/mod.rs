@@ -38,7 +38,7 @@ pub mod sweep;
 pub use clock::{Clock, Reporter};
 pub use compute::{Accumulation, Compute, GramsOnDevices, SweepReport};
 pub use devices::{Devices, Simulation};
-pub use hidden_states::{HiddenStates, check_spill_folder};
+pub use hidden_states::{HiddenStates, PackedSamples, check_spill_folder};
 pub use layer_source::LayerSource;
 pub use layer_store::LayerStore;
 pub use loader::LayerLoader;

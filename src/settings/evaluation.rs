@@ -1,4 +1,4 @@
-//! Settings of the perplexity.
+//! Settings of the perplexity, of the divergence from the dense model, and of tasks.
 
 use std::path::PathBuf;
 
@@ -7,8 +7,12 @@ use serde::Serialize;
 
 use super::deciding::{not_deciding, text_not_deciding};
 use super::defaults::DATASET;
-use super::values::perplexity;
+use super::tasks::TaskSettings;
+use super::values::{not_negative, perplexity};
 use crate::data::DatasetSpec;
+use crate::run::divergence::KlPositions;
+use crate::run::manifest::{LimitReport, Perplexities};
+use crate::run::tasks::TaskResults;
 use crate::runtime::Side;
 
 /// Evaluation flags.
@@ -40,10 +44,52 @@ pub struct EvaluationSettings {
     #[serde(serialize_with = "not_deciding")]
     pub max_perplexity: Option<f64>,
 
+    /// The dense model that `prune eval` compares with; the command has its own flag for it.
+    #[arg(skip)]
+    #[serde(serialize_with = "not_deciding")]
+    pub against: Option<PathBuf>,
+
+    /// Positions of a window at which two models are compared
+    ///
+    /// With `prune eval --against` and `--eval both`. `second-half` leaves out tokens with little context, as llama.cpp does.
+    #[arg(hide_short_help = true, long, value_name = "POSITIONS", default_value = "all")]
+    #[serde(serialize_with = "not_deciding")]
+    pub kl_positions: KlPositions,
+
+    /// Gate: exit with code 4 where the mean divergence from the dense model is above X nat, or not a number
+    #[arg(hide_short_help = true, long, value_name = "X", value_parser = not_negative)]
+    #[serde(serialize_with = "not_deciding")]
+    pub max_kl: Option<f64>,
+
+    /// The perplexity is measured; a command may measure tasks only.
+    #[arg(skip = true)]
+    #[serde(serialize_with = "not_deciding")]
+    pub measures_text: bool,
+
+    /// Multiple-choice tasks.
+    #[command(flatten)]
+    #[serde(flatten)]
+    pub tasks: TaskSettings,
+
     /// Folder of token ids and unpacked corpora [default: PRUNE_CACHE, else XDG_CACHE_HOME/prune, else ~/.cache/prune]
     #[arg(hide_short_help = true, long, value_name = "DIR")]
     #[serde(serialize_with = "not_deciding")]
     pub text_cache: Option<PathBuf>,
+}
+
+impl EvaluationSettings {
+    /// The outcomes of the gates besides `--max-perplexity`.
+    pub fn limits(&self, measured: &Perplexities, tasks: Option<&TaskResults>) -> Vec<LimitReport> {
+        let of_divergence = LimitReport::of_divergence(self.max_kl, measured.divergence);
+        let accuracy = tasks.and_then(|tasks| TaskResults::mean(tasks.of_result()));
+        let of_tasks = LimitReport::of_accuracy(self.tasks.min_accuracy, accuracy);
+        of_divergence.into_iter().chain(of_tasks).collect()
+    }
+
+    /// Returns whether windows of a text are measured.
+    pub fn needs_text(&self) -> bool {
+        self.measures_text && self.eval != EvalSides::None
+    }
 }
 
 impl Default for EvaluationSettings {

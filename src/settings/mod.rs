@@ -6,7 +6,7 @@
 //! | file | content |
 //! | --- | --- |
 //! | `run` | the settings of `prune`, `prune eval` and `prune recover`, made of groups |
-//! | `model`, `sparsity`, `calibration`, `evaluation`, `device`, `output` | groups that commands share |
+//! | `model`, `sparsity`, `calibration`, `evaluation`, `tasks`, `device`, `output` | groups that commands share |
 //! | `layer_drop`, `width_drop`, `target_size`, `recovery`, `closing` | groups of smaller models and of trainings |
 //! | `merge`, `quantize`, `pack`, `generate`, `grid`, `plan` | settings of the other commands |
 //! | `conversion` | what `prune quantize`, `pack` and `unpack` share |
@@ -33,6 +33,7 @@ mod recovery;
 mod run;
 mod sparsity;
 mod target_size;
+mod tasks;
 mod values;
 mod width_drop;
 
@@ -55,5 +56,6 @@ pub use recovery::{ALL_LINEAR, DISTILL_WEIGHT, RecoverySettings, RecoveryWay, TE
 pub use run::Settings;
 pub use sparsity::SparsitySettings;
 pub use target_size::{ParameterCount, TargetSizeSettings};
+pub use tasks::TaskSettings;
 pub use values::share;
 pub use width_drop::{WidthDropSettings, WidthOf, WidthShare};

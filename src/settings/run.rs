@@ -143,7 +143,9 @@ mod tests {
     use super::*;
 
     /// Settings of `prune` that decide nothing, and settings of `prune recover` that do not either.
-    const NOT_DECIDING: [&str; 26] = [
+    const NOT_DECIDING: [&str; 38] = [
+        "add_bos",
+        "against",
         "cache_dir",
         "dataset",
         "device",
@@ -151,14 +153,22 @@ mod tests {
         "dtype",
         "eval_dataset",
         "eval_windows",
+        "eval_zero_shot",
         "force",
         "hidden_states",
+        "kl_positions",
+        "limit",
         "log_memory",
+        "log_samples",
+        "max_kl",
         "max_memory",
         "max_perplexity",
+        "measures_text",
         "memory_settings",
+        "min_accuracy",
         "model",
         "no_model_card",
+        "num_fewshot",
         "offload_folder",
         "profile",
         "resume",
@@ -166,6 +176,8 @@ mod tests {
         "save",
         "save_model",
         "simulate",
+        "tasks",
+        "tasks_from",
         "text_cache",
         "threads",
         "use_cpu",

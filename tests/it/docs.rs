@@ -19,9 +19,9 @@ use crate::support::{Place, ran, words};
 /// Words of the longest sentence.
 const LONGEST_SENTENCE: usize = 40;
 /// Words of the pages for users, docs/ without the generated page.
-const USER_PAGES: usize = 19_000;
+const USER_PAGES: usize = 19_750;
 /// Words of the pages for those who change the code, docs/dev/.
-const DEV_PAGES: usize = 14_850;
+const DEV_PAGES: usize = 14_925;
 /// Lines and columns of README's first screen.
 const SCREEN: (usize, usize) = (45, 100);
 /// The page that `cli_page` writes.
@@ -219,7 +219,9 @@ fn staged() -> (Place, Server) {
         ..RandomCheckpoint::default()
     };
     let (place, server) = (Place::empty(), Server::start());
-    for folder in ["models", "data/c4", "data/wikitext-2", "scratch"] {
+    for folder in
+        ["models", "data/c4", "data/wikitext-2", "scratch", "tasks/arc_easy", "tasks/piqa"]
+    {
         fs::create_dir_all(place.path(folder)).expect("a new folder");
     }
     for (name, seed) in [("llama-2-7b", 0), ("chat", 1), ("math", 2)] {
@@ -240,6 +242,8 @@ fn staged() -> (Place, Server) {
     }
     let document = |seed| json!({ "text": words(seed, 6000) }).to_string() + "\n";
     let documents = document(3) + &document(4);
+    let arc = json!({"question": "a", "choices": {"text": ["b", "c"], "label": ["A", "B"]}, "answerKey": "B"});
+    let piqa = json!({"goal": "a", "sol1": "b", "sol2": "c", "label": 0});
     let machine = json!({ "cpu": { "memory": "64GiB", "threads": 16 } });
     for (file, content) in [
         ("data/c4/c4-train.00000-of-01024.json.gz", documents.clone()),
@@ -247,6 +251,8 @@ fn staged() -> (Place, Server) {
         ("data/wikitext-2/wiki.test.raw", words(6, 6000)),
         ("data/train.jsonl", documents.clone()),
         ("data/heldout.txt", words(7, 6000)),
+        ("tasks/arc_easy/test.jsonl", arc.to_string()),
+        ("tasks/piqa/validation.jsonl", piqa.to_string()),
         ("machine.json", machine.to_string()),
         ("prompt.txt", words(8, 5)),
     ] {

@@ -50,7 +50,8 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
         "recovery",
         &["run", "linalg", "checkpoint", "data", "model", "pruning", "runtime", "pipeline"],
     ),
-    ("eval", &["run", "linalg", "checkpoint", "data", "placement", "model", "runtime"]),
+    ("tasks", &["run", "data", "model"]),
+    ("eval", &["run", "linalg", "checkpoint", "data", "placement", "model", "runtime", "tasks"]),
     ("generation", &["run", "linalg", "checkpoint", "data", "placement", "model", "runtime"]),
     (
         "merging",
@@ -87,6 +88,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "recovery",
             // Types of flags.
             "adapter",
+            "tasks",
         ],
     ),
     (
@@ -113,6 +115,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "demo",
             "report",
             "settings",
+            "tasks",
         ],
     ),
     (

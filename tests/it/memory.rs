@@ -223,6 +223,7 @@ fn planned(place: &Place, dtype: StoredDtype, storage: HiddenStatesStorage) -> P
         samples: SAMPLES,
         windows: WINDOWS,
         sides: &[Side::Dense, Side::Pruned],
+        against: None,
         observes: None,
         trains: None,
         of_all_ranks: None,

@@ -34,7 +34,7 @@ use crate::report;
 use crate::run::manifest::GateReport;
 use crate::run::verification::VerifiedFile;
 use crate::run::{Events, Manifest, RunState, state};
-use crate::settings::OutputSettings;
+use crate::settings::{EvaluationSettings, OutputSettings};
 
 /// The folders of a run's results.
 #[derive(Debug)]
@@ -273,7 +273,7 @@ impl RunFolder {
     /// `None` where the model does not match the record: then the run continues from the state.
     pub(in crate::job) fn record_of_the_last_step(
         &self,
-        max_perplexity: Option<f64>,
+        evaluation: &EvaluationSettings,
     ) -> Result<Option<Manifest>> {
         let (Some(run), Some(folder)) = (&self.run, self.state()) else {
             return Ok(None);
@@ -288,9 +288,10 @@ impl RunFolder {
         if !self.has_the_model_of(&manifest) {
             return Ok(None);
         }
-        let gate = GateReport::of(max_perplexity, manifest.perplexity.pruned);
-        if manifest.gate != gate {
-            manifest.gate = gate;
+        let gate = GateReport::of(evaluation.max_perplexity, manifest.perplexity.pruned);
+        let limits = evaluation.limits(&manifest.perplexity, manifest.tasks.as_ref());
+        if manifest.gate != gate || manifest.limits != limits {
+            (manifest.gate, manifest.limits) = (gate, limits);
             self.record(&manifest)?;
         }
         let recovery = manifest.recovery.as_ref();

@@ -19,7 +19,7 @@ use crate::packed::PackJournal;
 use crate::pipeline::LayerJournal;
 use crate::pipeline::expected::{bias_of, pruned, tensor_of};
 use crate::quantized::QuantizeJournal;
-use crate::run::manifest::{LayerReport, Manifest, Perplexities, SessionReport};
+use crate::run::manifest::{LayerReport, Manifest, SessionReport, SweepMeasurements};
 use crate::run::merging::MergedTensor;
 use crate::run::packing::ScannedFile;
 use crate::run::quantization::QuantizedMatrix;
@@ -113,11 +113,12 @@ impl<'a> StateFile<'a> {
     /// Fails as [`StateFile::change`].
     pub(in crate::job) fn measured(
         &mut self,
-        perplexity: Perplexities,
+        measured: SweepMeasurements,
         layers: &[LayerReport],
     ) -> Result<()> {
         self.change(|run| {
-            run.perplexity = Some(perplexity);
+            run.perplexity = Some(measured.perplexity);
+            run.tasks = measured.tasks;
             run.layers = layers.to_vec();
         })
     }
@@ -323,7 +324,7 @@ mod tests {
                 .map(|matrix| (tensor_of(&matrix.name), "hash".to_string()))
                 .collect(),
             layers,
-            perplexity: Some(Perplexities::default()),
+            perplexity: Some(SweepMeasurements::default().perplexity),
             ..RunState::default()
         }
     }

@@ -52,6 +52,7 @@ pub(super) fn perplexity(
     settings.width_drop = None;
     settings.evaluation.eval = EvalSides::Dense;
     settings.evaluation.max_perplexity = None;
+    settings.evaluation.max_kl = None;
     settings.output =
         OutputSettings { save: Some(folder.clone()), force: true, ..OutputSettings::default() };
     match eval_on(ranks, settings.clone(), events) {

@@ -22,7 +22,7 @@ use crate::pipeline::allocation::Allocation;
 use crate::pipeline::{Calibrator, Propagation, Pruner, SharedPruning, SharingCell};
 use crate::pruning::Technique;
 use crate::ranks::Ranks;
-use crate::run::manifest::LayerReport;
+use crate::run::manifest::{LayerReport, SweepMeasurements};
 use crate::run::{Events, Manifest, Phase, Stopped};
 use crate::runtime::{Passenger, SweepReport};
 use crate::settings::{Settings, SparsitySettings};
@@ -33,7 +33,7 @@ const SHARED_PHASES: [Phase; 3] = [Phase::Read, Phase::Calibrate, Phase::Propaga
 /// Returns whether a cell can share statistics with the cells of its seed.
 pub(super) fn can_share(cell: &PlannedCell) -> bool {
     let (settings, kind) = (&cell.settings, cell.technique.statistics());
-    // Measured ratios and a smaller model give each cell a model or a pass of its own, an order of channels changes its statistics.
+    // SweepMeasurements ratios and a smaller model give each cell a model or a pass of its own, an order of channels changes its statistics.
     let shares = |sparsity: &SparsitySettings| {
         sparsity.propagate == Propagation::Dense
             && sparsity.allocate == Allocation::Uniform
@@ -41,6 +41,8 @@ pub(super) fn can_share(cell: &PlannedCell) -> bool {
     };
     kind.is_some_and(|kind| kind.rank().is_some())
         && settings.sparsity.as_ref().is_some_and(shares)
+        // Packs of tasks pass with a run of its own.
+        && settings.evaluation.tasks.is_empty()
         && settings.layer_drop.is_none()
         && settings.width_drop.is_none()
 }
@@ -185,9 +187,12 @@ fn pass(jobs: &[SettledCell], recorders: &[Recorder<'_>], outcomes: &mut Outcome
             continue;
         }
         add_shared_phases(cell.job, first);
-        let before = cell.outputs.measured().cloned();
-        let perplexity = before.unwrap_or_else(|| cell.job.perplexities(&cell.windows));
-        let results = (perplexity, swept.clone());
+        let before = cell.outputs.measured();
+        let of_cell = before.unwrap_or_else(|| SweepMeasurements {
+            perplexity: cell.job.perplexities(&cell.windows),
+            tasks: None,
+        });
+        let results = (of_cell, swept.clone());
         let concluded = cell.pruning.conclude(&mut cell.outputs, layers, results, cell.recorder);
         measured.push(concluded);
     }

@@ -20,7 +20,9 @@ use crate::merging::recipe::{Parameter, Recipe, without_folders};
 use crate::placement::cpu_budget;
 use crate::run::{Events, Moment};
 use crate::runtime::Clock;
-use crate::settings::{MergeEval, MergeSettings, PIECE_ELEMENTS, SaliencySource, check_device};
+use crate::settings::{
+    EvaluationSettings, MergeEval, MergeSettings, PIECE_ELEMENTS, SaliencySource, check_device,
+};
 
 /// Workers per thread: while the first waits for the disk, the second computes.
 const WORKERS_PER_THREAD: usize = 2;
@@ -85,7 +87,8 @@ impl MergeJob {
         }
         if let Some(state) = unfinished.take() {
             unfinished = same_run::check(state, &deciding, &folder, &settings.output())?;
-            if let Some(manifest) = folder.record_of_the_last_step(None)? {
+            if let Some(manifest) = folder.record_of_the_last_step(&EvaluationSettings::default())?
+            {
                 events.note("this run is finished; only a file of its state was left".to_string());
                 return Ok(RunStart::Finished(Box::new(manifest)));
             }

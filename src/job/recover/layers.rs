@@ -31,7 +31,7 @@ impl Recovery {
         events: &dyn Events,
     ) -> Result<RunResults> {
         let finished = outputs.finished(&job.model.config)?;
-        let measured = outputs.measured().cloned();
+        let measured = outputs.measured();
         let output = LayerOutput {
             layers: outputs.layers_before.clone(),
             norms: norms_dtype(job, self),
@@ -75,15 +75,16 @@ impl Recovery {
             Some(trained) => trained.devices.clone().and(swept),
             None => swept,
         };
-        let perplexity = measured.unwrap_or_else(|| streams.perplexities(job));
+        let measured = measured.unwrap_or_else(|| streams.measured(job));
         if let Some(state) = &mut outputs.state {
-            state.measured(perplexity.clone(), &layers)?;
+            state.measured(measured.clone(), &layers)?;
         }
         let report = report(job, self, &layers, trained)?;
         Ok(RunResults {
             expected: expected::expected_of(&layers, self.pattern()),
             swept,
-            perplexity,
+            perplexity: measured.perplexity,
+            tasks: measured.tasks,
             layers: Some(layers),
             recovery: Some(report),
             ..RunResults::default()

@@ -102,11 +102,17 @@ impl DecoderLayer {
             pass.products.watch.enter(Part::Attention);
             self.norm_in_place(NormRole::Query, q, raw_q);
             self.norm_in_place(NormRole::Key, k, raw_k);
+            let scoring = self.spec.scoring;
+            if !pass.segments.is_empty() {
+                let columns = Columns { width: layout.query_width(), first: queries.start };
+                let out = (&mut *layout.context(normed, apart), columns);
+                self.attend_segments(heads, [q, k, v], pass, out)?;
+                continue;
+            }
             if let Some(rotary) = pass.rotary {
                 rotary.apply(q, past, heads.num_heads, heads.head_dim)?;
                 rotary.apply(k, past, heads.num_key_value_heads, heads.head_dim)?;
             }
-            let scoring = self.spec.scoring;
             pass.products.watch.count(heads.operations(scoring, past, seqlen));
             let kernel = pass.products.products.of_activations();
             let attended = layout.context(normed, apart);
@@ -129,6 +135,57 @@ impl DecoderLayer {
         self.norm_in_place(NormRole::AfterAttention, out, branch);
         elementwise::add(out, x);
         pass.products.watch.enter(Part::Elsewhere);
+        Ok(())
+    }
+
+    /// Attention of each sequence of a sample by itself, with positions of its own. A sequence that continues earlier rows sees their keys
+    /// and values before its own.
+    ///
+    /// # Arguments
+    /// * `q`, `k`, `v`: of some heads, for all rows
+    /// * `out`: the context of all heads, and the columns of these heads in it
+    fn attend_segments(
+        &self,
+        heads: Heads,
+        [q, k, v]: [&mut [f32]; 3],
+        pass: &mut ForwardPass<'_>,
+        (out, columns): (&mut [f32], Columns),
+    ) -> Result<()> {
+        let Heads { num_heads, num_key_value_heads, head_dim } = heads;
+        let (query_width, key_width) = (num_heads * head_dim, num_key_value_heads * head_dim);
+        let of = |rows: &Range<usize>, width: usize| rows.start * width..rows.end * width;
+        for segment in pass.segments {
+            let (rows, first) = (&segment.rows, segment.position());
+            if let Some(rotary) = pass.rotary {
+                rotary.apply(&mut q[of(rows, query_width)], first, num_heads, head_dim)?;
+                rotary.apply(&mut k[of(rows, key_width)], first, num_key_value_heads, head_dim)?;
+            }
+        }
+        let (scoring, kernel) = (self.spec.scoring, pass.products.products.of_activations());
+        // Keys and values of a sequence that does not follow the rows it continues.
+        let (mut keys, mut values) = (Vec::new(), Vec::new());
+        for segment in pass.segments {
+            let (rows, past) = (&segment.rows, segment.position());
+            pass.products.watch.count(heads.operations(scoring, past, rows.len()));
+            let (k, v) = match past == 0 || segment.after.end == rows.start {
+                true => {
+                    let start = if past == 0 { rows.start } else { segment.after.start };
+                    let all = of(&(start..rows.end), key_width);
+                    (&k[all.clone()], &v[all])
+                }
+                false => {
+                    for (joined, all) in [(&mut keys, &*k), (&mut values, &*v)] {
+                        joined.clear();
+                        joined.extend_from_slice(&all[of(&segment.after, key_width)]);
+                        joined.extend_from_slice(&all[of(rows, key_width)]);
+                    }
+                    (&keys[..], &values[..])
+                }
+            };
+            let (q, k, v) = (&q[of(rows, query_width)], Values::F32(k), Values::F32(v));
+            let out = &mut out[of(rows, columns.width)];
+            Causal { kernel, heads, scoring, past, q, k, v }.context_columns(out, columns);
+        }
         Ok(())
     }
 

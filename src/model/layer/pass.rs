@@ -22,7 +22,17 @@ use crate::model::context::LayerContext;
 use crate::model::kv_cache::LayerCache;
 use crate::model::norms::NormRole;
 use crate::model::observe::Observer;
+use crate::model::segments::{self, Segment};
 use crate::run::MemorySettings;
+
+/// The parts of a pass beside the rows of a sample.
+#[derive(Default)]
+struct Sample<'a> {
+    cache: Option<&'a mut LayerCache>,
+    observer: Option<&'a mut dyn Observer>,
+    /// The sequences of the sample; empty where it is a single one.
+    segments: &'a [Segment],
+}
 
 /// The observer for a part of a pass.
 fn again<'a>(observer: &'a mut Option<&mut dyn Observer>) -> Option<&'a mut dyn Observer> {
@@ -39,7 +49,28 @@ impl DecoderLayer {
     /// Fails when `hidden` has a wrong width or more tokens than the context was created for, and when a weight at rest cannot be read.
     pub fn forward(&self, hidden: &Tensor, context: &mut LayerContext) -> Result<Tensor> {
         self.on_slices(hidden, |x, out| {
-            rayon::scope(|_| self.scratch_pass(x, context, (None, None), out))
+            rayon::scope(|_| self.scratch_pass(x, context, Sample::default(), out))
+        })
+    }
+
+    /// Passes a sample of several sequences through the layer. A row has the output that it has in a sample of its sequence alone.
+    ///
+    /// # Errors
+    /// Fails as [`DecoderLayer::forward`], and for sequences that are not the rows of the sample.
+    pub fn forward_segments(
+        &self,
+        hidden: &Tensor,
+        segments: &[Segment],
+        context: &mut LayerContext,
+    ) -> Result<Tensor> {
+        let (tokens, _) = hidden.dims2()?;
+        ensure!(
+            segments::are_rows_of(segments, tokens),
+            "the sequences of a sample are not its {tokens} rows"
+        );
+        self.on_slices(hidden, |x, out| {
+            let sample = Sample { segments, ..Sample::default() };
+            rayon::scope(|_| self.scratch_pass(x, context, sample, out))
         })
     }
 
@@ -51,7 +82,8 @@ impl DecoderLayer {
         cache: &mut LayerCache,
         context: &mut LayerContext,
     ) -> Result<Tensor> {
-        self.on_slices(hidden, |x, out| self.scratch_pass(x, context, (Some(cache), None), out))
+        let sample = Sample { cache: Some(cache), ..Sample::default() };
+        self.on_slices(hidden, |x, out| self.scratch_pass(x, context, sample, out))
     }
 
     /// Shows the observed inputs of a sample to `observer`. The pass ends before down's product, because its output is not needed.
@@ -62,7 +94,8 @@ impl DecoderLayer {
         observer: &mut dyn Observer,
     ) -> Result<()> {
         let pass = |x: &[f32], out: &mut [f32]| {
-            rayon::scope(|_| self.scratch_pass(x, context, (None, Some(observer)), out))
+            let sample = Sample { observer: Some(observer), ..Sample::default() };
+            rayon::scope(|_| self.scratch_pass(x, context, sample, out))
         };
         self.on_slices(hidden, pass).map(|_| ())
     }
@@ -90,9 +123,10 @@ impl DecoderLayer {
         &self,
         x: &[f32],
         context: &mut LayerContext,
-        (cache, mut observer): (Option<&mut LayerCache>, Option<&mut dyn Observer>),
+        sample: Sample<'_>,
         out: &mut [f32],
     ) -> Result<()> {
+        let Sample { cache, mut observer, segments } = sample;
         let (spec, seqlen) = (&self.spec, x.len() / self.spec.hidden_size);
         let LayerContext { rotaries, workspace, settings } = context;
         let layout = match cache {
@@ -117,8 +151,14 @@ impl DecoderLayer {
             raw_k: &mut [],
             branch: &mut [],
         };
-        let mut pass =
-            ForwardPass { rotary, products, single, cache, observer: again(&mut observer) };
+        let mut pass = ForwardPass {
+            rotary,
+            products,
+            single,
+            cache,
+            observer: again(&mut observer),
+            segments,
+        };
         self.attend(x, &mut tape, &layout, &mut pass, out)?;
         for part in parts(seqlen, settings.mlp_tokens, LEAST_ROWS) {
             let wide = part.len() * spec.intermediate_size;

@@ -12,6 +12,7 @@ use crate::model::linears::InputId;
 use crate::model::norms::NormRole;
 use crate::model::observe::Observer;
 use crate::model::rotary::Rotary;
+use crate::model::segments::Segment;
 
 /// Inputs of a forward pass beside the layer and memory for activations.
 pub(super) struct ForwardPass<'a> {
@@ -20,11 +21,14 @@ pub(super) struct ForwardPass<'a> {
     pub(super) single: SingleToken,
     pub(super) cache: Option<&'a mut LayerCache>,
     pub(super) observer: Option<&'a mut dyn Observer>,
+    /// The sequences of the sample; empty where it is a single one.
+    pub(super) segments: &'a [Segment],
 }
 
 impl<'a> ForwardPass<'a> {
     pub(super) fn of_sample(rotary: Option<&'a Rotary>, products: &'a mut ProductContext) -> Self {
-        Self { rotary, products, single: SingleToken::AsMany, cache: None, observer: None }
+        let single = SingleToken::AsMany;
+        Self { rotary, products, single, cache: None, observer: None, segments: &[] }
     }
 
     /// Shows the rows of an input to the observer, and counts the time as statistics.

@@ -103,10 +103,21 @@ impl<'r> Host<'r> {
         let head =
             footprint::head(run.config, run.dtypes, run.seqlen, run.windows, &self.option.settings);
         let mut parts = self.samples(Alive::Windows);
-        parts.push(part(PartKind::HeadAndLogits, head));
+        parts.push(part(PartKind::HeadAndLogits, head + self.divergence()));
         parts.push(self.context(true));
         parts.extend(self.in_flight());
         self.phase(Phase::Head, parts)
+    }
+
+    /// Memory of the comparison of two models at their heads, in addition to the head's.
+    fn divergence(&self) -> ByteSize {
+        let (run, settings) = (self.run, &self.option.settings);
+        if !run.compares() {
+            return ByteSize::ZERO;
+        }
+        let second = run.against.map(|of| footprint::head_chunk(of.config, of.dtypes, settings));
+        footprint::divergence(run.config, run.seqlen, run.windows, settings)
+            + second.unwrap_or_default()
     }
 
     /// A phase with `parts` in addition to the program.
@@ -187,7 +198,12 @@ impl<'r> Host<'r> {
             Alive::Windows => (0, run.evaluated_windows()),
             Alive::None => (0, 0),
         };
-        let states = match self.option.storage {
+        let waiting = match (windows, self.option.storage) {
+            (0, _) => ByteSize::ZERO,
+            (_, HiddenStatesStorage::Disk) => run.waiting_states(1),
+            (_, _) => run.waiting_states(run.windows),
+        };
+        let mut states = match self.option.storage {
             // A state is on its way to its GPU.
             HiddenStatesStorage::Device => {
                 let state = footprint::hidden_states(run.config, run.seqlen);
@@ -206,6 +222,7 @@ impl<'r> Host<'r> {
                 part(PartKind::SpilledStates, ByteSize(state.0 * streams as u64))
             }
         };
+        states.bytes = states.bytes + waiting;
         vec![
             part(PartKind::TokenizerPattern, run.retained),
             part(PartKind::TokenIds, ByteSize::of(tokens, size_of::<u32>())),

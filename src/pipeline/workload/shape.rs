@@ -40,6 +40,8 @@ pub struct RunShape<'a> {
     pub of_all_ranks: Option<[usize; 2]>,
     /// Sides that are evaluated.
     pub sides: &'a [Side],
+    /// The dense model whose final states wait for the windows.
+    pub against: Option<AgainstShape<'a>>,
     /// The technique; `None` where nothing is pruned.
     pub technique: Option<Technique>,
     /// The techniques of further runs that share the sweep and its statistics (`pipeline/shared.rs`); each run has windows of its own.
@@ -62,6 +64,15 @@ pub struct RunShape<'a> {
     pub retained: ByteSize,
     /// Settings given by the user; `None` leaves the choice to the plan.
     pub settings: Option<MemorySettings>,
+}
+
+/// A dense model that has passed the windows in a sweep of its own.
+#[derive(Debug, Clone, Copy)]
+pub struct AgainstShape<'a> {
+    /// Its shape.
+    pub config: &'a ModelConfig,
+    /// The dtypes of its weights.
+    pub dtypes: Dtypes,
 }
 
 /// Measurements for a later use.
@@ -292,6 +303,19 @@ impl RunShape<'_> {
     /// The techniques of all runs of the sweep.
     pub(super) fn techniques(&self) -> impl Iterator<Item = &Technique> {
         self.technique.iter().chain(&self.shared_with)
+    }
+
+    /// Bytes of the final states of the dense model's windows.
+    pub(super) fn waiting_states(&self, windows: usize) -> ByteSize {
+        let of = |against: AgainstShape<'_>| {
+            ByteSize::of(windows * self.seqlen * against.config.hidden_size, F32)
+        };
+        self.against.map_or(ByteSize::ZERO, of)
+    }
+
+    /// Returns whether the states of two models meet at their heads.
+    pub(super) fn compares(&self) -> bool {
+        self.against.is_some() || (self.sides.len() > 1 && self.technique.is_some())
     }
 
     /// Windows of all sides and runs.

@@ -1,0 +1,231 @@
+//! Rows of a data set as JSON objects: from JSON lines, or from a parquet file with nested columns.
+//!
+//! A list of structs on the hub is a struct of lists in parquet (`choices.text`, `choices.label`), and the same in JSON. A line or a row has
+//! at most [`LONGEST`] bytes: data of a task are sentences.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use parquet::file::properties::ReaderProperties;
+use parquet::file::reader::{FileReader, SerializedFileReader};
+use parquet::file::serialized_reader::ReadOptionsBuilder;
+use parquet::record::{Field, Row};
+use serde_json::{Map, Value};
+
+use super::line_memory::LineMemory;
+use super::parquet_shape;
+use super::text_file::{for_each_line, open};
+use crate::bytes::ByteSize;
+use crate::failure::{Failure, blaming};
+use crate::input::Expected;
+
+/// The most bytes of a line, and of the values of a row.
+const LONGEST: u64 = 1 << 20;
+
+/// The place of a row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RowPlace {
+    path: PathBuf,
+    /// Lines count from 1, rows of parquet from 0.
+    number: u64,
+}
+
+impl RowPlace {
+    fn is_parquet(&self) -> bool {
+        is_parquet(&self.path)
+    }
+
+    /// The failure of a row.
+    pub fn failure(&self, why: impl fmt::Display) -> Failure {
+        let (path, number) = (self.path.display(), self.number);
+        match self.is_parquet() {
+            true => Failure::new(format!("`{path}`, row {number} (counted from 0): {why}")),
+            false => Failure::new(format!("`{path}`, line {number}: {why}")),
+        }
+    }
+}
+
+fn is_parquet(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension == "parquet")
+}
+
+/// Gives every row of a file to `take`: of a parquet file by its name, else of JSON lines. Empty lines are passed over.
+///
+/// # Errors
+/// Fails for a file that cannot be read, a row that is too long, a line that is no JSON object, and when `take` fails.
+pub fn for_each_row(
+    path: &Path,
+    take: &mut dyn FnMut(RowPlace, Map<String, Value>) -> Result<()>,
+) -> Result<()> {
+    match is_parquet(path) {
+        true => parquet_rows(path, take),
+        false => json_lines(path, take),
+    }
+}
+
+fn json_lines(
+    path: &Path,
+    take: &mut dyn FnMut(RowPlace, Map<String, Value>) -> Result<()>,
+) -> Result<()> {
+    let mut number = 0;
+    for_each_line(path, LineMemory::UNBOUNDED, &mut |line| {
+        number += 1;
+        let place = RowPlace { path: path.to_path_buf(), number };
+        if line.trim().is_empty() {
+            return Ok(());
+        }
+        if line.len() as u64 > LONGEST {
+            return Err(too_long(&place, line.len() as u64).into());
+        }
+        let row: Value = serde_json::from_str(line).map_err(|error| {
+            place
+                .failure(format!("it is no JSON: {error}"))
+                .hint("write an object per line, like {\"question\": \"...\"}")
+        })?;
+        match row {
+            Value::Object(row) => take(place, row),
+            other => Err(place
+                .failure(format!("it is {}, not an object", kind(&other)))
+                .hint("write an object per line, like {\"question\": \"...\"}")
+                .into()),
+        }
+    })
+}
+
+fn too_long(place: &RowPlace, bytes: u64) -> Failure {
+    place
+        .failure(format!("it has {}, and {} is the limit", ByteSize(bytes), ByteSize(LONGEST)))
+        .hint("shorten the texts of this row, or leave it out")
+}
+
+/// The kind of a JSON value, in words.
+pub fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "a boolean",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a text",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "an object",
+    }
+}
+
+fn parquet_rows(
+    path: &Path,
+    take: &mut dyn FnMut(RowPlace, Map<String, Value>) -> Result<()>,
+) -> Result<()> {
+    let damaged = |why: &dyn fmt::Display| {
+        Failure::new(format!("cannot read `{}` as parquet: {why}", path.display()))
+            .hint("copy the file again")
+    };
+    let panicked = || damaged(&"the parquet library failed");
+    let file = open(path, Expected::Parquet)?;
+    parquet_shape::check_groups(&file).map_err(|why| damaged(&why))?;
+    let pages = file.try_clone().context("cannot reopen an open file")?;
+    let reader = blaming(panicked(), || {
+        let properties = ReaderProperties::builder().set_backward_compatible_lz4(false);
+        let options = ReadOptionsBuilder::new().with_reader_properties(properties.build());
+        SerializedFileReader::new_with_options(file, options.build())
+    })?
+    .map_err(|error| damaged(&error))?;
+    let mut number = 0;
+    for group in 0..reader.num_row_groups() {
+        let columns = blaming(panicked(), || {
+            let columns = reader.metadata().row_group(group).columns().iter();
+            columns.map(|of| (of.byte_range(), of.compression())).collect::<Vec<_>>()
+        })?;
+        for ((begin, length), packing) in columns {
+            parquet_shape::check_pages(&pages, begin, length, packing)
+                .map_err(|why| damaged(&why))?;
+        }
+        let group = blaming(panicked(), || reader.get_row_group(group))?;
+        let group = group.map_err(|error| damaged(&error))?;
+        let rows = blaming(panicked(), || group.get_row_iter(None))?;
+        let mut rows = rows.map_err(|error| damaged(&error))?;
+        while let Some(row) = blaming(panicked(), || rows.next())? {
+            let place = RowPlace { path: path.to_path_buf(), number };
+            let row = object(&row.map_err(|error| damaged(&error))?);
+            let bytes = row.values().map(text_bytes).sum::<u64>();
+            if bytes > LONGEST {
+                return Err(too_long(&place, bytes).into());
+            }
+            take(place, row)?;
+            number += 1;
+        }
+    }
+    Ok(())
+}
+
+/// Bytes of the texts in a value.
+fn text_bytes(value: &Value) -> u64 {
+    match value {
+        Value::String(text) => text.len() as u64,
+        Value::Array(values) => values.iter().map(text_bytes).sum(),
+        Value::Object(values) => values.values().map(text_bytes).sum(),
+        Value::Null | Value::Bool(_) | Value::Number(_) => 0,
+    }
+}
+
+fn object(row: &Row) -> Map<String, Value> {
+    row.get_column_iter().map(|(name, field)| (name.clone(), value(field))).collect()
+}
+
+/// A parquet field as JSON. Bytes, times and maps, which no task has, are their texts.
+fn value(field: &Field) -> Value {
+    match field {
+        Field::Null => Value::Null,
+        Field::Bool(value) => (*value).into(),
+        Field::Byte(value) => (*value).into(),
+        Field::Short(value) => (*value).into(),
+        Field::Int(value) => (*value).into(),
+        Field::Long(value) => (*value).into(),
+        Field::UByte(value) => (*value).into(),
+        Field::UShort(value) => (*value).into(),
+        Field::UInt(value) => (*value).into(),
+        Field::ULong(value) => (*value).into(),
+        Field::Float(value) => f64::from(*value).into(),
+        Field::Double(value) => (*value).into(),
+        Field::Str(text) => text.clone().into(),
+        Field::Group(row) => Value::Object(object(row)),
+        Field::ListInternal(list) => list.elements().iter().map(value).collect(),
+        other => other.to_string().into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rows(text: &str) -> Result<Vec<(u64, Map<String, Value>)>> {
+        let folder = tempfile::tempdir()?;
+        let path = folder.path().join("x.jsonl");
+        std::fs::write(&path, text)?;
+        let mut rows = Vec::new();
+        for_each_row(&path, &mut |place, row| {
+            rows.push((place.number, row));
+            Ok(())
+        })?;
+        Ok(rows)
+    }
+
+    #[test]
+    fn lines_are_objects_with_their_numbers() {
+        let rows = rows("{\"a\": 1}\n\n{\"a\": [\"x\"]}").unwrap();
+        assert_eq!(rows.iter().map(|(number, _)| *number).collect::<Vec<_>>(), [1, 3]);
+        assert_eq!(rows[1].1["a"][0], "x");
+    }
+
+    #[test]
+    fn a_bad_line_is_named() {
+        let long = format!("{{}}\n{{\"a\": \"{}\"}}", "x".repeat(3 << 20));
+        for (text, why) in [
+            ("{}\n[1]\n", "line 2: it is a list, not an object"),
+            ("{}\n{\n", "line 2: it is no JSON"),
+            (&long, "line 2: it has 3.00 MiB, and 1.00 MiB is the limit"),
+        ] {
+            let error = rows(text).expect_err("must fail").to_string();
+            assert!(error.contains(why), "{error}");
+        }
+    }
+}

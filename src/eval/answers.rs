@@ -1,0 +1,219 @@
+//! Answers of multiple-choice tasks, layer by layer, within the sweep: the log-likelihood of every continuation.
+//!
+//! Samples are packs of sequences (`tasks/pack.rs`). At the head only the rows of continuations have logits:
+//! ln p(t) = l_t − max − ln Σ_v e^(l_v − max), with logits in f32 and sums in f64. A continuation is greedy if each of its tokens is the first
+//! with the largest logit.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use rayon::prelude::*;
+
+use super::next_token::NextToken;
+use crate::linalg::tensor;
+use crate::model::{DecoderLayer, Head, Segment};
+use crate::run::phase::in_layer;
+use crate::run::{Event, Phase};
+use crate::runtime::{Compute, HiddenStates, Passenger, Reporter, SampleShare, Side};
+use crate::tasks::{PackedTasks, RequestScore, TaskPack};
+
+/// A stream of packs, passed through the model.
+pub struct TaskAnswers<'a> {
+    side: Side,
+    hidden: HiddenStates,
+    packed: &'a PackedTasks,
+    num_hidden_layers: usize,
+    reporter: Reporter<'a>,
+    scores: Option<Vec<RequestScore>>,
+}
+
+/// The sequences of the packs that a rank has.
+pub fn own_segments(packed: &PackedTasks, share: &SampleShare) -> Vec<Arc<[Segment]>> {
+    let own = share.own().iter();
+    own.map(|&pack| Arc::from(packed.packs[pack].segments.as_slice())).collect()
+}
+
+impl<'a> TaskAnswers<'a> {
+    /// `hidden` are the embedded packs of `packed`.
+    pub fn new(
+        side: Side,
+        hidden: HiddenStates,
+        packed: &'a PackedTasks,
+        num_hidden_layers: usize,
+        reporter: Reporter<'a>,
+    ) -> Self {
+        Self { side, hidden, packed, num_hidden_layers, reporter, scores: None }
+    }
+
+    /// The version of the layers that the packs pass.
+    pub fn of_side(&self) -> Side {
+        self.side
+    }
+
+    /// The scores of all requests, after the sweep.
+    pub fn scores(&self) -> Option<&[RequestScore]> {
+        self.scores.as_deref()
+    }
+
+    /// Passes the packs of this rank through the head. Returns two numbers per prediction: ln p, and 1 for the largest logit.
+    fn predict(&mut self, head: &Head, compute: &mut Compute<'_>) -> Result<Vec<Vec<f64>>> {
+        let events = self.reporter.events;
+        let own = self.hidden.share().own().to_vec();
+        let mut seen: Vec<PackPredictions> =
+            own.iter().map(|&pack| PackPredictions::of(&self.packed.packs[pack])).collect();
+        let parts = head.chunks().len();
+        for (part, rows) in head.chunks().enumerate() {
+            let chunk = head.chunk(rows.clone())?;
+            for (at, of_pack) in seen.iter_mut().enumerate() {
+                events.check()?;
+                let state = self.hidden.get(at)?;
+                let hidden_size = state.dim(1)?;
+                let scored = tensor::with_slice(&state, |state| -> Vec<f32> {
+                    let rows = of_pack.rows.iter();
+                    rows.flat_map(|row| &state[row * hidden_size..][..hidden_size])
+                        .copied()
+                        .collect()
+                })?;
+                let scored = tensor::from_vec(scored, &[of_pack.rows.len(), hidden_size])?;
+                chunk.logits(&scored, compute.context(), |first, logits| {
+                    of_pack.see(first, logits, &rows);
+                    Ok(())
+                })?;
+                let passed = (part * own.len() + at + 1) / parts;
+                events.emit(Event::Progress { done: passed as u64 });
+            }
+        }
+        seen.iter().map(PackPredictions::numbers).collect()
+    }
+}
+
+impl Passenger for TaskAnswers<'_> {
+    fn side(&self) -> Side {
+        self.side
+    }
+
+    fn layer(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
+        let (Reporter { clock, events }, hidden) = (self.reporter, &mut self.hidden);
+        let phase = format!("{} tasks", self.side.name());
+        events.emit(Event::PhaseStarted {
+            phase: in_layer(layer.index(), self.num_hidden_layers, phase),
+            unit: "packs",
+            steps: hidden.samples() as u64,
+        });
+        clock.measure(self.side.phase(), || {
+            compute.forward(self.side.phase(), layer, hidden, &|pack| {
+                events.emit(Event::Progress { done: pack as u64 + 1 });
+            })
+        })
+    }
+
+    fn finish(&mut self, head: &Head, compute: &mut Compute<'_>) -> Result<()> {
+        let Reporter { clock, events } = self.reporter;
+        let steps = self.hidden.samples() as u64;
+        let phase = format!("head: {} tasks", self.side.name());
+        events.emit(Event::PhaseStarted { phase, unit: "packs", steps });
+        let own = clock.measure(Phase::Head, || self.predict(head, compute))?;
+        let by_rank = compute.ranks().all_gather_values(&own)?;
+        let all = SampleShare::in_order(self.packed.packs.len(), by_rank);
+        let mut scores =
+            vec![RequestScore { log_likelihood: 0.0, is_greedy: true }; self.packed.requests];
+        for (pack, numbers) in self.packed.packs.iter().zip(&all) {
+            for (prediction, numbers) in pack.predictions.iter().zip(numbers.as_chunks::<2>().0) {
+                let score = &mut scores[prediction.request as usize];
+                score.log_likelihood += numbers[0];
+                score.is_greedy &= numbers[1] == 1.0;
+            }
+        }
+        self.scores = Some(scores);
+        // No later layer needs the packs.
+        self.hidden.clear();
+        Ok(())
+    }
+}
+
+/// A scored token after some of the vocabulary.
+#[derive(Debug, Clone, Copy, Default)]
+struct SeenPrediction {
+    next: NextToken,
+    /// The right token has the largest logit so far, and no earlier token has the same.
+    is_top: bool,
+}
+
+/// The scored tokens of a pack.
+struct PackPredictions {
+    /// The rows with logits, ascending.
+    rows: Vec<usize>,
+    /// The place of each prediction's row among them, and its token.
+    places: Vec<(usize, usize)>,
+    seen: Vec<SeenPrediction>,
+}
+
+impl PackPredictions {
+    fn of(pack: &TaskPack) -> Self {
+        let mut rows: Vec<usize> = pack.predictions.iter().map(|of| of.row as usize).collect();
+        rows.sort_unstable();
+        rows.dedup();
+        let place = |row: u32| rows.partition_point(|&other| other < row as usize);
+        let places = pack.predictions.iter().map(|of| (place(of.row), of.token as usize)).collect();
+        let seen = vec![SeenPrediction::default(); pack.predictions.len()];
+        Self { places, seen, rows }
+    }
+
+    /// Takes logits `[tokens, rows.len()]` of the rows from place `first` on.
+    fn see(&mut self, first: usize, logits: &[f32], rows: &Range<usize>) {
+        let width = rows.len().max(1);
+        self.seen.par_iter_mut().zip(&self.places).for_each(|(seen, &(place, token))| {
+            let Some(logits) =
+                place.checked_sub(first).and_then(|at| logits.chunks_exact(width).nth(at))
+            else {
+                return;
+            };
+            let before = seen.next.largest;
+            seen.next.see(logits, rows, token);
+            if seen.next.largest > before {
+                let top = logits.iter().position(|&logit| logit == seen.next.largest);
+                seen.is_top = top.is_some_and(|top| rows.start + top == token);
+            }
+        });
+    }
+
+    fn numbers(&self) -> Result<Vec<f64>> {
+        let mut numbers = Vec::with_capacity(2 * self.seen.len());
+        for seen in &self.seen {
+            // Ids were checked against the embedding, which has as many rows as there are logits.
+            let loss = seen.next.loss().context("a token is beyond the head's vocabulary")?;
+            numbers.extend([-loss, f64::from(u8::from(seen.is_top))]);
+        }
+        Ok(numbers)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tasks::Prediction;
+
+    #[test]
+    fn a_row_may_have_several_tokens_and_the_first_of_equal_logits_is_greedy() {
+        let prediction = |row, token| Prediction { row, token, request: 0 };
+        let predictions = vec![prediction(7, 1), prediction(7, 2), prediction(3, 0)];
+        let pack = TaskPack { predictions, ..TaskPack::default() };
+        // Row 3: p = (1/4, 3/4 …); row 7: tokens 1 and 2 have the same logit.
+        let logits = [0.0, 3f32.ln(), -1e9, -1e9, 0.0, 2.0, 2.0, 0.0];
+        for at_once in [1, 2, 4] {
+            let mut seen = PackPredictions::of(&pack);
+            assert_eq!(seen.rows, [3, 7]);
+            for start in (0..4).step_by(at_once) {
+                let rows = start..start + at_once;
+                let part: Vec<f32> =
+                    logits.chunks(4).flat_map(|row| row[rows.clone()].to_vec()).collect();
+                seen.see(0, &part, &rows);
+            }
+            let numbers = seen.numbers().unwrap();
+            assert_eq!([numbers[1], numbers[3], numbers[5]], [1.0, 0.0, 0.0], "{at_once}");
+            assert!((numbers[4] - 0.25f64.ln()).abs() < 1e-6, "f32 logits: {numbers:?}");
+            assert_eq!(numbers[0], numbers[2]);
+        }
+    }
+}

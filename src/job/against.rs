@@ -1,0 +1,111 @@
+//! `prune eval --against`: the dense model passes the windows first, and its final states wait for the model at their heads.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+
+use super::folder::RunFolder;
+use super::inputs::RunInputs;
+use super::opened::OpenedModel;
+use super::pass::early_shape;
+use super::planned::Planning;
+use super::settled_run::{RunTask, SettledRun};
+use super::texts::Texts;
+use crate::eval::{DenseHead, Meeting, MeetingRole};
+use crate::failure::Failure;
+use crate::pipeline::AgainstShape;
+use crate::run::{Events, HiddenStatesStorage, Plan};
+use crate::settings::{HiddenStatesChoice, ModelSettings, OutputSettings, Settings};
+
+/// Opens the dense model of `--against`; `None` without the flag.
+///
+/// # Errors
+/// Fails for a model that cannot be read, and where the two vocabularies have different sizes.
+pub(super) fn open(
+    settings: &Settings,
+    model: &OpenedModel,
+    events: &dyn Events,
+) -> Result<Option<OpenedModel>> {
+    let Some(dense) = &settings.evaluation.against else {
+        return Ok(None);
+    };
+    let asked = ModelSettings { model: dense.clone(), revision: None, ..settings.model.clone() };
+    let dense = OpenedModel::open(&asked, &settings.device, Some(model.seqlen), events)?;
+    dense.check_ends(events)?;
+    let (here, there) = (model.config.vocab_size, dense.config.vocab_size);
+    if here != there {
+        return Err(Failure::new(format!(
+            "`{}` and `{}` have vocabularies of {here} and {there} tokens, and cannot be compared",
+            model.folder.display(),
+            dense.folder.display()
+        ))
+        .hint("name the dense model that this model was made from")
+        .into());
+    }
+    Ok(Some(dense))
+}
+
+impl OpenedModel {
+    /// The dense model in numbers, as the plan of the other model needs it.
+    pub(super) fn as_against(&self) -> AgainstShape<'_> {
+        AgainstShape { config: &self.config, dtypes: self.dtypes() }
+    }
+}
+
+/// The dense model with the plan of its sweep. Its states stay where the states of the model are going to be, or else in host memory.
+///
+/// # Errors
+/// Fails where it does not fit.
+pub(super) fn planned(
+    dense: Option<OpenedModel>,
+    settings: &Settings,
+    given: &RunInputs<'_>,
+    (texts, plan): (&Texts, &Plan),
+) -> Result<Option<(OpenedModel, Plan)>> {
+    let Some(dense) = dense else {
+        return Ok(None);
+    };
+    let mut device = settings.device.clone();
+    device.hidden_states = match plan.hidden_states.storage {
+        HiddenStatesStorage::Disk => HiddenStatesChoice::Disk,
+        HiddenStatesStorage::Ram | HiddenStatesStorage::Device => HiddenStatesChoice::Ram,
+    };
+    let planning = Planning::new(&device, dense.threads)?.beside(&given.ranks);
+    let folder = RunFolder::at(&[&*dense.folder], &OutputSettings::default(), false)?;
+    let mut shape = early_shape(settings, &dense, None, given, &folder);
+    shape.of_all_ranks = given.of_all_ranks(0, texts.windows());
+    shape.seqlen = texts.longest(dense.seqlen);
+    let packs = texts.task_rows().div_ceil(shape.seqlen);
+    shape.windows = given.samples_here(texts.windows()) + given.samples_here(packs);
+    let plan = planning.plan(&shape)?;
+    Ok(Some((dense, plan)))
+}
+
+/// Makes the dense model, if there is one, a run beside `job`, whose windows it passes with its plan.
+///
+/// # Errors
+/// Fails when its folder cannot be resolved.
+pub(super) fn join(mut job: SettledRun, dense: Option<(OpenedModel, Plan)>) -> Result<SettledRun> {
+    let Some((dense, plan)) = dense else {
+        return Ok(job);
+    };
+    let head = DenseHead::Of(Arc::clone(&dense.source), Arc::clone(&dense.config));
+    let meeting = Meeting::new(job.settings.evaluation.kl_positions, head);
+    let folder = RunFolder::at(&[&*dense.folder], &OutputSettings::default(), false)?;
+    let run = SettledRun {
+        settings: job.settings.clone(),
+        model: dense,
+        folder,
+        task: RunTask::Measure(None),
+        texts: Arc::clone(&job.texts),
+        plan,
+        deciding: Default::default(),
+        unfinished: None,
+        ranks: job.ranks.clone(),
+        meeting: Some((Arc::clone(&meeting), MeetingRole::Dense)),
+        against: None,
+    };
+    job.meeting = Some((meeting, MeetingRole::Model));
+    job.against = Some(Box::new(run));
+    Ok(job)
+}

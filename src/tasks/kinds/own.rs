@@ -1,0 +1,27 @@
+//! A user's own task: JSON lines (or parquet) with `context`, `choices` and `label`, the index of the right choice from 0.
+
+use crate::failure::Failure;
+use crate::tasks::kind::{ExampleDraws, Question, TaskKind};
+use crate::tasks::row::TaskRow;
+
+/// The form of such tasks; the user names them. Examples, if asked for, come from the same file.
+pub(in crate::tasks) const OWN: TaskKind = TaskKind {
+    name: "own",
+    data: "a file of yours",
+    evaluated: "",
+    examples: "",
+    draws: ExampleDraws::OneMore,
+    has_acc_norm: true,
+    question,
+};
+
+fn question(row: &TaskRow) -> Result<Question, Failure> {
+    let context = row.text("context")?.to_string();
+    let choices = row.texts("choices")?;
+    if choices.iter().any(|choice| choice.is_empty()) {
+        let empty = row.failure("a choice is an empty text");
+        return Err(empty.hint("write every choice, or leave the row out"));
+    }
+    let target = row.index("label", 0, choices.len())?;
+    Ok(Question::of_choices(context, &choices, target))
+}

@@ -1,0 +1,127 @@
+//! Typed access to the columns of a row. Every failure names the file and the row.
+
+use serde_json::{Map, Value};
+
+use crate::data::rows::{RowPlace, kind};
+use crate::failure::Failure;
+
+/// A row of a data set.
+#[derive(Debug, Clone)]
+pub(in crate::tasks) struct TaskRow {
+    place: RowPlace,
+    columns: Map<String, Value>,
+}
+
+impl PartialEq for TaskRow {
+    /// Compares the columns, wherever the rows are.
+    fn eq(&self, other: &Self) -> bool {
+        self.columns == other.columns
+    }
+}
+
+impl TaskRow {
+    pub(super) fn new(place: RowPlace, columns: Map<String, Value>) -> Self {
+        Self { place, columns }
+    }
+
+    /// The failure of this row.
+    pub(super) fn failure(&self, why: impl std::fmt::Display) -> Failure {
+        self.place.failure(why)
+    }
+
+    /// A column, or a field inside it: `choices/text`.
+    fn value(&self, name: &str) -> Result<&Value, Failure> {
+        let (column, field) = name.split_once('/').unwrap_or((name, ""));
+        let value = self.columns.get(column);
+        let value = if field.is_empty() { value } else { value.and_then(|of| of.get(field)) };
+        value.ok_or_else(|| {
+            let names: Vec<&str> = self.columns.keys().map(String::as_str).collect();
+            self.failure(format!("it has no `{}`", name.replace('/', ".")))
+                .detail(format!("its columns are {}", names.join(", ")))
+                .hint("use the files of the data set that docs/evaluation.md names for this task")
+        })
+    }
+
+    fn wrong(&self, name: &str, value: &Value, wanted: &str) -> Failure {
+        let name = name.replace('/', ".");
+        self.failure(format!("`{name}` is {}, not {wanted}", kind(value)))
+            .hint("correct this value, or leave the row out")
+    }
+
+    /// A text.
+    pub(super) fn text(&self, name: &str) -> Result<&str, Failure> {
+        let value = self.value(name)?;
+        value.as_str().ok_or_else(|| self.wrong(name, value, "a text"))
+    }
+
+    /// A list of texts, not empty.
+    pub(super) fn texts(&self, name: &str) -> Result<Vec<&str>, Failure> {
+        let value = self.value(name)?;
+        let texts = value.as_array().and_then(|values| values.iter().map(Value::as_str).collect());
+        let texts: Vec<&str> = texts.ok_or_else(|| self.wrong(name, value, "a list of texts"))?;
+        match texts.is_empty() {
+            true => Err(self
+                .failure(format!("`{}` is empty", name.replace('/', ".")))
+                .hint("give every question its choices, or leave the row out")),
+            false => Ok(texts),
+        }
+    }
+
+    /// The index of the right choice: a column with a number, counted from `first`.
+    pub(super) fn index(&self, name: &str, first: i64, choices: usize) -> Result<usize, Failure> {
+        let value = self.value(name)?;
+        let number = value.as_i64().ok_or_else(|| self.wrong(name, value, "a whole number"))?;
+        self.checked(name, number, first, choices)
+    }
+
+    /// The same, where the number is written as a text.
+    pub(super) fn index_in_text(
+        &self,
+        name: &str,
+        first: i64,
+        choices: usize,
+    ) -> Result<usize, Failure> {
+        let text = self.text(name)?;
+        let number = text.trim().parse().map_err(|_| {
+            self.failure(format!("`{name}` is `{}`, not a number", shortened(text)))
+                .hint("evaluated splits have labels; a test split may hide them")
+        })?;
+        self.checked(name, number, first, choices)
+    }
+
+    fn checked(
+        &self,
+        name: &str,
+        number: i64,
+        first: i64,
+        choices: usize,
+    ) -> Result<usize, Failure> {
+        let index = usize::try_from(number - first).ok().filter(|index| *index < choices);
+        index.ok_or_else(|| {
+            let last = first + choices as i64 - 1;
+            self.failure(format!("`{name}` is {number}, and the choices are {first} to {last}"))
+                .hint("correct the label; a label of -1 marks a hidden answer")
+        })
+    }
+
+    /// The place of `key` among the labels of the choices.
+    pub(super) fn index_of(
+        &self,
+        key: &str,
+        labels: &str,
+        choices: usize,
+    ) -> Result<usize, Failure> {
+        let all = self.texts(labels)?;
+        let index = all.iter().position(|label| *label == key).filter(|index| *index < choices);
+        index.ok_or_else(|| {
+            let key = shortened(key);
+            self.failure(format!("its answer `{key}` is none of {}", all.join(", ")))
+                .hint("correct the answer, or leave the row out")
+        })
+    }
+}
+
+/// The first characters of a text, for a message.
+fn shortened(text: &str) -> String {
+    text.chars().take(40).collect()
+}

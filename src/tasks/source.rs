@@ -1,0 +1,190 @@
+//! The files of tasks: rows read, examples drawn, questions made.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+use super::examples::FewShotExamples;
+use super::kind::{ExampleDraws, Question, TaskKind};
+use super::kinds::mmlu;
+use super::row::TaskRow;
+use super::table::{QuestionLimit, TaskSpec};
+use crate::data::rows::for_each_row;
+use crate::failure::Failure;
+
+/// Bytes of the texts of questions, each choice with its context.
+pub fn bytes(tasks: &[TaskQuestions]) -> usize {
+    let questions = tasks.iter().flat_map(|task| &task.questions);
+    let of_choice = |question: &Question, choice: usize| {
+        let (context, answer) = question.choice(choice);
+        context.len() + answer.len()
+    };
+    questions
+        .map(|question| (0..question.choices()).map(|at| of_choice(question, at)).sum::<usize>())
+        .sum()
+}
+
+/// Tasks as asked for.
+#[derive(Debug, Clone)]
+pub struct TaskRequest<'a> {
+    /// The tasks, in the order of the table.
+    pub tasks: &'a [TaskSpec],
+    /// The folder with a folder per task.
+    pub from: Option<&'a Path>,
+    /// FewShotExamples before each question.
+    pub num_fewshot: usize,
+    /// A limit of the questions of each task, and of each subject.
+    pub limit: Option<QuestionLimit>,
+}
+
+/// A task with its questions, or a subject of MMLU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TaskQuestions {
+    /// The task.
+    pub task: String,
+    /// The subject of MMLU, and its group.
+    pub subject: Option<(String, &'static str)>,
+    /// Accuracy per character is reported, too.
+    pub has_acc_norm: bool,
+    /// The questions, after their examples.
+    pub questions: Vec<Question>,
+}
+
+/// Reads the tasks.
+///
+/// # Errors
+/// Fails for files that are missing or damaged, and for rows that are no questions of their task; messages name file and row.
+pub fn read(request: &TaskRequest<'_>) -> Result<Vec<TaskQuestions>> {
+    let mut all = Vec::new();
+    for spec in request.tasks {
+        let kind = spec.kind();
+        if let Some(file) = &spec.file {
+            let rows = rows(std::slice::from_ref(file))?;
+            all.push(questions(request, kind, &spec.name, None, [rows.clone(), rows])?);
+            continue;
+        }
+        let from = request.from.ok_or_else(|| no_folder(kind))?;
+        let folder = from.join(kind.name);
+        if kind.draws != ExampleDraws::First {
+            let rows = splits(&folder, kind, request.num_fewshot)?;
+            all.push(questions(request, kind, kind.name, None, rows)?);
+            continue;
+        }
+        for (subject, group) in subjects(&folder, kind)? {
+            let rows = splits(&folder.join(&subject), kind, request.num_fewshot)?;
+            all.push(questions(request, kind, kind.name, Some((subject, group)), rows)?);
+        }
+    }
+    Ok(all)
+}
+
+fn no_folder(kind: &TaskKind) -> Failure {
+    Failure::usage(format!("the questions of `{}` are in no folder", kind.name))
+        .detail(format!("its data set is {} on the hub", kind.data))
+        .hint("name the folder with --tasks-from; docs/evaluation.md says how it is filled")
+}
+
+/// The subjects of MMLU that have a folder, in the order of their names.
+fn subjects(folder: &Path, kind: &TaskKind) -> Result<Vec<(String, &'static str)>> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+    let mut found: Vec<(String, &'static str)> =
+        names.filter_map(|name| mmlu::group(&name).map(|group| (name, group))).collect();
+    found.sort();
+    if found.is_empty() {
+        return Err(Failure::new(format!(
+            "no subject of `{}` in `{}`",
+            kind.name,
+            folder.display()
+        ))
+        .detail("looked for a folder per subject, like `anatomy`")
+        .hint(format!("copy {} there", kind.data))
+        .into());
+    }
+    Ok(found)
+}
+
+/// The rows of the evaluated split and of the split of examples; none of the latter where no examples are asked for.
+fn splits(folder: &Path, kind: &TaskKind, num_fewshot: usize) -> Result<[Vec<TaskRow>; 2]> {
+    let evaluated = rows(&files(folder, kind, kind.evaluated)?)?;
+    let examples = match num_fewshot {
+        0 => Vec::new(),
+        _ => rows(&files(folder, kind, kind.examples)?)?,
+    };
+    Ok([evaluated, examples])
+}
+
+/// The files of a split: `validation.parquet`, `validation.jsonl`, or parts as the hub names them (`validation-00000-of-00001.parquet`), in
+/// the folder or in a folder of it.
+fn files(folder: &Path, kind: &TaskKind, split: &str) -> Result<Vec<PathBuf>> {
+    let listed = |folder: &Path| -> Vec<PathBuf> {
+        let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+        let mut paths: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
+        paths.sort();
+        paths
+    };
+    let mut folders = vec![folder.to_path_buf()];
+    folders.extend(listed(folder).into_iter().filter(|path| path.is_dir()));
+    for folder in &folders {
+        for name in [format!("{split}.parquet"), format!("{split}.jsonl")] {
+            let path = folder.join(name);
+            if path.is_file() {
+                return Ok(vec![path]);
+            }
+        }
+        let is_part = |path: &PathBuf| {
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            name.starts_with(&format!("{split}-")) && name.ends_with(".parquet")
+        };
+        let parts: Vec<PathBuf> = listed(folder).into_iter().filter(is_part).collect();
+        if !parts.is_empty() {
+            return Ok(parts);
+        }
+    }
+    Err(Failure::new(format!("no {split} split of `{}` in `{}`", kind.name, folder.display()))
+        .detail(format!("looked for {split}.parquet, {split}.jsonl and {split}-*.parquet"))
+        .hint(format!("copy the files of {} there", kind.data))
+        .into())
+}
+
+fn rows(files: &[PathBuf]) -> Result<Vec<TaskRow>> {
+    let mut rows = Vec::new();
+    for file in files {
+        for_each_row(file, &mut |place, columns| {
+            rows.push(TaskRow::new(place, columns));
+            Ok(())
+        })?;
+    }
+    match (rows.is_empty(), files.first()) {
+        (true, Some(file)) => Err(Failure::new(format!("`{}` has no rows", file.display()))
+            .hint("name a file with a question per line")
+            .into()),
+        _ => Ok(rows),
+    }
+}
+
+/// The questions of a task, each after its examples.
+fn questions(
+    request: &TaskRequest<'_>,
+    kind: &TaskKind,
+    name: &str,
+    subject: Option<(String, &'static str)>,
+    [evaluated, examples]: [Vec<TaskRow>; 2],
+) -> Result<TaskQuestions> {
+    let limit = request.limit.map_or(evaluated.len(), |limit| limit.of(evaluated.len()));
+    let before = subject.as_ref().map(|(subject, _)| mmlu::description(subject));
+    let before = before.unwrap_or_default();
+    let mut examples = FewShotExamples::new(kind, name, &examples, request.num_fewshot)?;
+    let asked = evaluated.iter().take(limit).map(|row| -> Result<Question> {
+        let question = (kind.question)(row)?;
+        let few_shot = examples.before(row).context("drawing examples")?;
+        Ok(question.after(&format!("{before}{few_shot}")))
+    });
+    Ok(TaskQuestions {
+        task: name.to_string(),
+        subject,
+        has_acc_norm: kind.has_acc_norm,
+        questions: asked.collect::<Result<_>>()?,
+    })
+}

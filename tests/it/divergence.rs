@@ -1,0 +1,148 @@
+//! `prune eval --against` and `--eval both`: the divergence of a model from the dense model, compared with a computation in f64 that
+//! `goldens/tasks/make/make_kl.py` made.
+
+use std::fs;
+use std::path::Path;
+
+use prune::run::Manifest;
+use prune::run::divergence::DivergenceReport;
+use serde_json::Value;
+
+use crate::support::{Place, shared};
+
+/// The windows of the goldens.
+const WINDOWS: &str = "--eval-windows 40 --seqlen 512 --use-cpu --dtype f32";
+
+/// A place with the dense model as `dense` and the pruned models of the goldens as `0.6` and `0.05`, and the evaluation text.
+fn place(shared: &Path) -> (Place, String) {
+    let place = Place::empty();
+    let source = shared.join("models/stories260k");
+    for (folder, weights) in [
+        ("dense", source.join("model.safetensors")),
+        ("0.6", shared.join("goldens/tasks/kl/wanda-0.6/model.safetensors")),
+        ("0.05", shared.join("goldens/tasks/kl/wanda-0.05/model.safetensors")),
+    ] {
+        let folder = place.path(folder);
+        fs::create_dir(&folder).unwrap();
+        for name in ["config.json", "tokenizer.json", "tokenizer_config.json"] {
+            let file = source.join(name);
+            if file.exists() {
+                fs::copy(file, folder.join(name)).unwrap();
+            }
+        }
+        fs::copy(weights, folder.join("model.safetensors")).unwrap();
+    }
+    let text = shared.join("data/stories/stories.test.txt");
+    (place, format!("--eval-dataset wikitext2:{} {WINDOWS}", text.display()))
+}
+
+fn eval(place: &Place, line: &str) -> Manifest {
+    let ran = place.run(&format!("{line} --json"));
+    assert_eq!(ran.code, 0, "{line}\n{}", ran.stderr);
+    serde_json::from_str(&ran.stdout).expect("a record")
+}
+
+fn divergence(of: &Manifest) -> DivergenceReport {
+    of.perplexity.divergence.expect("two models were compared")
+}
+
+/// Figures of a report, with their names in the goldens. The first six are exact in both pairs.
+fn figures(of: &DivergenceReport) -> Vec<(&'static str, f64)> {
+    vec![
+        ("kl_mean", of.kl_mean.value),
+        ("perplexity_dense", of.perplexity_dense.value),
+        ("perplexity_model", of.perplexity_model.value),
+        ("probability_difference_rms", of.probability_difference_rms.value),
+        ("same_top", of.same_top.value),
+        ("log_perplexity_correlation", of.correlation),
+        ("kl_mean_error", of.kl_mean.error),
+        ("kl_median", of.kl_median),
+        ("kl_quantiles/0.9", of.kl_90),
+        ("kl_quantiles/0.95", of.kl_95),
+        ("kl_quantiles/0.99", of.kl_99),
+        ("kl_max", of.kl_max),
+        ("same_top_error", of.same_top.error),
+        ("perplexity_ratio", of.perplexity_ratio.value),
+        ("perplexity_ratio_error", of.perplexity_ratio.error),
+        ("mean_log_probability_ratio", of.log_ratio.value),
+        ("mean_log_probability_ratio_error", of.log_ratio.error),
+        ("probability_difference_mean", of.probability_difference.value),
+        ("probability_difference_rms_error", of.probability_difference_rms.error),
+    ]
+}
+
+#[test]
+fn divergences_equal_a_computation_in_f64() {
+    let Some(shared) = shared() else { return };
+    let (place, text) = place(&shared);
+    for model in ["0.6", "0.05"] {
+        let golden = fs::read(shared.join(format!("goldens/tasks/kl/wanda-{model}/kl.json")));
+        let golden: Value = serde_json::from_slice(&golden.unwrap()).unwrap();
+        for (positions, name) in [("all", "all_positions"), ("second-half", "second_half")] {
+            let line = format!("eval {model} --against dense {text} --kl-positions {positions}");
+            let record = eval(&place, &line);
+            let text = record.evaluation.as_ref().expect("a text");
+            assert_eq!(text.tokens_sha256, golden["token_ids_sha256_int32le"]);
+            let report = divergence(&record);
+            assert_eq!(report.positions, golden[name]["positions"].as_u64().unwrap());
+            for (at, (figure, got)) in figures(&report).into_iter().enumerate() {
+                let expected = golden[name].pointer(&format!("/{figure}"));
+                let expected = expected.and_then(Value::as_f64).expect(figure);
+                let (apart, relative) = ((got - expected).abs(), (got / expected - 1.0).abs());
+                // The README of the goldens: rounding of f32 logits alone moves single small values of the close pair by up to 7e-4.
+                let is_close = relative <= 1e-5
+                    || (model == "0.05" && at >= 6 && (relative <= 1e-3 || apart <= 1e-6));
+                assert!(is_close, "{model} {name} {figure}: {got} is not {expected}");
+            }
+        }
+    }
+}
+
+#[test]
+fn one_sweep_two_commands_threads_and_spilled_states_give_the_same_bits() {
+    let Some(shared) = shared() else { return };
+    let (place, text) = place(&shared);
+    let text = text.replace("--eval-windows 40", "--eval-windows 6");
+    let pruned = eval(
+        &place,
+        &format!(
+            "--model dense --prune-method magnitude --sparsity-ratio 0.4 --eval both --save out {text}"
+        ),
+    );
+    let alone = eval(&place, &format!("eval out/model --against dense {text}"));
+    let report = divergence(&pruned);
+    assert_eq!(report, divergence(&alone));
+    assert_eq!(pruned.perplexity.pruned, alone.perplexity.dense);
+    let against = alone.against.as_ref().expect("the dense model");
+    assert_eq!(pruned.perplexity.dense, against.perplexity);
+    let dense = eval(&place, &format!("eval dense {text}"));
+    assert_eq!(pruned.perplexity.dense, dense.perplexity.dense, "measured alone");
+    for more in ["--threads 1", "--hidden-states disk --offload-folder spill"] {
+        let other = eval(&place, &format!("eval out/model --against dense {text} {more}"));
+        assert_eq!(report, divergence(&other), "{more}");
+        assert_eq!(alone.perplexity, other.perplexity, "{more}");
+    }
+    let same = eval(&place, &format!("eval dense --against dense {text}"));
+    let same = divergence(&same);
+    assert!(same.kl_max.abs() < 1e-12 && same.same_top.value == 1.0, "{same:?}");
+}
+
+#[test]
+fn a_divergence_above_its_limit_misses_the_gate() {
+    let place = Place::new();
+    let text = "--eval-dataset test.txt --seqlen 64 --use-cpu";
+    let line = format!(
+        "--model m --prune-method magnitude --sparsity-ratio 0.4 --eval both --save out {text}"
+    );
+    let ran = place.run(&format!("{line} --max-kl 0 --quiet"));
+    assert_eq!(ran.code, 4, "{}", ran.stderr);
+    assert!(ran.stderr.contains("gate missed: mean KL "), "{}", ran.stderr);
+    let ran = place.run(&format!("eval out/model --against m {text} --max-kl 1000"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    for row in ["KL from dense ", "same top token ", "perplexity ratio ", "against "] {
+        assert!(ran.stdout.contains(row), "{row}\n{}", ran.stdout);
+    }
+    let ran = place.run(&format!("eval out/model {text} --max-kl 1"));
+    assert_eq!(ran.code, 2, "{}", ran.stderr);
+    assert!(ran.stderr.contains("hint: name the dense model with --against"), "{}", ran.stderr);
+}

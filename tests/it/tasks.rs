@@ -1,0 +1,369 @@
+//! `--tasks`: prompts, token ids, log-likelihoods and accuracies, compared with what lm_eval 0.4.13 computes (`goldens/tasks`).
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use prune::data::Tokenizer;
+use prune::run::Manifest;
+use prune::run::tasks::{Accuracy, TaskReport};
+use prune::tasks::{
+    QuestionLimit, ScoredRequest, TaskQuestions, TaskRequest, TaskSpec, TaskTokens, read,
+};
+use serde_json::Value;
+
+use crate::support::{Place, shared};
+
+const MODELS: [&str; 2] = ["stories260k", "wikitext-llama-8m"];
+
+/// A file of goldens: a task of a model with some settings.
+struct Golden {
+    path: PathBuf,
+    value: Value,
+}
+
+impl Golden {
+    fn all(shared: &Path, model: &str) -> Vec<Self> {
+        let folder = shared.join("goldens/tasks").join(model);
+        let mut paths: Vec<PathBuf> =
+            fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+        paths.sort();
+        let read = |path: PathBuf| {
+            let value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+            Self { path, value }
+        };
+        paths.into_iter().map(read).collect()
+    }
+
+    fn task(&self) -> TaskSpec {
+        self.value["task"].as_str().unwrap().parse().unwrap()
+    }
+
+    fn limit(&self) -> Option<QuestionLimit> {
+        self.value["limit"].as_f64().map(|limit| limit.to_string().parse().unwrap())
+    }
+
+    fn num_fewshot(&self) -> usize {
+        self.value["num_fewshot"].as_u64().unwrap() as usize
+    }
+
+    fn add_bos(&self) -> Option<bool> {
+        self.path.ends_with("arc_easy.without-bos.json").then_some(false)
+    }
+
+    /// The documents of a task, or of a subject.
+    fn documents(&self, of: &TaskQuestions) -> &Vec<Value> {
+        let name = match &of.subject {
+            Some((subject, _)) => format!("{}_{subject}", of.task),
+            None => of.task.clone(),
+        };
+        self.value["tasks"][name]["documents"].as_array().expect("a task")
+    }
+
+    fn questions(&self, shared: &Path) -> Vec<TaskQuestions> {
+        let tasks = [self.task()];
+        let from = shared.join("data/tasks");
+        let request = TaskRequest {
+            tasks: &tasks,
+            from: Some(&from),
+            num_fewshot: self.num_fewshot(),
+            limit: self.limit(),
+        };
+        read(&request).unwrap()
+    }
+}
+
+fn ids(value: &Value) -> Vec<u32> {
+    value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
+}
+
+fn texts(value: &Value) -> Vec<&str> {
+    value.as_array().unwrap().iter().map(|text| text.as_str().unwrap()).collect()
+}
+
+/// Entry `choice` of a list with an entry per choice, or the entry that all share.
+fn of_choice(list: &Value, choice: usize) -> &Value {
+    let list = list.as_array().unwrap();
+    &list[choice.min(list.len() - 1)]
+}
+
+#[test]
+fn prompts_and_token_ids_are_lm_evals() {
+    let Some(shared) = shared() else { return };
+    let mut compared = 0;
+    for model in MODELS {
+        let tokenizer = Tokenizer::load(&shared.join("models").join(model)).unwrap();
+        for golden in Golden::all(&shared, model) {
+            let max_length = golden.value["max_length"].as_u64().unwrap() as usize;
+            let add_bos = golden.add_bos();
+            let tokens = TaskTokens { tokenizer: &tokenizer, add_bos, max_length };
+            let tasks = golden.questions(&shared);
+            let requests = tokens.requests(&tasks).unwrap();
+            for (task, requests) in tasks.iter().zip(&requests) {
+                let documents = golden.documents(task);
+                assert_eq!(task.questions.len(), documents.len(), "{:?}", golden.path);
+                for ((question, requests), document) in
+                    task.questions.iter().zip(requests).zip(documents)
+                {
+                    let place = format!("{:?} {}", golden.path, document["doc_id"]);
+                    assert_eq!(question.target as u64, document["target"].as_u64().unwrap());
+                    assert_eq!(question.contexts, texts(&document["contexts"]), "{place}");
+                    for (choice, request) in requests.iter().enumerate() {
+                        let (_, answer) = question.choice(choice);
+                        let continuation = of_choice(&document["continuations"], choice);
+                        let ScoredRequest { context, continuation: scored } = request;
+                        assert_eq!(*continuation, format!(" {answer}"), "{place}");
+                        assert_eq!(
+                            [context, scored],
+                            [
+                                &ids(of_choice(&document["context_tokens"], choice)),
+                                &ids(of_choice(&document["continuation_tokens"], choice))
+                            ],
+                            "{place} {choice}"
+                        );
+                        compared += 1;
+                    }
+                }
+            }
+        }
+    }
+    assert!(compared > 4000, "{compared} requests");
+}
+
+/// Printed digits of lm_eval: four.
+fn printed(value: f64) -> String {
+    format!("{value:.4}")
+}
+
+fn same(accuracy: Accuracy, results: &Value, metric: &str, place: &str) {
+    assert_eq!(printed(accuracy.value), printed(results[metric].as_f64().unwrap()), "{place}");
+    let error = results[format!("{metric}_stderr")].as_f64();
+    assert_eq!(accuracy.error.map(printed), error.map(printed), "{place} {metric}");
+}
+
+/// Compares the accuracies of a task.
+fn compare_metrics(report: &TaskReport, golden: &Golden) {
+    let place = format!("{:?}", golden.path);
+    if report.subjects.is_empty() {
+        let results = &golden.value["tasks"][&report.task]["results"];
+        assert_eq!(report.questions as u64, results["documents"].as_u64().unwrap());
+        same(report.acc, results, "acc", &place);
+        assert_eq!(report.acc_norm.is_some(), !results["acc_norm"].is_null(), "{place}");
+        if let Some(norm) = report.acc_norm {
+            same(norm, results, "acc_norm", &place);
+        }
+        return;
+    }
+    same(report.acc, &golden.value["groups"][&report.task], "acc", &place);
+    for (group, accuracy) in &report.groups {
+        same(*accuracy, &golden.value["groups"][format!("{}_{group}", report.task)], "acc", group);
+    }
+    for subject in &report.subjects {
+        let name = format!("{}_{}", report.task, subject.subject);
+        same(subject.acc, &golden.value["tasks"][name]["results"], "acc", &subject.subject);
+    }
+}
+
+/// The lines of `--log-samples` by task, subject and question.
+fn samples(path: &Path) -> BTreeMap<(String, u64), Value> {
+    let text = fs::read_to_string(path).unwrap();
+    let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let key = |line: &Value| {
+        let task = line["task"].as_str().unwrap();
+        let task = match line["subject"].as_str() {
+            Some(subject) => format!("{task}_{subject}"),
+            None => task.to_string(),
+        };
+        (task, line["question"].as_u64().unwrap())
+    };
+    lines.map(|line| (key(&line), line)).collect()
+}
+
+fn compare_document(line: &Value, document: &Value, max_length: usize, place: &str) {
+    for (choice, scored) in line["choices"].as_array().unwrap().iter().enumerate() {
+        let continuation = ids(of_choice(&document["continuation_tokens"], choice));
+        let mut all = ids(of_choice(&document["context_tokens"], choice));
+        all.extend(&continuation);
+        all.pop();
+        let input = &all[all.len().saturating_sub(max_length)..];
+        assert_eq!(ids(&scored["input"]), input, "{place}");
+        assert_eq!(ids(&scored["continuation"]), continuation, "{place}");
+        let [got, expected] = [&scored["log_likelihood"], &document["loglikelihood"][choice]]
+            .map(|of| of.as_f64().unwrap());
+        // The README of the goldens: f32 and f64 differ by up to 5.4e-5 and 3.1e-6.
+        let allowed = 1e-4 + 1e-5 * expected.abs();
+        assert!((got - expected).abs() <= allowed, "{place} {choice}: {got} is not {expected}");
+        assert_eq!(scored["is_greedy"], document["is_greedy"][choice], "{place} {choice}");
+    }
+    assert_eq!(line["acc_index"], document["acc_index"], "{place}");
+    if !document["acc_norm"].is_null() {
+        assert_eq!(line["acc_norm_index"], document["acc_norm_index"], "{place}");
+    }
+}
+
+/// Runs every golden of a model with the same settings, and compares requests and metrics. Returns the number of documents.
+fn compare_model(shared: &Path, model: &str) -> usize {
+    let mut groups: BTreeMap<String, Vec<Golden>> = BTreeMap::new();
+    for golden in Golden::all(shared, model) {
+        let mut line = format!("--num-fewshot {}", golden.num_fewshot());
+        if let Some(limit) = golden.value["limit"].as_f64() {
+            line += &format!(" --limit {limit}");
+        }
+        if let Some(bos) = golden.add_bos() {
+            line += &format!(" --add-bos {bos}");
+        }
+        groups.entry(line).or_default().push(golden);
+    }
+    let mut documents = 0;
+    for (line, goldens) in groups {
+        let place = Place::empty();
+        let tasks: Vec<String> = goldens.iter().map(|of| of.task().to_string()).collect();
+        let (model, from) = (shared.join("models").join(model), shared.join("data/tasks"));
+        let ran = place.run(&format!(
+            "eval {} --tasks {} --tasks-from {} {line} --log-samples samples.jsonl --use-cpu --dtype f32 --json",
+            model.display(),
+            tasks.join(","),
+            from.display()
+        ));
+        assert_eq!(ran.code, 0, "{line}\n{}", ran.stderr);
+        let record: Manifest = serde_json::from_str(&ran.stdout).unwrap();
+        assert!(record.perplexity.dense.is_none(), "tasks only");
+        let results = record.tasks.expect("tasks");
+        let samples = samples(&place.path("samples.jsonl"));
+        for golden in &goldens {
+            let name = golden.task().to_string();
+            let report = results.dense.iter().find(|report| report.task == name).expect("a task");
+            compare_metrics(report, golden);
+            let max_length = golden.value["max_length"].as_u64().unwrap() as usize;
+            for (task, of_task) in golden.value["tasks"].as_object().unwrap() {
+                for document in of_task["documents"].as_array().unwrap() {
+                    let number = document["doc_id"].as_u64().unwrap();
+                    let line = &samples[&(task.clone(), number)];
+                    let place = format!("{:?} {task} {number}", golden.path);
+                    compare_document(line, document, max_length, &place);
+                    documents += 1;
+                }
+            }
+        }
+    }
+    documents
+}
+
+#[test]
+fn every_request_of_stories260k_is_scored_as_lm_eval_scores_it() {
+    let Some(shared) = shared() else { return };
+    let documents = compare_model(&shared, MODELS[0]);
+    assert!(documents > 600, "{documents}");
+}
+
+#[test]
+fn every_request_of_wikitext_llama_8m_is_scored_as_lm_eval_scores_it() {
+    let Some(shared) = shared() else { return };
+    let documents = compare_model(&shared, MODELS[1]);
+    assert!(documents > 600, "{documents}");
+}
+
+/// A place with the model `m` and a task of three questions.
+fn place_with_task(lines: &str) -> Place {
+    let place = Place::new();
+    fs::write(place.path("q.jsonl"), lines).unwrap();
+    place
+}
+
+const QUESTIONS: &str = r#"{"context": "The first king of the old land was", "choices": ["a man", "a stone of the sea", "no"], "label": 0}
+{"context": "The second king of the old land, who was the son of the first king, was", "choices": ["old", "young and tall"], "label": 1}
+{"context": "A", "choices": ["b", "c"], "label": 0}
+"#;
+
+fn results(place: &Place, line: &str) -> Manifest {
+    let ran = place.run(&format!("{line} --use-cpu --json"));
+    assert_eq!(ran.code, 0, "{line}\n{}", ran.stderr);
+    serde_json::from_str(&ran.stdout).unwrap()
+}
+
+#[test]
+fn dense_and_pruned_in_one_sweep_give_the_bits_of_two_runs_in_any_memory() {
+    let place = place_with_task(QUESTIONS);
+    let tasks = "--tasks my=q.jsonl --num-fewshot 1 --seqlen 64 --eval-dataset test.txt";
+    let both = "--model m --prune-method magnitude --sparsity-ratio 0.5 --eval both --save out";
+    results(&place, &format!("{both} {tasks} --log-samples both.jsonl"));
+    let read = |name: &str| fs::read_to_string(place.path(name)).unwrap();
+    let both = read("both.jsonl");
+    let (dense, pruned): (Vec<&str>, Vec<&str>) =
+        both.lines().partition(|line| line.contains("\"model\":\"dense\""));
+    assert_eq!((dense.len(), pruned.len()), (3, 3));
+    let pruned: Vec<String> =
+        pruned.iter().map(|line| line.replace("\"pruned\"", "\"dense\"")).collect();
+    for (model, lines) in [("m", dense.join("\n")), ("out/model", pruned.join("\n"))] {
+        for more in [
+            "--threads 2",
+            "--threads 1",
+            "--hidden-states disk --offload-folder spill",
+            r#"--memory-settings {"weights":"matrix","prefetch":false,"mlp_tokens":16,"attention_heads":1}"#,
+            r#"--simulate {"gpus":["1GiB"]}"#,
+        ] {
+            let cpu = if more.contains("simulate") { "" } else { "--use-cpu" };
+            let line = format!("eval {model} {tasks} --log-samples one.jsonl --json {more} {cpu}");
+            let ran = place.run(&line);
+            assert_eq!(ran.code, 0, "{line}\n{}", ran.stderr);
+            assert_eq!(read("one.jsonl").trim_end(), lines, "{model} {more}");
+        }
+    }
+    let against = format!("eval out/model --against m {tasks} --log-samples two.jsonl");
+    let record = results(&place, &against);
+    assert_eq!(read("two.jsonl"), both, "two commands");
+    assert!(record.perplexity.divergence.is_some());
+}
+
+#[test]
+fn tasks_have_a_table_and_a_gate() {
+    let place = place_with_task(QUESTIONS);
+    let tasks = "--tasks my=q.jsonl --seqlen 64 --use-cpu";
+    let ran = place.run(&format!("eval m {tasks} --min-accuracy 1"));
+    let right = ran.stdout.contains("100.00 ±");
+    assert_eq!(ran.code, if right { 0 } else { 4 }, "{}\n{}", ran.stdout, ran.stderr);
+    for row in ["tasks ", "  my ", "(acc, 3 questions)", "(acc_norm, 3 questions)"] {
+        assert!(ran.stdout.contains(row), "{row}\n{}", ran.stdout);
+    }
+    let ran = place.run("eval m --eval-dataset test.txt --seqlen 64 --use-cpu --min-accuracy 0.5");
+    assert_eq!(ran.code, 2);
+    assert!(ran.stderr.contains("hint: name them, like --tasks "), "{}", ran.stderr);
+    let ran = place.run("eval m --tasks boolq --use-cpu");
+    assert_eq!(ran.code, 2);
+    assert!(ran.stderr.contains("name the folder with --tasks-from"), "{}", ran.stderr);
+}
+
+#[test]
+fn a_bad_row_is_one_error_with_file_and_line() {
+    let good = r#"{"context": "a", "choices": ["b", "c"], "label": 0}"#;
+    let long = format!(r#"{{"context": "{}", "choices": ["b"], "label": 0}}"#, "x".repeat(2 << 20));
+    for (bad, why) in [
+        (r#"{"context": "a", "choices": ["b", "c"]}"#, "it has no `label`"),
+        (
+            r#"{"context": "a", "choices": ["b", "c"], "label": 2}"#,
+            "`label` is 2, and the choices are 0 to 1",
+        ),
+        (r#"{"context": "a", "choices": [], "label": 0}"#, "`choices` is empty"),
+        (r#"{"context": "a", "choices": ["b", ""], "label": 0}"#, "a choice is an empty text"),
+        (r#"{"context": 1, "choices": ["b"], "label": 0}"#, "`context` is a number, not a text"),
+        (
+            r#"{"context": "a", "choices": ["b", 2], "label": 0}"#,
+            "`choices` is a list, not a list of texts",
+        ),
+        (
+            r#"{"context": "a", "choices": ["b"], "label": "0"}"#,
+            "`label` is a text, not a whole number",
+        ),
+        ("[]", "it is a list, not an object"),
+        ("{", "it is no JSON"),
+        (&long, "it has 2.00 MiB, and 1.00 MiB is the limit"),
+    ] {
+        let place = place_with_task(&format!("{good}\n{bad}\n"));
+        let ran = place.run("eval m --tasks my=q.jsonl --seqlen 64 --use-cpu");
+        assert_eq!(ran.code, 1, "{}", ran.stderr);
+        let first = ran.stderr.lines().next().unwrap();
+        assert!(first.contains("q.jsonl`, line 2: ") && first.contains(why), "{first}");
+        assert_eq!(ran.stderr.matches("error:").count(), 1, "{}", ran.stderr);
+        assert!(ran.stderr.contains("hint:"), "{}", ran.stderr);
+    }
+}
