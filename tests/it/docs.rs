@@ -19,9 +19,9 @@ use crate::support::{Place, ran, words};
 /// Words of the longest sentence.
 const LONGEST_SENTENCE: usize = 40;
 /// Words of the pages for users, docs/ without the generated page.
-const USER_PAGES: usize = 19_000;
+const USER_PAGES: usize = 19_400;
 /// Words of the pages for those who change the code, docs/dev/.
-const DEV_PAGES: usize = 14_850;
+const DEV_PAGES: usize = 14_950;
 /// Lines and columns of README's first screen.
 const SCREEN: (usize, usize) = (45, 100);
 /// The page that `cli_page` writes.
@@ -219,7 +219,7 @@ fn staged() -> (Place, Server) {
         ..RandomCheckpoint::default()
     };
     let (place, server) = (Place::empty(), Server::start());
-    for folder in ["models", "data/c4", "data/wikitext-2", "scratch"] {
+    for folder in ["models", "data/c4", "data/wikitext-2", "data/set", "scratch"] {
         fs::create_dir_all(place.path(folder)).expect("a new folder");
     }
     for (name, seed) in [("llama-2-7b", 0), ("chat", 1), ("math", 2)] {
@@ -246,6 +246,7 @@ fn staged() -> (Place, Server) {
         ("data/wikitext-2/wiki.train.raw", words(5, 6000)),
         ("data/wikitext-2/wiki.test.raw", words(6, 6000)),
         ("data/train.jsonl", documents.clone()),
+        ("data/set/train.jsonl", documents.clone()),
         ("data/heldout.txt", words(7, 6000)),
         ("machine.json", machine.to_string()),
         ("prompt.txt", words(8, 5)),
