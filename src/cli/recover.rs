@@ -71,8 +71,9 @@ pub struct RecoverArgs {
 const DATASET_HELP: &str = "\
 Text to train on
 
-NAME, NAME:PATH or a path, as for calibration, and `jsonl:PATH` with `text`, `messages`, or `prompt` and `completion` on each line. Conversations go \
-through the model's chat template, and loss counts on answers only. docs/datasets.md has all forms.";
+NAME, NAME:PATH or a path, as for calibration. Documents are texts (`text`), conversations (`messages`, `conversations`), or a prompt with its answer \
+(`prompt` and `completion`, `instruction` and `output`). Conversations go through the model's chat template, and loss counts on answers only. \
+docs/datasets.md has all forms.";
 
 /// The largest number, for as many examples as the steps need.
 const NEEDED: &str = "4294967295";

@@ -1,25 +1,17 @@
-//! The tokens of a line of training data, and the tokens that loss counts on.
+//! The tokens of a document, and the tokens that loss counts on.
 //!
-//! Loss counts on all tokens of a text, and on the answers of a conversation: the assistant's messages, or a completion. An answer is
-//! found by prefixes, for any template. The conversation before it is rendered with the place of an answer
-//! (`add_generation_prompt`), and the conversation with it is rendered without. The answer's tokens begin where the tokens of the whole
-//! conversation first differ from the first rendering, and end where they first differ from the second rendering. So they contain the
-//! end of the turn, which the model must learn to write. If a token spans the border, it is the first that differs, and loss counts on it.
-//!
-//! Some templates render an answer differently once a message follows (they remove its thoughts, or trim it). No loss counts on that
-//! answer, and it is counted as unmatched.
+//! Loss counts on all tokens of a text, on a completion, and on the answers of a conversation ([`answer_places`](super::answer_places)):
+//! on every token that stands for a byte of an answer, as in the masks of `transformers`.
 
 use anyhow::Result;
-use serde_json::{Value, json};
 
+use super::answer_places::{AnswerPlaces, find_answers};
+use super::conversation::Conversation;
+use super::document::Document;
 use super::tokenizer::LONGEST_PIECE;
-use super::training_line::TrainingLine;
 use super::{ChatTemplate, Tokenizer};
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
-
-/// The role of the messages that loss counts on.
-const ANSWERS: &str = "assistant";
 
 /// Tokens, and a flag per token: true if loss counts on it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -27,11 +19,11 @@ pub(super) struct MarkedTokens {
     pub(super) tokens: Vec<u32>,
     /// Loss counts on the token, `[tokens]`.
     pub(super) is_target: Vec<bool>,
-    /// Answers that the whole conversation does not contain as they were rendered alone.
+    /// Answers that the rendered conversation does not contain.
     pub(super) unmatched: usize,
 }
 
-/// The tokens of a line, by its kind.
+/// The tokens of a document, by its kind.
 ///
 /// * a text: its ids with the tokenizer's special tokens, then the end-of-text token; no token for an empty text
 /// * a conversation: the ids of the rendered template, which contains its special tokens
@@ -40,19 +32,19 @@ pub(super) struct MarkedTokens {
 ///
 /// Fails when a conversation has no template, the template refuses it, and when the text cannot be tokenized.
 pub(super) fn marked_tokens(
-    line: &TrainingLine,
+    document: &Document,
     tokenizer: &Tokenizer,
     chat: Option<&ChatTemplate>,
 ) -> Result<MarkedTokens> {
-    match (line, chat) {
-        (TrainingLine::Text(text), _) => {
+    match (document, chat) {
+        (Document::Text(text), _) => {
             if text.is_empty() {
                 return Ok(MarkedTokens::default());
             }
             let tokens = with_end(tokenizer.encode(text)?, tokenizer);
             Ok(MarkedTokens { is_target: vec![true; tokens.len()], tokens, unmatched: 0 })
         }
-        (TrainingLine::Completion { prompt, completion }, None) => {
+        (Document::Completion { prompt, completion, .. }, None) => {
             let before = tokenizer.encode(prompt)?;
             let tokens = tokenizer.encode(&format!("{prompt}{completion}"))?;
             let begin = common(&before, &tokens);
@@ -63,15 +55,10 @@ pub(super) fn marked_tokens(
                 unmatched: 0,
             })
         }
-        (TrainingLine::Completion { prompt, completion }, Some(chat)) => {
-            let message = |role: &str, content: &str| json!({ "role": role, "content": content });
-            let messages = [message("user", prompt), message(ANSWERS, completion)];
-            conversation(&messages, tokenizer, chat)
-        }
-        (TrainingLine::Conversation(messages), Some(chat)) => {
+        (Document::Completion { messages, .. } | Document::Conversation(messages), Some(chat)) => {
             conversation(messages, tokenizer, chat)
         }
-        (TrainingLine::Conversation(_), None) => Err(no_template().into()),
+        (Document::Conversation(_), None) => Err(no_template().into()),
     }
 }
 
@@ -83,48 +70,34 @@ pub(super) fn no_template() -> Failure {
 }
 
 fn conversation(
-    messages: &[Value],
+    conversation: &Conversation,
     tokenizer: &Tokenizer,
     chat: &ChatTemplate,
 ) -> Result<MarkedTokens> {
-    let answers = (0..messages.len()).filter(|&index| messages[index]["role"] == ANSWERS);
-    let beginnings: Vec<(usize, bool)> = answers
-        .flat_map(|index| [(index, true), (index + 1, false)])
-        .chain([(messages.len(), false)])
-        .collect();
-    let mut rendered = chat.render_beginnings(messages, &beginnings)?;
-    let whole = rendered.pop().unwrap_or_default();
-    if whole.len() > LONGEST_PIECE {
-        return Err(Failure::new(format!(
-            "a conversation has {} of text, the limit is {}",
-            ByteSize(whole.len() as u64),
-            ByteSize(LONGEST_PIECE as u64)
-        ))
-        .hint("divide it into several")
-        .into());
+    let AnswerPlaces { text, places, unmatched } = find_answers(conversation, tokenizer, chat)?;
+    check_length(&text)?;
+    let (tokens, bytes) = tokenizer.encode_with_places(&text)?;
+    let mut is_target = vec![false; tokens.len()];
+    let mut places = places.into_iter().peekable();
+    for (flag, (begin, end)) in is_target.iter_mut().zip(bytes) {
+        // Places and tokens are in order.
+        while places.next_if(|place| begin >= place.end).is_some() {}
+        *flag = places.peek().is_some_and(|place| end > place.start);
     }
-    let tokens = tokenizer.encode_plain(&whole)?;
-    let mut marked = MarkedTokens { is_target: vec![false; tokens.len()], tokens, unmatched: 0 };
-    let shared = |text: &str, tokens: &[u32]| -> Result<usize> {
-        if text == whole {
-            return Ok(tokens.len());
-        }
-        // A beginning longer than the whole is refused by its comparison; its first bytes decide.
-        Ok(common(&tokenizer.encode_plain(text)?, tokens))
-    };
-    for answer in rendered.as_chunks::<2>().0 {
-        let begin = shared(&answer[0], &marked.tokens)?;
-        // An answer that is rendered differently later has no end there, and no loss counts on its beginning alone.
-        let end = match whole.starts_with(&answer[1]) {
-            true => shared(&answer[1], &marked.tokens)?,
-            false => begin,
-        };
-        match marked.is_target.get_mut(begin..end) {
-            Some(flags) if !flags.is_empty() => flags.fill(true),
-            _ => marked.unmatched += 1,
-        }
+    Ok(MarkedTokens { tokens, is_target, unmatched })
+}
+
+/// Refuses a conversation that is too long for one call of the tokenizer.
+pub(super) fn check_length(text: &str) -> Result<(), Failure> {
+    if text.len() <= LONGEST_PIECE {
+        return Ok(());
     }
-    Ok(marked)
+    Err(Failure::new(format!(
+        "a conversation has {} of text, the limit is {}",
+        ByteSize(text.len() as u64),
+        ByteSize(LONGEST_PIECE as u64)
+    ))
+    .hint("divide it into several"))
 }
 
 /// Ends the ids of a text with the end-of-text token, unless the tokenizer has none.
@@ -156,11 +129,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
         let chat = ChatTemplate::load(folder.path()).unwrap();
-        let messages: Vec<Value> = turns
-            .iter()
-            .map(|(role, content)| json!({ "role": role, "content": content }))
-            .collect();
-        let marked = conversation(&messages, &tokenizer, &chat).unwrap();
+        let marked = conversation(&Conversation::of(turns.iter().copied()), &tokenizer, &chat);
+        let marked = marked.unwrap();
         Some((tokenizer, marked))
     }
 
@@ -215,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_that_changes_once_a_message_follows_has_no_loss() {
+    fn an_answer_that_changes_once_a_message_follows_has_loss_as_it_is_rendered() {
         // Thoughts are removed, or spaces at the end are trimmed, from all answers but the last.
         for (change, thought, end) in [
             ("m['content'].split('THOUGHT')[-1]", "hmmTHOUGHT", ""),
@@ -233,8 +203,9 @@ mod tests {
             let Some((tokenizer, marked)) = marked(&template, &turns) else {
                 return;
             };
-            assert_eq!(marked.unmatched, 1, "{change}");
-            assert_eq!(answers(&tokenizer, &marked), [format!("{}</s>", last.trim())], "{change}");
+            assert_eq!(marked.unmatched, 0, "{change}");
+            let expected = ["One.</s>".to_owned(), format!("{}</s>", last.trim())];
+            assert_eq!(answers(&tokenizer, &marked), expected, "{change}");
         }
     }
 
@@ -244,11 +215,9 @@ mod tests {
             return;
         };
         let tokenizer = Tokenizer::load(&folder).unwrap();
-        let line = TrainingLine::Completion {
-            prompt: "Once upon a time".to_string(),
-            completion: " there was a cat.".to_string(),
-        };
-        let marked = marked_tokens(&line, &tokenizer, None).unwrap();
+        let line = br#"{"prompt": "Once upon a time", "completion": " there was a cat."}"#;
+        let document = Document::parse(line).unwrap().unwrap();
+        let marked = marked_tokens(&document, &tokenizer, None).unwrap();
         let texts = answers(&tokenizer, &marked);
         assert_eq!(texts.len(), 1);
         assert!(texts[0].starts_with("there was a cat."), "{texts:?}");

@@ -2,8 +2,9 @@
 //!
 //! The rules come from SparseGPT's and Wanda's loaders. From a joined text of T tokens, each sample has a start uniform in
 //! [0, T − seqlen − 1]. From documents, each sample draws documents until a document has more than seqlen tokens, then a start uniform in
-//! [0, len − seqlen − 1]. All draws are from one CPython stream after `random.seed(seed)`, with replacement. One rule differs:
-//! the reference draws forever if no document is long enough; this program stops and proposes a length.
+//! [0, len − seqlen − 1]. All draws are from one CPython stream after `random.seed(seed)`, with replacement. Two rules differ.
+//! The reference draws forever if no document is long enough; this program stops and proposes a length. The reference has no conversations:
+//! here a sample is conversations, drawn and joined until they have seqlen tokens, so that it begins as a conversation begins.
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -13,6 +14,7 @@ use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
 use super::cache::TextCache;
+use super::document::Document;
 use super::documents::Documents;
 use super::joined::tokenize_joined;
 use super::python_random::PythonRandom;
@@ -73,22 +75,24 @@ pub fn calibration(
         .into());
     }
     let tokens = allocate(nsamples, seqlen)?;
-    let mut samples =
-        Samples { tokens, starts: Vec::new(), documents: Vec::new(), nsamples, seqlen };
+    let mut samples = Samples {
+        tokens,
+        starts: Vec::new(),
+        documents: Vec::new(),
+        conversations: 0,
+        nsamples,
+        seqlen,
+    };
     let mut random = PythonRandom::new(seed);
     let protocol = match &source.files {
-        Files::Documents(path, format) => {
-            let mut documents = Documents::open(path, *format, cache, events)?;
-            let total_tokens =
-                samples.draw_documents(&mut documents, source, tokenizer, &mut random, events)?;
+        Files::Documents(_, format) => {
+            let documents = Documents::open(source, *format, cache, events)?;
+            let drawn = DocumentDraw { documents: &documents, source, tokenizer };
+            let total_tokens = samples.draw_documents(&drawn, &mut random, events)?;
             TextProtocol {
                 dataset: source.dataset.to_owned(),
                 path: source.path(),
-                convention: format!(
-                    "{}: {} documents, drawn until one is longer than seqlen, tokenized alone, a window at a uniform start",
-                    source.label,
-                    documents.count()
-                ),
+                convention: drawn.convention(samples.conversations),
                 text_sha256: documents.sha256(),
                 tokenizer_sha256: tokenizer.sha256().to_owned(),
                 total_tokens,
@@ -129,12 +133,73 @@ fn allocate(nsamples: usize, seqlen: usize) -> Result<Vec<u32>> {
     Ok(tokens)
 }
 
+/// A sample that is being joined of conversations.
+#[derive(Default)]
+struct Joined {
+    ids: Vec<u32>,
+    /// The first conversation of the sample.
+    first: Option<u64>,
+    /// Tokens of all conversations so far.
+    tokens: u64,
+}
+
 struct Samples {
     tokens: Vec<u32>,
     starts: Vec<u64>,
     documents: Vec<u64>,
+    /// Conversations and completions that samples were joined of.
+    conversations: u64,
     nsamples: usize,
     seqlen: usize,
+}
+
+/// The documents that samples are drawn from.
+struct DocumentDraw<'a> {
+    documents: &'a Documents,
+    source: &'a Source,
+    tokenizer: &'a Tokenizer,
+}
+
+impl DocumentDraw<'_> {
+    /// The document of a number; `None` if its fields are null.
+    fn read(&self, number: u64) -> Result<Option<Drawn>> {
+        let Some(document) = self.documents.document(number)? else {
+            return Ok(None);
+        };
+        let text = self.source.text_of(&document);
+        let ids = text.and_then(|text| text.ids(self.tokenizer));
+        let ids = ids.map_err(|error| self.documents.at_document(error, number))?;
+        Ok(Some(match document {
+            Document::Text(_) => Drawn::Text(ids),
+            _ => Drawn::Conversation(ids),
+        }))
+    }
+
+    /// The way in which samples were drawn, in words.
+    fn convention(&self, conversations: u64) -> String {
+        let (label, count) = (&self.source.label, self.documents.count());
+        if conversations == 0 {
+            return format!(
+                "{label}: {count} documents, drawn until one is longer than seqlen, tokenized alone, a window at a uniform start"
+            );
+        }
+        let template = match &self.source.chat {
+            Ok(Some(chat)) => {
+                format!("chat template {}", digest::of_bytes(chat.text().as_bytes()))
+            }
+            _ => "no chat template".to_owned(),
+        };
+        format!(
+            "{label}: {count} documents, {conversations} conversations drawn and joined until they have seqlen tokens, {template}"
+        )
+    }
+}
+
+/// The ids of a document.
+enum Drawn {
+    Text(Vec<u32>),
+    /// Of a conversation, or of a prompt with its completion.
+    Conversation(Vec<u32>),
 }
 
 impl Samples {
@@ -174,14 +239,13 @@ impl Samples {
     /// Draws all samples from documents. Returns the number of tokens of the different documents that were tokenized.
     fn draw_documents(
         &mut self,
-        documents: &mut Documents,
-        source: &Source,
-        tokenizer: &Tokenizer,
+        drawn: &DocumentDraw<'_>,
         random: &mut PythonRandom,
         events: &dyn Events,
     ) -> Result<u64> {
         let started = Instant::now();
         let phase = "draw documents".to_owned();
+        let available = drawn.documents.count();
         events.emit(Event::PhaseStarted {
             phase: phase.clone(),
             unit: "samples",
@@ -193,21 +257,32 @@ impl Samples {
         let mut kept_ids = 0;
         let mut has_fitting = false;
         let mut drawn_in_a_row = 0;
+        let mut joined = Joined::default();
         while self.starts.len() < self.nsamples {
             // Fails if all documents are known to be too short, or after a long run of misses.
-            let all_seen = counts.len() as u64 == documents.count();
+            let all_seen = counts.len() as u64 == available;
             if drawn_in_a_row >= PATIENCE || (all_seen && !has_fitting) {
-                return Err(self.none_fits(&counts, documents.count(), source).into());
+                return Err(self.none_fits(&counts, available, drawn.source).into());
             }
             drawn_in_a_row += 1;
-            let number = random.randint(0, documents.count() - 1);
+            let number = random.randint(0, available - 1);
             if counts.get(&number).is_some_and(|count| *count <= self.seqlen) {
                 continue;
             }
             if let Some(ids) = kept.get(&number) {
                 self.take(ids, random);
             } else {
-                let ids = tokenizer.encode(&documents.text(number)?)?;
+                let ids = match drawn.read(number)? {
+                    Some(Drawn::Conversation(ids)) if !ids.is_empty() => {
+                        self.conversations += 1;
+                        (has_fitting, drawn_in_a_row) = (true, 0);
+                        self.join(&mut joined, number, &ids);
+                        events.emit(Event::Progress { done: self.starts.len() as u64 });
+                        continue;
+                    }
+                    Some(Drawn::Text(ids) | Drawn::Conversation(ids)) => ids,
+                    None => Vec::new(),
+                };
                 counts.insert(number, ids.len());
                 if ids.len() <= self.seqlen {
                     continue;
@@ -224,7 +299,20 @@ impl Samples {
             events.emit(Event::Progress { done: self.starts.len() as u64 });
         }
         events.emit(Event::PhaseDone { phase, elapsed: started.elapsed() });
-        Ok(counts.into_values().map(|count| count as u64).sum())
+        Ok(counts.into_values().map(|count| count as u64).sum::<u64>() + joined.tokens)
+    }
+
+    /// Adds a conversation to the sample that is being joined, and takes the sample once it is long enough.
+    fn join(&mut self, joined: &mut Joined, number: u64, ids: &[u32]) {
+        joined.tokens += ids.len() as u64;
+        joined.first.get_or_insert(number);
+        joined.ids.extend_from_slice(ids);
+        if joined.ids.len() >= self.seqlen {
+            self.tokens.extend_from_slice(&joined.ids[..self.seqlen]);
+            self.starts.push(0);
+            self.documents.extend(joined.first.take());
+            joined.ids.clear();
+        }
     }
 
     fn none_fits(&self, counts: &HashMap<u64, usize>, available: u64, source: &Source) -> Failure {

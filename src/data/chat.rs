@@ -2,11 +2,21 @@
 //!
 //! Templates are Jinja, written for Python: `chat_template.jinja` in the model's folder, else `chat_template` of `tokenizer_config.json`,
 //! which is a string or a list of named templates with a `default`. They are rendered as in `transformers`: blocks are trimmed, strings and
-//! lists have Python's methods, `raise_exception` is an error, and the special tokens of `tokenizer_config.json` are variables. The date of
-//! the day is not given, so a question makes the same text every day; templates that use the date contain a default for it.
-//! `rendering` renders, within bounds that `process` sets.
+//! lists have Python's methods, values are printed as Python prints them, `raise_exception` is an error, `strftime_now` the date, and the
+//! special tokens of `tokenizer_config.json` are variables. `tools` and `documents` are always defined.
+//!
+//! | file | content |
+//! | --- | --- |
+//! | `clock` | the date of `strftime_now` |
+//! | `marks` | the statement `{% generation %}` |
+//! | `process` | a process of its own for rendering, with bounds of time and memory |
+//! | `python` | values and JSON as Python prints them |
+//! | `rendering` | rendering in this process |
 
+mod clock;
+mod marks;
 pub mod process;
+mod python;
 mod rendering;
 
 use std::io::ErrorKind;
@@ -14,24 +24,33 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::Result;
-use serde_json::{Map, Value};
+use serde_json::Value;
 
+use super::conversation::Conversation;
+use super::ordered_json::OrderedJson;
 use crate::failure::Failure;
 use crate::input::{cannot_read, read_settings};
+pub(super) use marks::RenderedText;
 use process::RenderingPlace;
-use rendering::{Message, Refusal, Rendered, RenderingRequest};
+pub(super) use rendering::{Beginning, PROBE};
+use rendering::{Refusal, Rendered, RenderingRequest};
 
 /// A template, and the special tokens that it may use.
 #[derive(Debug, Clone)]
 pub struct ChatTemplate {
     text: String,
+    /// The template for conversations with tools, if the model has one of its own.
+    tool_use: Option<String>,
     path: PathBuf,
-    tokens: Map<String, Value>,
+    tokens: Vec<(String, OrderedJson)>,
     place: Arc<RenderingPlace>,
 }
 
 /// The special tokens that are variables of a template.
-const TOKENS: [&str; 4] = ["bos_token", "eos_token", "unk_token", "pad_token"];
+const TOKENS: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+/// The name of the template for conversations with tools.
+const TOOL_USE: &str = "tool_use";
 
 const OWN_PROMPT: &str =
     "leave --chat out, and write the prompt as the model was trained to see it";
@@ -70,19 +89,23 @@ impl ChatTemplate {
             .filter_map(|&name| {
                 let token = &config[name];
                 let content = token.as_str().or_else(|| token["content"].as_str())?;
-                Some((name.to_owned(), Value::from(content)))
+                Some((name.to_owned(), OrderedJson::from(content)))
             })
             .collect();
         let path = folder.join("chat_template.jinja");
         if let Some(text) = read(&path)? {
-            return Ok(Some(Self::new(text, path, tokens)));
+            let tool_use = folder.join("additional_chat_templates").join(TOOL_USE);
+            let tool_use = read(&tool_use.with_extension("jinja"))?;
+            return Ok(Some(Self { tool_use, ..Self::new(text, path, tokens) }));
         }
-        let text = match &config["chat_template"] {
-            Value::String(text) => text.clone(),
-            Value::Array(named) => default_of(named, &config_path)?,
+        let (text, tool_use) = match &config["chat_template"] {
+            Value::String(text) => (text.clone(), None),
+            Value::Array(templates) => {
+                (default_of(templates, &config_path)?, named(templates, TOOL_USE))
+            }
             _ => return Ok(None),
         };
-        Ok(Some(Self::new(text, config_path, tokens)))
+        Ok(Some(Self { tool_use, ..Self::new(text, config_path, tokens) }))
     }
 
     /// Checks that a text is a template.
@@ -91,13 +114,13 @@ impl ChatTemplate {
     /// Fails for text that is not Jinja, or too large.
     pub fn check(text: &str) -> Result<()> {
         let path = PathBuf::from("chat_template");
-        let template = Self::new(text.to_string(), path, Map::new());
-        let compiled = template.apply(Vec::new(), &[]);
+        let template = Self::new(text.to_string(), path, Vec::new());
+        let compiled = template.apply(&Conversation::default(), &[]);
         Ok(compiled.map(drop).map_err(|refusal| template.failure(&refusal))?)
     }
 
-    fn new(text: String, path: PathBuf, tokens: Map<String, Value>) -> Self {
-        Self { text, path, tokens, place: Arc::default() }
+    fn new(text: String, path: PathBuf, tokens: Vec<(String, OrderedJson)>) -> Self {
+        Self { text, tool_use: None, path, tokens, place: Arc::default() }
     }
 
     /// The template.
@@ -111,45 +134,38 @@ impl ChatTemplate {
     /// Fails when the template is too large, is not valid Jinja, takes too much time or memory, or refuses the conversation; some refuse
     /// system messages. The message names the file.
     pub fn render(&self, system: Option<&str>, user: &str) -> Result<String> {
-        let message = |role: &str, content: &str| {
-            let field = |name: &str, value: &str| (name.to_owned(), Value::from(value));
-            vec![field("role", role), field("content", content)]
-        };
-        let messages: Vec<Message> = system
-            .map(|system| message("system", system))
-            .into_iter()
-            .chain([message("user", user)])
-            .collect();
-        let whole = [(messages.len(), true)];
-        let rendered = self.apply(messages, &whole).map_err(|refusal| {
+        let system = system.map(|system| ("system", system));
+        let conversation = Conversation::of(system.into_iter().chain([("user", user)]));
+        let messages = conversation.messages.len();
+        let whole = [Beginning { messages, is_answered: true, probed: None }];
+        let rendered = self.apply(&conversation, &whole).map_err(|refusal| {
             let hint = match (system, refusal.messages) {
                 (Some(_), Some(_)) => "some templates have no system message: leave --system out",
                 _ => OWN_PROMPT,
             };
             self.failure(&refusal).hint(hint)
         })?;
-        Ok(rendered.concat())
+        let text = rendered.into_iter().flatten().next();
+        Ok(text.map(|rendered| rendered.text).unwrap_or_default())
     }
 
-    /// Renders beginnings of a conversation, in order. A beginning has a number of messages. If the flag is true, the place at which the
-    /// model answers follows.
+    /// Returns whether the template marks the text that the model writes.
+    pub(super) fn has_marks(&self, conversation: &Conversation) -> bool {
+        marks::are_in(self.template_for(conversation))
+    }
+
+    /// Renders beginnings of a conversation, in order. A beginning after the first is `None` if the template refuses it.
     ///
     /// # Errors
-    /// Fails when the template is too large, is not valid Jinja, takes too much time or memory, or refuses a beginning. The message
-    /// names the template's file, a detail the beginning.
+    /// Fails when the template is too large, is not valid Jinja, takes too much time or memory, or refuses the first beginning. The
+    /// message names the template's file, a detail the beginning.
     pub(super) fn render_beginnings(
         &self,
-        messages: &[Value],
-        beginnings: &[(usize, bool)],
-    ) -> Result<Vec<String>> {
-        let fields = |message: &Value| {
-            let fields = message.as_object().into_iter().flatten();
-            let fields = fields.map(|(name, value)| (name.clone(), value.clone()));
-            fields.collect()
-        };
-        let all = messages.len();
-        let rendered = self.apply(messages.iter().map(fields).collect(), beginnings);
-        Ok(rendered.map_err(|refusal| {
+        conversation: &Conversation,
+        beginnings: &[Beginning],
+    ) -> Result<Vec<Option<RenderedText>>> {
+        let all = conversation.messages.len();
+        Ok(self.apply(conversation, beginnings).map_err(|refusal| {
             let failure = self.failure(&refusal);
             match refusal.messages {
                 None => failure,
@@ -160,11 +176,17 @@ impl ChatTemplate {
         })?)
     }
 
-    fn apply(&self, messages: Vec<Message>, beginnings: &[(usize, bool)]) -> Rendered {
+    /// The template for a conversation: with tools its own, if the model has one, as in `transformers`.
+    fn template_for(&self, conversation: &Conversation) -> &str {
+        let has_tools = conversation.variables.iter().any(|(name, _)| name == "tools");
+        self.tool_use.as_deref().filter(|_| has_tools).unwrap_or(&self.text)
+    }
+
+    fn apply(&self, conversation: &Conversation, beginnings: &[Beginning]) -> Rendered {
         self.place.render(&RenderingRequest {
-            template: self.text.clone(),
-            tokens: self.tokens.clone(),
-            messages,
+            template: self.template_for(conversation).to_owned(),
+            variables: [&self.tokens[..], &conversation.variables].concat(),
+            messages: conversation.messages.clone(),
             beginnings: beginnings.to_vec(),
         })
     }
@@ -181,15 +203,17 @@ impl ChatTemplate {
     }
 }
 
+/// A template of a list, by its name.
+fn named(templates: &[Value], name: &str) -> Option<String> {
+    let found = templates.iter().find(|template| template["name"] == name)?;
+    found["template"].as_str().map(str::to_owned)
+}
+
 /// The template named `default` in a list.
-fn default_of(named: &[Value], path: &Path) -> Result<String> {
-    let found = named
-        .iter()
-        .find(|template| template["name"] == "default")
-        .and_then(|template| template["template"].as_str());
-    Ok(found.map(str::to_owned).ok_or_else(|| {
+fn default_of(templates: &[Value], path: &Path) -> Result<String> {
+    Ok(named(templates, "default").ok_or_else(|| {
         let names: Vec<&str> =
-            named.iter().filter_map(|template| template["name"].as_str()).collect();
+            templates.iter().filter_map(|template| template["name"].as_str()).collect();
         Failure::new(format!("`{}` names no chat template `default`", path.display()))
             .detail(format!("there are: {}", names.join(", ")))
             .hint("put the one to use into `chat_template.jinja` beside it")
@@ -229,7 +253,7 @@ mod tests {
     #[test]
     fn a_template_of_the_llama_kind_is_rendered_as_python_would() {
         // Llama 3's way: a loop, Python's strip and slices, the tokens' names, a date only if `strftime_now` is defined.
-        let template = "{{- bos_token }}\n{%- if strftime_now is defined %}\n{{ strftime_now('%d') }}\n{%- endif %}\n\
+        let template = "{{- bos_token }}\n{%- if strftime_now is defined %}\n{{ strftime_now('%Y') | length }}\n{%- endif %}\n\
             {%- if messages[0]['role'] == 'system' %}\n    {%- set said = messages[0]['content'].strip() %}\n    \
             {%- set messages = messages[1:] %}\n{%- else %}\n    {%- set said = '' %}\n{%- endif %}\n[{{ said }}]\n\
             {% for message in messages %}\n{{- '<|' + message.role + '|>' + message['content'] | trim + eos_token }}\n{% endfor %}\n\
@@ -239,9 +263,9 @@ mod tests {
         let chat = ChatTemplate::load(folder.path()).unwrap();
         assert_eq!(
             chat.render(Some(" be brief "), " Hi? ").unwrap(),
-            "<s>[be brief]\n<|user|>Hi?</s>\n<|assistant|>"
+            "<s>4[be brief]\n<|user|>Hi?</s>\n<|assistant|>"
         );
-        assert_eq!(chat.render(None, "Hi?").unwrap(), "<s>[]\n<|user|>Hi?</s>\n<|assistant|>");
+        assert_eq!(chat.render(None, "Hi?").unwrap(), "<s>4[]\n<|user|>Hi?</s>\n<|assistant|>");
     }
 
     #[test]

@@ -25,6 +25,8 @@ pub(super) struct Encoder<'a> {
     done: u64,
     ids: Vec<u32>,
     workers: Option<ThreadPool>,
+    /// The text contains its special tokens, and no token is added.
+    is_plain: bool,
 }
 
 impl<'a> Encoder<'a> {
@@ -48,7 +50,13 @@ impl<'a> Encoder<'a> {
             done: 0,
             ids: Vec::new(),
             workers: None,
+            is_plain: false,
         }
+    }
+
+    /// The same encoder for a text that contains its special tokens, as rendered conversations do.
+    pub(super) fn plain(self, is_plain: bool) -> Self {
+        Self { is_plain, ..self }
     }
 
     /// Takes the next portion of the text, and encodes it if there is enough text for all workers.
@@ -124,14 +132,19 @@ impl<'a> Encoder<'a> {
         self.encode_pieces()?;
         let tokenizer = self.tokenizer;
         let Some(cuts) = tokenizer.cuts().filter(|_| self.done > 0) else {
-            let ids = tokenizer.encode_whole(&self.pending)?;
+            let ids = match self.is_plain {
+                true => tokenizer.encode_bare(&self.pending)?,
+                false => tokenizer.encode_whole(&self.pending)?,
+            };
             (self.progress)(self.pending.len() as u64);
             return Ok(ids);
         };
         // A letter follows each cut, so the last piece is not empty.
         let last = tokenizer.encode_bare(&self.pending)?;
         self.ids.extend(last);
-        self.ids.extend(&cuts.after);
+        if !self.is_plain {
+            self.ids.extend(&cuts.after);
+        }
         (self.progress)(self.done + self.pending.len() as u64);
         Ok(self.ids)
     }
@@ -165,7 +178,7 @@ impl<'a> Encoder<'a> {
                 })
             }
         };
-        if self.done == 0 {
+        if self.done == 0 && !self.is_plain {
             self.ids.extend(&cuts.before);
         }
         for (ids, (_, next)) in encoded.into_iter().zip(pieces) {

@@ -3,19 +3,20 @@
 //! Texts that are tokenized as a whole (WikiText-2, PTB, plain files, the demo's stories) give windows as for evaluation. Documents and
 //! lines of JSON become marked tokens line by line ([`answers`](super::answers)). Reading ends with the last example that is asked for.
 
+use std::collections::BTreeSet;
 use std::time::Instant;
 
 use anyhow::Result;
 
-use super::answers::{MarkedTokens, marked_tokens, no_template};
+use super::answers::{MarkedTokens, marked_tokens};
 use super::cache::TextCache;
-use super::documents::{self, Documents, Format};
+use super::document::Document;
+use super::documents::Documents;
 use super::examples::{ExampleBuilder, Examples, check_seqlen};
 use super::joined::tokenize_beginning;
 use super::role::Role;
 use super::source::{Files, Source};
-use super::training_line::{FORMS, TrainingLine};
-use super::{ChatTemplate, Tokenizer, demo_text, digest};
+use super::{Tokenizer, demo_text, digest};
 use crate::failure::Failure;
 use crate::run::{Event, Events, TextProtocol};
 
@@ -46,55 +47,18 @@ pub struct ExampleRequest {
 }
 
 impl Source {
-    /// Checks that the files can be read and that their beginning is training data. Reads their names and beginnings only. Accepts
-    /// more than [`Source::check`]: lines with `messages`, or with `prompt` and `completion`.
-    ///
-    /// # Errors
-    /// Fails as [`Source::check`] does, when the first line is of no kind, and when it has `messages` and there is no template.
-    pub fn check_examples(&self, chat: Option<&ChatTemplate>) -> Result<()> {
-        let Files::Documents(path, format) = &self.files else {
-            return self.check();
-        };
-        if *format == Format::Parquet {
-            return self.check();
-        }
-        let shown = self.path();
-        let Some(first) = documents::first_line(path, *format)? else {
-            return Err(Failure::new(format!("no training examples in `{shown}`"))
-                .detail("the file has only blank lines, or none")
-                .hint(FORMS)
-                .into());
-        };
-        if !first.is_whole {
-            return Ok(());
-        }
-        let line = first.bytes;
-        let checked = match (TrainingLine::parse(&line), chat) {
-            (Ok(TrainingLine::Conversation(_)), None) => Err(no_template()),
-            (parsed, _) => parsed.map(drop),
-        };
-        Ok(checked.map_err(|failure| {
-            let failure = at_line(failure, &format!("line {}", first.number), &shown);
-            documents::of_array(failure, path, &line)
-        })?)
-    }
-
     /// Makes the training examples of a text, in its order.
     ///
     /// A source of [`Role::Calibration`] gives the training split. Examples without a token that loss counts on are left out, and documents
     /// of more than `seqlen` tokens are cut if each is an example; a warning states their number.
     ///
-    /// # Arguments
-    /// * `chat`: the model's template, for lines with `messages`, or with `prompt` and `completion`
-    ///
     /// # Errors
-    /// Fails when the text cannot be read or tokenized, when a line is not a training example (the message names it), when the template
+    /// Fails when the text cannot be read or tokenized, when a line is not a document (the message names it), when the template
     /// refuses a conversation or is missing, when a joined text shall be divided into documents, and when there are fewer examples than
     /// `at_least`.
     pub fn examples(
         &self,
         tokenizer: &Tokenizer,
-        chat: Option<&ChatTemplate>,
         request: ExampleRequest,
         cache: &TextCache,
         events: &dyn Events,
@@ -111,15 +75,13 @@ impl Source {
             .into());
         }
         match (&self.files, request.packing) {
-            (Files::Documents(path, format), _) => {
-                self.check_examples(chat)?;
-                let documents = Documents::open(path, *format, cache, events)?;
-                let lines = Lines::OfFile(documents, self.path());
-                lines.examples(self, tokenizer, chat, request, events)
+            (Files::Documents(_, format), _) => {
+                let documents = Documents::open(self, *format, cache, events)?;
+                Lines::OfFile(documents).examples(self, tokenizer, request, events)
             }
             (Files::Demo, Packing::PerDocument) => {
                 let lines = Lines::Stories(demo_text::text(self.role)?);
-                lines.examples(self, tokenizer, chat, request, events)
+                lines.examples(self, tokenizer, request, events)
             }
             (Files::Rows(_) | Files::Sentences(_) | Files::Plain(_), Packing::PerDocument) => {
                 Err(Failure::new(format!(
@@ -135,12 +97,6 @@ impl Source {
             (_, Packing::Packed) => of_joined(self, tokenizer, request, cache, events),
         }
     }
-}
-
-/// Adds the place of a line to its failure.
-fn at_line(mut failure: Failure, place: &str, path: &str) -> Failure {
-    failure.message = format!("{place} of `{path}`: {}", failure.message);
-    failure
 }
 
 /// Cuts a text that is tokenized as a whole.
@@ -173,8 +129,8 @@ fn of_joined(
 
 /// Lines by number, counted from 0.
 enum Lines {
-    /// A file of documents, and its path.
-    OfFile(Documents, String),
+    /// Files of documents.
+    OfFile(Documents),
     /// The demo text, a story per line.
     Stories(String),
 }
@@ -182,47 +138,36 @@ enum Lines {
 impl Lines {
     fn count(&self) -> u64 {
         match self {
-            Self::OfFile(documents, _) => documents.count(),
+            Self::OfFile(documents) => documents.count(),
             Self::Stories(text) => text.lines().count() as u64,
         }
     }
 
     fn sha256(&self) -> String {
         match self {
-            Self::OfFile(documents, _) => documents.sha256(),
+            Self::OfFile(documents) => documents.sha256(),
             Self::Stories(text) => digest::of_bytes(text.as_bytes()),
         }
     }
 
-    /// Gives every line to `take`, until that returns false. A line that only holds a mark of UTF-8 is blank, and is skipped.
-    /// Fails when a line cannot be read or is not a training example, and when `take` fails. The message names the line.
-    fn for_each(&self, take: &mut dyn FnMut(TrainingLine) -> Result<bool>) -> Result<()> {
+    /// Gives every document to `take`, until that returns false. Documents whose fields are null are skipped.
+    /// Fails when a line cannot be read or is not a document, and when `take` fails. The message names the line.
+    fn for_each(&self, take: &mut dyn FnMut(Document) -> Result<bool>) -> Result<()> {
         match self {
             Self::Stories(text) => {
                 for story in text.lines() {
-                    if !take(TrainingLine::Text(story.to_owned()))? {
+                    if !take(Document::Text(story.to_owned()))? {
                         break;
                     }
                 }
             }
-            Self::OfFile(documents, path) => {
+            Self::OfFile(documents) => {
                 for number in 0..documents.count() {
-                    let (start, line) = documents.line(number)?;
-                    if line.trim_ascii().is_empty() {
+                    let Some(document) = documents.document(number)? else {
                         continue;
-                    }
-                    let taken = match TrainingLine::parse(&line) {
-                        Ok(line) => take(line),
-                        Err(failure) => Err(failure.into()),
                     };
-                    let is_enough = !taken.map_err(|error| match error.downcast::<Failure>() {
-                        Ok(failure) => {
-                            let failure = at_line(failure, &documents.place(start), path);
-                            documents.of_copy(failure).into()
-                        }
-                        Err(error) => error,
-                    })?;
-                    if is_enough {
+                    let taken = take(document);
+                    if !taken.map_err(|error| documents.at_document(error, number))? {
                         break;
                     }
                 }
@@ -240,6 +185,8 @@ struct Tally {
     completions: u64,
     tokens: usize,
     unmatched: usize,
+    /// Roles of conversations without an answer.
+    roles: BTreeSet<String>,
 }
 
 impl Lines {
@@ -248,7 +195,6 @@ impl Lines {
         &self,
         source: &Source,
         tokenizer: &Tokenizer,
-        chat: Option<&ChatTemplate>,
         request: ExampleRequest,
         events: &dyn Events,
     ) -> Result<Examples> {
@@ -263,14 +209,20 @@ impl Lines {
         let mut stream = MarkedTokens::default();
         let mut tally = Tally::default();
         let mut done = 0;
-        self.for_each(&mut |line| {
+        self.for_each(&mut |document| {
             events.check()?;
-            match line {
-                TrainingLine::Text(_) => tally.texts += 1,
-                TrainingLine::Conversation(_) => tally.conversations += 1,
-                TrainingLine::Completion { .. } => tally.completions += 1,
+            match &document {
+                Document::Text(_) => tally.texts += 1,
+                Document::Conversation(conversation) => {
+                    tally.conversations += 1;
+                    if conversation.answers().next().is_none() {
+                        tally.roles.extend(conversation.roles());
+                    }
+                }
+                Document::Completion { .. } => tally.completions += 1,
             }
-            let marked = marked_tokens(&line, tokenizer, chat)?;
+            let chat = source.template_for(&document)?;
+            let marked = marked_tokens(&document, tokenizer, chat)?;
             tally.tokens += marked.tokens.len();
             tally.unmatched += marked.unmatched;
             match request.packing {
@@ -288,18 +240,35 @@ impl Lines {
         warn_of_losses(&builder, &tally, request, tokenizer, events);
         if builder.len() < request.at_least.max(1) {
             let (found, left_out) = (builder.len(), builder.left_out);
-            return Err(too_few(source, request, found, tally.tokens, left_out).into());
+            let failure = too_few(source, request, found, tally.tokens, left_out);
+            return Err(tally.with_roles(failure).into());
         }
         let protocol = TextProtocol {
             dataset: source.dataset.to_owned(),
             path: source.path(),
-            convention: convention(source, &tally, request, tokenizer, chat),
+            convention: convention(source, &tally, request, tokenizer),
             text_sha256: self.sha256(),
             tokenizer_sha256: tokenizer.sha256().to_owned(),
             total_tokens: tally.tokens as u64,
             ..TextProtocol::default()
         };
         Ok(builder.finish().recorded_as(protocol))
+    }
+}
+
+impl Tally {
+    /// Adds to a failure the roles of conversations in which no message is an answer.
+    fn with_roles(&self, failure: Failure) -> Failure {
+        if self.roles.is_empty() {
+            return failure;
+        }
+        let roles: Vec<&str> = self.roles.iter().map(String::as_str).take(10).collect();
+        failure
+            .detail(format!(
+                "loss counts on messages of the role `assistant`; conversations without one have the roles {}",
+                roles.join(", ")
+            ))
+            .hint("name the role of the answers `assistant`")
     }
 }
 
@@ -346,7 +315,7 @@ fn warn_of_losses(
     }
     if tally.unmatched > 0 {
         events.warn(format!(
-            "no loss counts on {} answers: the chat template renders them differently once a message follows",
+            "no loss counts on {} answers: the chat template leaves them out of the conversation",
             tally.unmatched
         ));
     }
@@ -364,13 +333,13 @@ fn convention(
     tally: &Tally,
     request: ExampleRequest,
     tokenizer: &Tokenizer,
-    chat: Option<&ChatTemplate>,
 ) -> String {
     let mut words = format!(
         "{}: {} texts, {} conversations and {} completions from the beginning, ",
         source.label, tally.texts, tally.conversations, tally.completions
     );
-    if let Some(chat) = chat.filter(|_| tally.conversations + tally.completions > 0) {
+    let has_chat = tally.conversations + tally.completions > 0;
+    if let (Ok(Some(chat)), true) = (&source.chat, has_chat) {
         let sha256 = digest::of_bytes(chat.text().as_bytes());
         words += &format!("chat template {sha256}, ");
     }

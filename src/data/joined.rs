@@ -13,14 +13,16 @@ use anyhow::Result;
 use sha2::{Digest, Sha256};
 
 use super::cache::TextCache;
-use super::documents::{Documents, Format};
+use super::document_text::DocumentText;
+use super::documents::Documents;
 use super::encoder::Encoder;
 use super::line_memory::LineMemory;
 use super::parquet_text::TextColumn;
 use super::role::Role;
 use super::source::{Files, Source};
+use super::stored_form::Format;
 use super::text_file::{for_each_line, for_each_portion};
-use super::{Tokenizer, demo_text};
+use super::{Tokenizer, arrow_rows, demo_text};
 use crate::bytes::hex;
 use crate::failure::Failure;
 use crate::input::Expected;
@@ -61,7 +63,7 @@ pub(super) fn tokenize_beginning(
     cache: &TextCache,
     events: &dyn Events,
 ) -> Result<TokenizedText> {
-    let mut text = JoinedText::open(source, cache, events)?;
+    let text = JoinedText::open(source, cache, events)?;
     let digest = text.digest()?;
     if digest.bytes == 0 {
         let flag = source.role.flag();
@@ -70,7 +72,7 @@ pub(super) fn tokenize_beginning(
             .into());
     }
     let label = &source.label;
-    let mut tokenize = || {
+    let tokenize = || {
         let started = Instant::now();
         let phase = format!("tokenize {label}");
         events.emit(Event::PhaseStarted {
@@ -82,7 +84,11 @@ pub(super) fn tokenize_beginning(
         events.emit(Event::PhaseDone { phase, elapsed: started.elapsed() });
         anyhow::Ok(encoded)
     };
-    let hash = tokenizer.sha256();
+    // A rendered text has the ids of a call that adds no special tokens.
+    let hash = &match text.is_rendered {
+        true => format!("{} plain", tokenizer.sha256()),
+        false => tokenizer.sha256().to_owned(),
+    };
     let is_kept = cache.has_token_ids(hash, &digest.sha256);
     let ids = if at_most == usize::MAX || is_kept {
         cache.token_ids(hash, &digest.sha256, events, || Ok(tokenize()?.0))?
@@ -134,6 +140,8 @@ pub(super) struct JoinedText<'a> {
     source: &'a Source,
     /// The documents that the text is made of, if it is.
     documents: Option<Documents>,
+    /// The documents are conversations, which the model's template renders.
+    is_rendered: bool,
     /// The bound of a line.
     lines: LineMemory,
 }
@@ -142,14 +150,22 @@ impl<'a> JoinedText<'a> {
     /// Opens the files of a text. The first time, this reads all of a file of documents.
     pub(super) fn open(source: &'a Source, cache: &TextCache, events: &dyn Events) -> Result<Self> {
         let documents = match &source.files {
-            Files::Documents(path, format) => Some(Documents::open(path, *format, cache, events)?),
+            Files::Documents(_, format) => Some(Documents::open(source, *format, cache, events)?),
             _ => None,
         };
-        Ok(Self { source, documents, lines: cache.lines() })
+        let mut text = Self { source, documents, is_rendered: false, lines: cache.lines() };
+        // The first document decides.
+        let mut is_rendered = false;
+        text.documents(&mut |document| {
+            is_rendered = document.is_rendered;
+            Ok(false)
+        })?;
+        text.is_rendered = is_rendered;
+        Ok(text)
     }
 
     /// Reads the text once for its size and hash. Fails when a file cannot be read or is not UTF-8.
-    pub(super) fn digest(&mut self) -> Result<TextDigest> {
+    pub(super) fn digest(&self) -> Result<TextDigest> {
         let (mut hasher, mut bytes) = (Sha256::new(), 0);
         let convention = self.for_each(&mut |portion| {
             hasher.update(portion);
@@ -161,7 +177,7 @@ impl<'a> JoinedText<'a> {
 
     /// Reads the text once more, for its ids. Returns the ids, and true if they cover the whole text; `at_most` ids are enough.
     fn encode(
-        &mut self,
+        &self,
         digest: &TextDigest,
         at_most: usize,
         tokenizer: &Tokenizer,
@@ -170,7 +186,7 @@ impl<'a> JoinedText<'a> {
         let mut progress = |done: u64| {
             events.emit(Event::Progress { done: done.div_ceil(KIB) });
         };
-        let mut encoder = Encoder::new(tokenizer, &mut progress);
+        let mut encoder = Encoder::new(tokenizer, &mut progress).plain(self.is_rendered);
         let mut hasher = Sha256::new();
         let read = self.for_each(&mut |portion| {
             hasher.update(portion);
@@ -196,18 +212,18 @@ impl<'a> JoinedText<'a> {
     }
 
     /// Gives the text to `take` in portions, in order. Returns the way it was joined, in words.
-    fn for_each(&mut self, take: &mut dyn FnMut(&str) -> Result<()>) -> Result<String> {
-        match (&self.source.files, &mut self.documents) {
-            (Files::Plain(path), _) => {
+    fn for_each(&self, take: &mut dyn FnMut(&str) -> Result<()>) -> Result<String> {
+        match &self.source.files {
+            Files::Plain(path) => {
                 for_each_portion(path, take)?;
                 Ok("the file as it stands".to_owned())
             }
-            (Files::Demo, _) => {
+            Files::Demo => {
                 let text = demo_text::text(self.source.role)?;
                 take(&text)?;
                 Ok(format!("{} generated stories, each ended by a newline", text.lines().count()))
             }
-            (Files::Rows(parts), _) => {
+            Files::Rows(parts) => {
                 let (separator, name) = match self.source.role {
                     Role::Calibration => (" ", "one space"),
                     Role::Evaluation => ("\n\n", "two newlines"),
@@ -218,7 +234,7 @@ impl<'a> JoinedText<'a> {
                 }
                 Ok(format!("{} rows joined with {name}", joiner.pieces))
             }
-            (Files::Sentences(path), _) => {
+            Files::Sentences(path) => {
                 let mut joiner = Joiner::new(" ", take);
                 // The rule of the hub's loader `ptb_text_only`: every line is a sentence, without the white space around it.
                 for_each_line(path, self.lines, &mut |line| {
@@ -226,19 +242,37 @@ impl<'a> JoinedText<'a> {
                 })?;
                 Ok(format!("{} sentences joined with one space", joiner.pieces))
             }
-            (Files::Documents(..), documents) => {
-                let mut joiner = Joiner::new(" ", take);
-                if let Some(documents) = documents {
-                    for number in 0..documents.count().min(EVALUATION_DOCUMENTS) {
-                        joiner.push(&documents.text(number)?)?;
-                    }
-                }
-                Ok(format!(
-                    "the first {} documents joined with one space, at most {DOCUMENT_WINDOWS} windows",
-                    joiner.pieces
-                ))
+            Files::Documents(..) => {
+                let separator = if self.is_rendered { "" } else { " " };
+                let mut joiner = Joiner::new(separator, take);
+                self.documents(&mut |document| joiner.push(&document.text).map(|()| true))?;
+                let (count, how) = match self.is_rendered {
+                    true => (
+                        joiner.pieces,
+                        "conversations in sequence, as the chat template renders them",
+                    ),
+                    false => (joiner.pieces, "documents joined with one space"),
+                };
+                Ok(format!("the first {count} {how}, at most {DOCUMENT_WINDOWS} windows"))
             }
         }
+    }
+
+    /// Gives the first documents to `take`, until that returns false.
+    fn documents(&self, take: &mut dyn FnMut(DocumentText) -> Result<bool>) -> Result<()> {
+        let Some(documents) = &self.documents else {
+            return Ok(());
+        };
+        for number in 0..documents.count().min(EVALUATION_DOCUMENTS) {
+            let Some(document) = documents.document(number)? else {
+                continue;
+            };
+            let taken = self.source.text_of(&document).and_then(&mut *take);
+            if !taken.map_err(|error| documents.at_document(error, number))? {
+                break;
+            }
+        }
+        Ok(())
     }
 }
 
@@ -265,8 +299,14 @@ impl<'a> Joiner<'a> {
 
 /// Adds the rows of a WikiText-2 file: unchanged parquet rows, or the lines of a raw file by the hub's rule.
 fn read_rows(path: &Path, lines: LineMemory, joiner: &mut Joiner<'_>) -> Result<()> {
-    if Format::of(path, Expected::Rows)? == Format::Parquet {
-        return TextColumn::open(path)?.for_each(&mut |row| joiner.push(row));
+    match Format::of(path, Expected::Rows)? {
+        Format::Parquet => {
+            return TextColumn::open(path)?.for_each(&mut |row| joiner.push(row));
+        }
+        format if format.is_columnar() => {
+            return arrow_rows::for_each_text(path, format, &mut |row| joiner.push(row));
+        }
+        _ => {}
     }
     // The rule of the hub's loader: a line of white space becomes the empty row, and a line with text keeps its newline.
     let mut push = |line: &str| joiner.push(if is_blank(line) { "" } else { line });
@@ -300,8 +340,9 @@ mod tests {
     use crate::run::Silent;
 
     fn read(files: Files, role: Role) -> Result<String> {
-        let source = Source { role, files, dataset: "text", label: "text".to_owned() };
-        let mut text = JoinedText::open(&source, &TextCache::disabled(), &Silent)?;
+        let source =
+            Source { role, files, dataset: "text", label: "text".to_owned(), chat: Ok(None) };
+        let text = JoinedText::open(&source, &TextCache::disabled(), &Silent)?;
         let mut read = String::new();
         text.for_each(&mut |portion| {
             read += portion;

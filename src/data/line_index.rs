@@ -13,7 +13,6 @@ use sha2::{Digest, Sha256};
 
 use super::line_memory::LONGEST_LINE;
 use super::text_file::line_too_long;
-use super::unpacked::Unpacked;
 use crate::failure::Failure;
 use crate::run::{Event, Events};
 
@@ -100,8 +99,6 @@ impl LineIndex {
 pub(super) struct LineIndexer<'a> {
     source: &'a Path,
     copy: Option<BufWriter<&'a File>>,
-    /// The limit of a packed source.
-    unpacked: Option<Unpacked<'a>>,
     events: &'a dyn Events,
     index: LineIndex,
     hasher: Sha256,
@@ -116,7 +113,6 @@ impl<'a> LineIndexer<'a> {
         Self {
             source,
             copy: None,
-            unpacked: None,
             events,
             index: LineIndex::new(MOST_MARKS),
             hasher: Sha256::new(),
@@ -128,12 +124,6 @@ impl<'a> LineIndexer<'a> {
 
     pub(super) fn copying_to(mut self, file: &'a File) -> Self {
         self.copy = Some(BufWriter::with_capacity(CHUNK, file));
-        self
-    }
-
-    /// Refuses more text than a packed source may have.
-    pub(super) fn limited_by(mut self, unpacked: Unpacked<'a>) -> Self {
-        self.unpacked = Some(unpacked);
         self
     }
 
@@ -152,11 +142,8 @@ impl<'a> LineIndexer<'a> {
     }
 
     /// Takes the next bytes of the text. Fails with [`WriteFailed`] when the copy cannot be written, and with a [`Failure`] when a line is
-    /// too long, or the text is too long for its packed source.
+    /// too long.
     pub(super) fn feed(&mut self, bytes: &[u8]) -> Result<()> {
-        if let Some(unpacked) = &mut self.unpacked {
-            unpacked.add(bytes.len() as u64)?;
-        }
         self.hasher.update(bytes);
         if let Some(copy) = &mut self.copy {
             copy.write_all(bytes).map_err(WriteFailed)?;
@@ -210,9 +197,12 @@ impl<'a> LineIndexer<'a> {
 
 /// The failure for a source that cannot be read to its end.
 pub(super) fn unreadable(path: &Path, error: &io::Error, documents: u64) -> Failure {
-    Failure::new(format!("cannot read `{}`: {error}", path.display()))
-        .detail(format!("{documents} documents were read before"))
-        .hint("the file is damaged or incomplete: copy it again")
+    let failure = Failure::new(format!("cannot read `{}`: {error}", path.display()))
+        .hint("the file is damaged or incomplete: copy it again");
+    match documents {
+        0 => failure,
+        documents => failure.detail(format!("{documents} documents were read before")),
+    }
 }
 
 /// The number, from 1, of the line that begins at a byte: counts the newlines before it.

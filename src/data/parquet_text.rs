@@ -32,22 +32,25 @@ const ROW: usize = r#"{"text":""}"#.len() + 1;
 const MOST_NAMED: usize = 20;
 
 /// The remedy for a file that unpacks to too much.
-const WRITE_LINES: &str =
+pub(super) const WRITE_LINES: &str =
     "if it is meant, write its rows as JSON lines ({\"text\": ...}) and name that file";
 
-pub(super) struct TextColumn<'a> {
+/// A parquet file, opened with the checks of this room.
+pub(super) struct ParquetFile<'a> {
     path: &'a Path,
+    /// The size of the file.
+    pub(super) bytes: u64,
     /// The same file, for the check of its pages.
     pages: File,
-    reader: SerializedFileReader<File>,
-    column: usize,
+    pub(super) reader: SerializedFileReader<File>,
 }
 
-impl<'a> TextColumn<'a> {
-    /// Reads the file's footer and finds the column.
-    /// Fails when the file is not parquet, or has no string column `text`. The message names the columns.
+impl<'a> ParquetFile<'a> {
+    /// Reads the file's footer. Fails when the file is not parquet, and when its footer announces what it does not hold.
     pub(super) fn open(path: &'a Path) -> Result<Self> {
         let file = open(path, Expected::Parquet)?;
+        let bytes =
+            file.metadata().with_context(|| format!("cannot read `{}`", path.display()))?.len();
         parquet_shape::check_groups(&file).map_err(|why| damaged(path, &why))?;
         let pages = file.try_clone().context("cannot reopen an open file")?;
         let reader = blaming(library_panicked(path), || {
@@ -57,7 +60,39 @@ impl<'a> TextColumn<'a> {
             SerializedFileReader::new_with_options(file, options.build())
         })?
         .map_err(|error| damaged(path, &error))?;
-        let schema = reader.metadata().file_metadata().schema_descr_ptr();
+        Ok(Self { path, bytes, pages, reader })
+    }
+
+    /// Checks the pages of a column in a row group before the crate reads them.
+    pub(super) fn check_pages(&self, group: usize, column: usize) -> Result<(), Failure> {
+        // `byte_range` panics on a negative place.
+        let ((begin, length), packing) = blaming(library_panicked(self.path), || {
+            let group = self.reader.metadata().row_group(group);
+            let column = group.column(column);
+            (column.byte_range(), column.compression())
+        })?;
+        parquet_shape::check_pages(&self.pages, begin, length, packing)
+            .map_err(|why| damaged(self.path, &why))
+    }
+
+    /// The failure for a file that cannot be read.
+    pub(super) fn damaged(&self, error: &dyn Display) -> Failure {
+        damaged(self.path, error)
+    }
+}
+
+/// The column `text` of a parquet file.
+pub(super) struct TextColumn<'a> {
+    file: ParquetFile<'a>,
+    column: usize,
+}
+
+impl<'a> TextColumn<'a> {
+    /// Reads the file's footer and finds the column.
+    /// Fails when the file is not parquet, or has no string column `text`. The message names the columns.
+    pub(super) fn open(path: &'a Path) -> Result<Self> {
+        let file = ParquetFile::open(path)?;
+        let schema = file.reader.metadata().file_metadata().schema_descr_ptr();
         let is_text = |at: &usize| {
             let column = schema.column(*at);
             column.path().string() == COLUMN
@@ -76,36 +111,29 @@ impl<'a> TextColumn<'a> {
             .hint(format!("rename the column that holds the text to `{COLUMN}`"))
             .into());
         };
-        Ok(Self { path, pages, reader, column })
+        Ok(Self { file, column })
     }
 
     /// Gives every row to `take`, in the file's order.
     /// Fails when a row is null or not UTF-8, when the file is damaged or its compression is not supported, and when `take` fails.
     pub(super) fn for_each(&self, take: &mut dyn FnMut(&str) -> Result<()>) -> Result<()> {
-        let file = std::fs::metadata(self.path)
-            .with_context(|| format!("cannot read `{}`", self.path.display()))?;
-        let mut unpacked = Unpacked::new(self.path, file.len(), WRITE_LINES);
+        let file = &self.file;
+        let path = file.path;
+        let mut unpacked = Unpacked::new(path, file.bytes, WRITE_LINES);
         let mut row = 0u64;
-        for group in 0..self.reader.num_row_groups() {
-            // `byte_range` panics on a negative place.
-            let ((begin, length), packing) = blaming(library_panicked(self.path), || {
-                let group = self.reader.metadata().row_group(group);
-                let column = group.column(self.column);
-                (column.byte_range(), column.compression())
-            })?;
-            parquet_shape::check_pages(&self.pages, begin, length, packing)
-                .map_err(|why| damaged(self.path, &why))?;
-            let reader = blaming(library_panicked(self.path), || {
-                self.reader
+        for group in 0..file.reader.num_row_groups() {
+            file.check_pages(group, self.column)?;
+            let reader = blaming(library_panicked(path), || {
+                file.reader
                     .get_row_group(group)
                     .and_then(|group| group.get_column_reader(self.column))
             })?;
             let ColumnReader::ByteArrayColumnReader(mut column) =
-                reader.map_err(|error| damaged(self.path, &error))?
+                reader.map_err(|error| damaged(path, &error))?
             else {
                 return Err(Failure::new(format!(
                     "`{}`: column `{COLUMN}` changes its type",
-                    self.path.display()
+                    path.display()
                 ))
                 .into());
             };
@@ -113,10 +141,10 @@ impl<'a> TextColumn<'a> {
             loop {
                 levels.clear();
                 values.clear();
-                let (records, present, _) = blaming(library_panicked(self.path), || {
+                let (records, present, _) = blaming(library_panicked(path), || {
                     column.read_records(BATCH, Some(&mut levels), None, &mut values)
                 })?
-                .map_err(|error| damaged(self.path, &error))?;
+                .map_err(|error| damaged(path, &error))?;
                 if records == 0 {
                     break;
                 }
@@ -142,7 +170,7 @@ impl<'a> TextColumn<'a> {
         } else {
             format!("rows {row} to {}", row + count as u64 - 1)
         };
-        Failure::new(format!("`{}`: {what} in column `{COLUMN}`", self.path.display()))
+        Failure::new(format!("`{}`: {what} in column `{COLUMN}`", self.file.path.display()))
             .detail(format!("{place}, counted from 0"))
             .hint("drop such rows from the file")
             .into()

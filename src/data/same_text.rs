@@ -24,8 +24,7 @@ impl Source {
         // The role decides how rows are joined.
         let in_its_role = Self { role: other.role, ..self.clone() };
         let sha256 = |source| {
-            let text =
-                JoinedText::open(source, cache, &Silent).and_then(|mut text| text.digest()).ok();
+            let text = JoinedText::open(source, cache, &Silent).and_then(|text| text.digest()).ok();
             text.map(|text| text.sha256)
         };
         sha256(&in_its_role).is_some_and(|one| Some(one) == sha256(other))

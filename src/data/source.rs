@@ -8,15 +8,20 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 
+use super::ChatTemplate;
+use super::answers::no_template;
 use super::dataset::{DatasetSpec, Name};
-use super::documents::{self, Format};
+use super::document::{Document, FORMS};
+use super::document_text::DocumentText;
 use super::role::Role;
-use super::{splits, text_file};
+use super::stored_form::Format;
+use super::unpacking::first_line;
+use super::{dataset_folder, splits, text_file};
 use crate::failure::Failure;
 use crate::input::{self, Expected};
 
 /// The files of a dataset for a role.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct Source {
     pub(super) role: Role,
     pub(super) files: Files,
@@ -24,6 +29,8 @@ pub struct Source {
     pub(super) dataset: &'static str,
     /// The dataset and its split, for phases and conventions: "wikitext2 train", "c4 validation", "text".
     pub(super) label: String,
+    /// The model's chat template, which renders conversations; the failure to read it counts once there is a conversation.
+    pub(super) chat: Result<Option<ChatTemplate>, Failure>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,8 +39,8 @@ pub(super) enum Files {
     Rows(Vec<PathBuf>),
     /// Penn Treebank: a file with a sentence per line. The sentences are joined into one text.
     Sentences(PathBuf),
-    /// A file of documents (C4, JSON lines, parquet). Each document is drawn separately.
-    Documents(PathBuf, Format),
+    /// Files of documents of one form (C4, JSON, parquet, Arrow), in order. Each document is drawn separately.
+    Documents(Vec<PathBuf>, Format),
     /// A file that is one text.
     Plain(PathBuf),
     /// The stories of `--dataset demo`, which are part of the program.
@@ -49,15 +56,45 @@ impl Source {
         let files = find_files(spec, role)?;
         let dataset = match (&files, spec.name) {
             (_, Some(Name::Jsonl)) => "documents",
+            (Files::Plain(_), None | Some(Name::Hub)) => "text",
+            (_, None | Some(Name::Hub)) => "documents",
             (_, Some(name)) => name.as_str(),
-            (Files::Plain(_), None) => "text",
-            (_, None) => "documents",
         };
         let label = match spec.name {
-            Some(name) if name != Name::Jsonl => format!("{dataset} {}", name.split(role)),
+            Some(name) if !matches!(name, Name::Jsonl | Name::Hub) => {
+                format!("{dataset} {}", name.split(role))
+            }
             _ => dataset.to_owned(),
         };
-        Ok(Self { role, files, dataset, label })
+        Ok(Self { role, files, dataset, label, chat: Ok(None) })
+    }
+
+    /// The same text for a model: the chat template in its folder renders conversations.
+    #[must_use]
+    pub fn with_template_of(self, model_folder: &Path) -> Self {
+        if !matches!(self.files, Files::Documents(..)) {
+            return self;
+        }
+        let chat = ChatTemplate::find(model_folder).map_err(|error| {
+            error.downcast().unwrap_or_else(|error| Failure::new(error.to_string()))
+        });
+        Self { chat, ..self }
+    }
+
+    /// The template for a document; `None` if the document is a text or the model has no template. Fails when it cannot be read.
+    pub(super) fn template_for(
+        &self,
+        document: &Document,
+    ) -> Result<Option<&ChatTemplate>, Failure> {
+        match document {
+            Document::Text(_) => Ok(None),
+            _ => self.chat.as_ref().map(Option::as_ref).map_err(Clone::clone),
+        }
+    }
+
+    /// The text of a document. Fails when the template is missing or refuses the document.
+    pub(super) fn text_of(&self, document: &Document) -> Result<DocumentText> {
+        DocumentText::of(document, self.template_for(document)?)
     }
 
     /// The purpose of the text.
@@ -68,21 +105,52 @@ impl Source {
     /// Checks that the files can be read and are of the expected kind. Reads their names and beginnings only.
     ///
     /// # Errors
-    /// Fails when a file is empty, or when its beginning is not UTF-8 text, a JSON line with `text`, or parquet with a column
-    /// `text`, whichever is expected.
+    /// Fails when a file is empty, or when its beginning is not UTF-8 text, a document, or parquet with a column `text`, whichever is
+    /// expected, and when it is a conversation and the model has no template.
     pub fn check(&self) -> Result<()> {
         match &self.files {
-            Files::Documents(path, format) => documents::check(path, *format),
+            Files::Documents(paths, format) => {
+                paths.iter().try_for_each(|path| self.check_documents(path, *format))
+            }
             Files::Plain(path) | Files::Sentences(path) => {
                 text_file::check_beginning(path, Expected::Text)
             }
             Files::Demo => Ok(()),
             Files::Rows(parts) => {
                 parts.iter().try_for_each(|part| match Format::of(part, Expected::Rows)? {
-                    Format::Parquet => documents::check(part, Format::Parquet),
+                    format if format.is_columnar() => first_line(part, format).map(drop),
                     _ => text_file::check_beginning(part, Expected::Rows),
                 })
             }
+        }
+    }
+
+    /// Checks the first document of a file.
+    fn check_documents(&self, path: &Path, format: Format) -> Result<()> {
+        let shown = path.display();
+        let Some(first) = first_line(path, format)? else {
+            return Err(Failure::new(format!("no documents in `{shown}`"))
+                .detail("the file has only blank lines, or none")
+                .hint(FORMS)
+                .into());
+        };
+        if !first.is_whole {
+            return Ok(());
+        }
+        let place = format!("{} of `{shown}`", format.place(first.number));
+        let document = Document::parse(&first.bytes).map_err(|mut failure| {
+            failure.message = format!("{place} is {}", failure.message);
+            failure
+        })?;
+        match document {
+            Some(document @ Document::Conversation(_))
+                if self.template_for(&document)?.is_none() =>
+            {
+                let mut failure = no_template();
+                failure.message = format!("{place}: {}", failure.message);
+                Err(failure.into())
+            }
+            _ => Ok(()),
         }
     }
 
@@ -98,10 +166,8 @@ impl Source {
     /// The files; none for the demo text.
     pub(super) fn paths(&self) -> &[PathBuf] {
         match &self.files {
-            Files::Rows(parts) => parts,
-            Files::Documents(path, _) | Files::Sentences(path) | Files::Plain(path) => {
-                std::slice::from_ref(path)
-            }
+            Files::Rows(parts) | Files::Documents(parts, _) => parts,
+            Files::Sentences(path) | Files::Plain(path) => std::slice::from_ref(path),
             Files::Demo => &[],
         }
     }
@@ -111,7 +177,8 @@ fn find_files(spec: &DatasetSpec, role: Role) -> Result<Files> {
     if spec.name == Some(Name::Demo) {
         return Ok(Files::Demo);
     }
-    let Some(path) = spec.path.as_ref().or(spec.downloaded.as_ref()) else {
+    let given = spec.path.as_ref().filter(|_| spec.name != Some(Name::Hub));
+    let Some(path) = given.or(spec.downloaded.as_ref()) else {
         return Err(no_local_text(spec, role).into());
     };
     let path = expand_home(path);
@@ -135,16 +202,28 @@ fn find_in_folder(name: Option<Name>, folder: &Path, role: Role) -> Result<Files
         Some(Name::Wikitext2) => splits::wikitext2(folder, role).map(Files::Rows),
         Some(name @ Name::Ptb) => file(Some(name), splits::ptb(folder, role)?, role),
         Some(name @ Name::C4) => file(Some(name), splits::c4(folder, role)?, role),
-        Some(Name::Demo | Name::Jsonl) | None => {
-            Err(Failure::new(format!("`{}` is a folder, not a text", folder.display()))
-                .hint(format!(
-                    "use {0} wikitext2:{1} or {0} c4:{1} if it holds one of these, or name a file",
-                    role.flag(),
-                    folder.display()
-                ))
-                .into())
+        Some(Name::Demo | Name::Jsonl | Name::Hub) | None => {
+            documents(dataset_folder::find(folder, role)?)
         }
     }
+}
+
+/// Files of documents; all must have one form.
+fn documents(paths: Vec<PathBuf>) -> Result<Files> {
+    let mut forms = paths.iter().map(|path| Format::of(path, Expected::Documents));
+    let first = forms.next().transpose()?.unwrap_or(Format::Lines);
+    for (form, path) in forms.zip(&paths[1..]) {
+        if form? != first {
+            return Err(Failure::new(format!(
+                "`{}` and `{}` are not stored alike",
+                paths[0].display(),
+                path.display()
+            ))
+            .hint("name one file, or a folder of files of one kind")
+            .into());
+        }
+    }
+    Ok(Files::Documents(paths, first))
 }
 
 /// The kind of a file, by the dataset's name, the file's extension and its first bytes.
@@ -162,9 +241,8 @@ fn file(name: Option<Name>, path: PathBuf, role: Role) -> Result<Files> {
         }
         (Some(Name::Wikitext2), _) => Ok(Files::Rows(vec![path])),
         (Some(Name::Ptb), _) => Ok(Files::Sentences(path)),
-        (Some(Name::C4 | Name::Jsonl), _) | (_, "jsonl" | "json" | "gz" | "parquet") => {
-            let format = Format::of(&path, Expected::Documents)?;
-            Ok(Files::Documents(path, format))
+        (Some(Name::C4 | Name::Jsonl), _) | (_, "jsonl" | "json" | "gz" | "parquet" | "arrow") => {
+            documents(vec![path])
         }
         _ => Ok(Files::Plain(path)),
     }
@@ -172,14 +250,14 @@ fn file(name: Option<Name>, path: PathBuf, role: Role) -> Result<Files> {
 
 /// Refuses archives, which would otherwise be read as text.
 fn refuse_unsupported(path: &Path, extension: &str) -> Result<()> {
-    if matches!(extension, "zst" | "bz2" | "xz" | "zip" | "tar" | "tgz" | "7z" | "arrow") {
+    if matches!(extension, "zst" | "bz2" | "xz" | "zip" | "tar" | "tgz" | "7z") {
         // Its content may name a command that unpacks or converts it.
         input::open(path, Expected::Text).map_err(|error| input::cannot_read(path, &error))?;
         return Err(Failure::new(format!(
             "cannot read a `.{extension}` file: `{}`",
             path.display()
         ))
-        .hint("unpack it first; text, .jsonl, .json, .gz of these and .parquet are read")
+        .hint("unpack it first; text, .jsonl, .json, .gz of these, .parquet and .arrow are read")
         .into());
     }
     Ok(())
@@ -208,7 +286,7 @@ fn not_found(spec: &DatasetSpec, path: &Path, role: Role) -> Failure {
     let hint = match spec.name {
         Some(_) => "check the path after the colon",
         None => {
-            "use wikitext2:PATH, c4:PATH, or the path of a file (text, .jsonl, .jsonl.gz, .parquet)"
+            "use wikitext2:PATH, c4:PATH, hub:OWNER/NAME, or the path of a folder or file (text, .jsonl, .json, .gz, .parquet, .arrow)"
         }
     };
     failure.hint(format!("{hint}{}", role.or_not_at_all()))

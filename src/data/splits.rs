@@ -6,11 +6,13 @@ use std::path::{Path, PathBuf};
 use anyhow::Result;
 
 use super::dataset::Name;
+use super::dataset_folder::check_all_parts;
 use super::role::Role;
 use crate::failure::Failure;
 
 /// Finds a split of WikiText-2. The order for the split `train` is: `wiki.train.raw`, `wiki.train.tokens`, a single
-/// `wiki.train*.raw`, `train-*.parquet`, and the same names in `wikitext-2-raw-v1/`.
+/// `wiki.train*.raw`, `train-*.parquet`, and the same names in `wikitext-2-raw-v1/`. Then `wikitext-train.arrow`, as the `datasets` library
+/// keeps it in its cache.
 pub(super) fn wikitext2(folder: &Path, role: Role) -> Result<Vec<PathBuf>> {
     let split = Name::Wikitext2.split(role);
     for folder in [folder.to_path_buf(), folder.join("wikitext-2-raw-v1")] {
@@ -37,22 +39,11 @@ pub(super) fn wikitext2(folder: &Path, role: Role) -> Result<Vec<PathBuf>> {
         "wiki.{split}.raw, wiki.{split}.tokens, wiki.{split}*.raw and {split}-*.parquet, there and in wikitext-2-raw-v1/"
     );
     let what = format!("{split} split of WikiText-2");
-    let failure = missing(&what, folder, &names, role, "wikitext2");
-    let Some(cached) = matching(folder, "wikitext-", &format!("{split}.arrow")).pop() else {
-        return Err(failure.into());
-    };
-    let failure = failure.detail(format!(
-        "found `{}`, which the `datasets` library keeps in its cache",
-        cached.display()
-    ));
-    let to = folder.join(format!("{split}-00000-of-00001.parquet"));
-    Err(failure
-        .hint(format!(
-            "convert it: python -c \"from datasets import Dataset; Dataset.from_file('{}').to_parquet('{}')\"",
-            cached.display(),
-            to.display()
-        ))
-        .into())
+    let cached = matching(folder, "wikitext-", &format!("{split}.arrow"));
+    if !cached.is_empty() {
+        return Ok(cached);
+    }
+    Err(missing(&what, folder, &names, role, "wikitext2").into())
 }
 
 /// Finds the shard of C4 in a folder (the hub's repository, or its `en/`): the reference's shard, else the only shard of the split.
@@ -117,23 +108,6 @@ fn matching(folder: &Path, prefix: &str, suffix: &str) -> Vec<PathBuf> {
         .collect();
     found.sort();
     found
-}
-
-/// Checks that no part is missing. The hub names parts `train-00000-of-00002.parquet`; fewer parts would silently change the text.
-fn check_all_parts(folder: &Path, parts: &[PathBuf]) -> Result<()> {
-    let announced = parts.iter().filter_map(|path| {
-        let (_, count) = path.file_stem()?.to_str()?.rsplit_once("-of-")?;
-        count.parse::<usize>().ok()
-    });
-    match announced.max() {
-        Some(count) if count != parts.len() => {
-            Err(Failure::new(format!("parquet parts are missing in `{}`", folder.display()))
-                .detail(format!("the names announce {count} parts, {} are there", parts.len()))
-                .hint("copy all parts of one version into the folder, and no others")
-                .into())
-        }
-        _ => Ok(()),
-    }
 }
 
 fn missing(what: &str, folder: &Path, names: &str, role: Role, dataset: &str) -> Failure {

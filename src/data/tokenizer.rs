@@ -34,6 +34,9 @@ pub(super) type DecodeStream<'t> = tokenizers::DecodeStream<
     DecoderWrapper,
 >;
 
+/// Ids, and the bytes of the text that each stands for.
+pub(super) type PlacedIds = (Vec<u32>, Vec<(usize, usize)>);
+
 /// A model's tokenizer.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
@@ -52,6 +55,10 @@ pub struct Tokenizer {
     longest_uncut: usize,
     /// The failure for a panic of the library.
     damaged: Failure,
+}
+
+fn cannot_tokenize(text: &str, error: &tokenizers::Error) -> Failure {
+    Failure::new(format!("cannot tokenize a text of {} bytes: {error}", text.len()))
 }
 
 const FAILED: &str = "the tokenizer library failed";
@@ -209,6 +216,16 @@ impl Tokenizer {
         both.into_iter().find(|(_, own, theirs)| own != theirs)
     }
 
+    /// The ids of a text that contains its special tokens, and the bytes of the text that each stands for.
+    ///
+    /// # Errors
+    /// Fails as [`Tokenizer::encode_plain`].
+    pub(super) fn encode_with_places(&self, text: &str) -> Result<PlacedIds> {
+        let encoding = blaming(self.damaged.clone(), || self.inner.encode(text, false))?;
+        let encoding = encoding.map_err(|error| cannot_tokenize(text, &error))?;
+        Ok((encoding.get_ids().to_vec(), encoding.get_offsets().to_vec()))
+    }
+
     /// The id of a token by its name, like `</s>`.
     pub fn id_of(&self, token: &str) -> Option<u32> {
         self.inner.token_to_id(token)
@@ -240,9 +257,7 @@ impl Tokenizer {
     fn encoded(&self, text: &str, has_special_tokens: bool) -> Result<Encoding> {
         let encoding =
             blaming(self.damaged.clone(), || self.inner.encode_fast(text, has_special_tokens))?;
-        Ok(encoding.map_err(|error| {
-            Failure::new(format!("cannot tokenize a text of {} bytes: {error}", text.len()))
-        })?)
+        Ok(encoding.map_err(|error| cannot_tokenize(text, &error))?)
     }
 
     /// The safe cuts and the special ids of this tokenizer; `None` if the cuts or the ids cannot be proven.

@@ -63,6 +63,27 @@ impl RepoCache {
         self.snapshot(commit).join(file).is_file()
     }
 
+    /// The files of a commit that are in the cache, by their paths in the repository.
+    pub(super) fn files(&self, commit: &str) -> Vec<String> {
+        let root = self.snapshot(commit);
+        let (mut folders, mut found) = (vec![root.clone()], Vec::new());
+        while let Some(folder) = folders.pop() {
+            for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+                let path = entry.path();
+                // The folders of a snapshot are no links; its files are.
+                if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                    folders.push(path);
+                } else if path.is_file()
+                    && let Ok(Some(name)) = path.strip_prefix(&root).map(Path::to_str)
+                {
+                    found.push(name.replace('\\', "/"));
+                }
+            }
+        }
+        found.sort();
+        found
+    }
+
     pub(super) fn blob(&self, etag: &str) -> PathBuf {
         self.folder.join("blobs").join(etag)
     }

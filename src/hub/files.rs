@@ -17,7 +17,34 @@ impl Hub {
     /// # Errors
     /// Fails when the hub cannot be reached or refuses, and offline when the file is not in the cache.
     pub fn dataset_file(&self, id: &str, file: &str, events: &dyn Events) -> Result<PathBuf> {
-        self.file(&HubRepo::dataset(id), file, events)
+        self.file(&HubRepo::dataset_named(id)?, file, events)
+    }
+
+    /// The names of the files of a dataset. Where the hub is not asked or not reached, the files in the cache.
+    ///
+    /// # Errors
+    /// Fails when the hub refuses, and where the cache has no file of the dataset.
+    pub fn dataset_files(&self, id: &str, events: &dyn Events) -> Result<Vec<String>> {
+        let repo = HubRepo::dataset_named(id)?;
+        let transfer = Transfer::new(self, &repo, events);
+        let cached = || {
+            let commit = transfer.cache.commit()?;
+            let files = transfer.cache.files(&commit);
+            (!files.is_empty()).then_some((commit, files))
+        };
+        if self.settings.offline_for(&repo).is_some() {
+            let (_, files) = cached().ok_or_else(|| transfer.not_cached(None))?;
+            return Ok(files);
+        }
+        match transfer.list() {
+            Ok(list) => Ok(list.files.into_keys().collect()),
+            Err(unanswered) => {
+                let found = cached().filter(|_| unanswered.is_unreachable);
+                let (commit, files) = found.ok_or_else(|| transfer.not_answered(&unanswered))?;
+                transfer.warn_of_cache(&unanswered.failure, &commit);
+                Ok(files)
+            }
+        }
     }
 
     /// Downloads some files of a model's repository into the cache, unless they are there. Returns their folder.

@@ -26,6 +26,15 @@ impl HubRepo {
         Self { is_model: false, id: id.to_string(), revision: "main".to_string() }
     }
 
+    /// A dataset's repository, by the name of a user. Fails for a text that is no id.
+    pub(super) fn dataset_named(id: &str) -> Result<Self, Failure> {
+        match is_id(id) {
+            true => Ok(Self::dataset(id)),
+            false => Err(Failure::usage(format!("`{id}` is not an id of the hub"))
+                .hint("an id is like owner/name: letters, digits, `.`, `-` and `_`")),
+        }
+    }
+
     /// The repository at `revision` instead of `main`.
     ///
     /// # Errors

@@ -16,9 +16,9 @@ pub enum Expected {
     Settings,
     /// Text for the model, as it is: a plain text, a prompt. Pages are text under the name of a page (`.html`, `.xml`).
     Text,
-    /// A part of WikiText: raw text or parquet. A `.parquet` file must be parquet; `.raw`, `.tokens` and `.txt` must be text.
+    /// A part of WikiText: raw text, parquet or Arrow. A `.parquet` file must be parquet; `.raw`, `.tokens` and `.txt` must be text.
     Rows,
-    /// Documents: JSON lines, gzipped or not, or parquet. A `.parquet` file must be parquet.
+    /// Documents: JSON, gzipped or not, parquet or Arrow. A `.parquet` file must be parquet, and an `.arrow` file Arrow.
     Documents,
     /// Parquet.
     Parquet,
@@ -168,8 +168,11 @@ impl ContentKind {
             (Expected::Rows | Expected::Documents | Expected::Parquet, Self::Parquet) => {
                 !is_named(&["raw", "tokens", "txt"])
             }
-            (Expected::Rows | Expected::Documents, Self::Other) => !is_named(&["parquet"]),
-            (Expected::Documents, Self::Gzip) => !is_named(&["parquet"]),
+            (Expected::Rows | Expected::Documents, Self::ArrowStream | Self::ArrowFile) => {
+                !is_named(&["parquet", "raw", "tokens", "txt"])
+            }
+            (Expected::Rows | Expected::Documents, Self::Other) => !is_named(&["parquet", "arrow"]),
+            (Expected::Documents, Self::Gzip) => !is_named(&["parquet", "arrow"]),
             (Expected::Parquet, Self::Other) => false,
             (Expected::Text, Self::Page) => is_named(&["html", "htm", "xhtml", "xml", "svg"]),
             (_, found) => found == Self::Other,

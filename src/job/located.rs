@@ -297,11 +297,19 @@ pub(super) fn dataset(
     let Some(wanted) = dataset.on_hub(role) else {
         return Ok(dataset.clone());
     };
-    let found = hub(cache_dir).and_then(|hub| hub.dataset_file(wanted.repo, wanted.file, events));
-    match found {
-        Ok(folder) => Ok(dataset.clone().downloaded_to(folder)),
-        Err(error) => Err(with_path(error, dataset, role)),
-    }
+    let found = hub(cache_dir).and_then(|hub| {
+        let file = match &wanted.file {
+            Some(file) => file.clone(),
+            None => dataset.choose_file(&hub.dataset_files(&wanted.repo, events)?, role)?,
+        };
+        let folder = hub.dataset_file(&wanted.repo, &file, events)?;
+        Ok(dataset.clone().downloaded_to(folder, &file))
+    });
+    // A file of any repository has no place on the disk that a flag names.
+    found.map_err(|error| match dataset.to_string().starts_with("hub:") {
+        true => error,
+        false => with_path(error, dataset, role),
+    })
 }
 
 /// Adds to a failed download that a text on disk would do, and the flag that says so.

@@ -264,8 +264,8 @@ pub(super) fn class_of(config: &Value) -> Option<String> {
 
 /// The repositories on the hub of datasets that have one, each once.
 pub(super) fn hub_datasets<'a>(datasets: impl Iterator<Item = &'a DatasetSpec>) -> Vec<String> {
-    let repositories: BTreeSet<&str> = datasets.filter_map(DatasetSpec::hub_repository).collect();
-    repositories.into_iter().map(String::from).collect()
+    let repositories: BTreeSet<String> = datasets.filter_map(DatasetSpec::hub_repository).collect();
+    repositories.into_iter().collect()
 }
 
 /// The entries that the cards in all folders have, with equal values.

@@ -7,8 +7,8 @@ use super::opened::OpenedModel;
 use crate::bytes::ByteSize;
 use crate::data::footprint::{self, Encoding, TokenizerSize};
 use crate::data::{
-    self, Calibration, ChatTemplate, DatasetSpec, Draw, Evaluation, ExampleRequest, Examples,
-    HeldOut, LineMemory, Packing, Role, Source, TextCache, Tokenizer,
+    self, Calibration, DatasetSpec, Draw, Evaluation, ExampleRequest, Examples, HeldOut,
+    LineMemory, Packing, Role, Source, TextCache, Tokenizer,
 };
 use crate::failure::Failure;
 use crate::model::Embedding;
@@ -30,8 +30,6 @@ pub(super) struct Texts {
 /// The texts of a run on the disk.
 pub(super) struct TextSources {
     calibration: Option<Source>,
-    /// The model's chat template, for training on conversations.
-    chat: Option<ChatTemplate>,
     evaluation: Option<Source>,
     /// The questions of tasks; `None` without tasks.
     questions: Option<Vec<TaskQuestions>>,
@@ -48,18 +46,11 @@ impl TextSources {
         model: &OpenedModel,
         events: &dyn Events,
     ) -> Result<Self> {
-        let chat = match settings.trains_whole() {
-            true => ChatTemplate::find(&model.folder)?,
-            false => None,
-        };
         let find = |dataset: &DatasetSpec, role| -> Result<Source> {
             let cache_dir = settings.model.cache_dir.as_deref();
             let dataset = located::dataset(dataset, role, cache_dir, events)?;
-            let source = Source::find(&dataset, role)?;
-            match role == Role::Calibration && settings.trains_whole() {
-                true => source.check_examples(chat.as_ref())?,
-                false => source.check()?,
-            }
+            let source = Source::find(&dataset, role)?.with_template_of(&model.folder);
+            source.check()?;
             Ok(source)
         };
         let calibration = settings.calibration.as_ref().map(|calibration| {
@@ -78,7 +69,6 @@ impl TextSources {
         let questions = questions(&settings.evaluation)?;
         let sources = Self {
             calibration,
-            chat,
             evaluation,
             questions,
             cache: TextCache::open(text_cache.clone()).with_lines(lines(settings, model)),
@@ -245,8 +235,7 @@ impl TextSources {
             at_most: Some(draw.nsamples as usize),
         };
         let examples = model.clock.measure(Phase::Tokenize, || {
-            let chat = self.chat.as_ref();
-            dataset.examples(tokenizer, chat, request, &self.cache, events)
+            dataset.examples(tokenizer, request, &self.cache, events)
         })?;
         for example in 0..examples.len() {
             model.check_ids(examples.tokens_of(example), tokenizer, "training")?;

@@ -14,8 +14,9 @@ pub struct CalibrationSettings {
     /// Calibration text
     ///
     /// NAME, NAME:PATH or a path. `wikitext2:PATH` (raw text, parquet, or a folder holding the train split; rows joined with a space), `c4:SHARD.json.gz`
-    /// (documents longer than a sample), `ptb:PATH` (sentences joined with a space), or a path: plain text as it stands, .jsonl,
-    /// .gz or .parquet of documents. `wikitext2` and `c4` alone are downloaded from the hub; `demo` is a text inside the program.
+    /// (documents longer than a sample), `ptb:PATH` (sentences joined with a space), or a path: plain text as it stands, or documents (.jsonl, .json,
+    /// .gz, .parquet, .arrow, or a data set's folder). Conversations go through the model's chat template. `wikitext2` and `c4` alone are
+    /// downloaded from the hub, and so is a file of any data set, `hub:OWNER/NAME:FILE`; `demo` is a text inside the program.
     #[arg(long, value_name = "TEXT", default_value = DATASET)]
     #[serde(serialize_with = "text_not_deciding")]
     pub dataset: DatasetSpec,

@@ -26,8 +26,9 @@ pub struct EvaluationSettings {
     /// Evaluation text
     ///
     /// NAME, NAME:PATH or a path. `wikitext2:PATH` (raw text, parquet, or a folder holding the test split; rows joined with two newlines), `c4:SHARD.json.gz`
-    /// (the first 1100 documents), `ptb:PATH` (sentences joined with a space), or a path: plain text as it stands, .jsonl, .gz or
-    /// .parquet of documents. `wikitext2` and `c4` alone are downloaded from the hub; `demo` is a text inside the program.
+    /// (the first 1100 documents), `ptb:PATH` (sentences joined with a space), or a path: plain text as it stands, or documents (.jsonl, .json, .gz,
+    /// .parquet, .arrow, or a data set's folder). Conversations go through the model's chat template. `wikitext2` and `c4` alone are
+    /// downloaded from the hub, and so is a file of any data set, `hub:OWNER/NAME:FILE`; `demo` is a text inside the program.
     #[arg(long, value_name = "TEXT", default_value = DATASET)]
     #[serde(serialize_with = "text_not_deciding")]
     pub eval_dataset: DatasetSpec,

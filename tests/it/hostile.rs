@@ -27,7 +27,7 @@ use crate::support::{Place, Ran, TEXTS, edit_json, refuses, refuses_command, wor
 
 const AGAIN: &str = "hint: download this file again";
 const OTHER_CONFIG: &str = "hint: take the config.json this checkpoint was published with";
-const ONE_OBJECT: &str = "hint: every line must be a JSON object with a string `text`, as in {\"text\": \"...\"}; give plain text as a .txt file";
+const FORMS: &str = "hint: rename the fields to one of: `text`; `messages` with `role` and `content`; `conversations` with `from` and `value`; `prompt` and `completion`; `instruction`, `input` and `output`";
 const OTHER_TOKENIZER: &str = "hint: copy it from the model's page again, or write it anew with a current `transformers` (save_pretrained)";
 const RATIOS: &str = "hint: write [0.5, 0.6, ...] with one ratio per layer, or {\"0\": 0.3, \"31\": 0.7} for some of them";
 const MAP: &str = "hint: write it like {\"model.layers.0\": 0, \"model.layers.1\": \"cpu\", \"\": \"cuda:1\"}; prune plan --json prints one";

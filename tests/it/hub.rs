@@ -378,6 +378,52 @@ fn wikitext2_and_c4_come_from_the_hub_and_again_offline() {
 }
 
 #[test]
+fn a_file_of_any_data_set_repository_is_read_and_again_offline() {
+    let place = Place::new();
+    let server = Server::start();
+    let chats = "datasets/acme/chats";
+    server.add(chats, "README.md", "# Chats");
+    server.add(chats, "data/train.jsonl", documents(1));
+    server.add(chats, "data/test-00000-of-00001.parquet", parquet(&[words(7, 900)]));
+    server.add(chats, "plain.txt", words(9, 900));
+    let eval = "eval m --seqlen 64 --eval-windows 5 --eval-dataset";
+    for offline in ["0", "1"] {
+        // The only file of the split, a file by its path, and a plain text.
+        for dataset in
+            ["hub:acme/chats", "hub:acme/chats:data/train.jsonl", "hub:acme/chats:plain.txt"]
+        {
+            let arguments = format!("{eval} {dataset}");
+            let ran = ran(command(&place, &server, &arguments).env("HF_HUB_OFFLINE", offline));
+            assert_eq!(ran.code, 0, "{dataset}, offline {offline}: {}", ran.stderr);
+            assert_no_token(&place, &ran);
+        }
+        assert_eq!(server.seen().is_empty(), offline == "1");
+    }
+    let pruned = "--model m --sparsity-ratio 0.5 --dataset hub:acme/chats --nsamples 4 --seqlen 64 --eval none";
+    let ran = ran(&mut command(&place, &server, pruned));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    assert!(
+        ran.stderr.contains("documents    text, 5 of 5 examples of `train.jsonl`"),
+        "{}",
+        ran.stderr
+    );
+    server.add(chats, "train-2.jsonl", documents(2));
+    refuses(
+        &mut command(&place, &server, pruned),
+        1,
+        "error: `hub:acme/chats` has 2 files for --dataset, and one is read",
+        "hint: name the file: --dataset hub:acme/chats:FILE",
+    );
+    let missing = format!("{eval} hub:acme/chats:absent.jsonl");
+    let ran = super::support::ran(&mut command(&place, &server, &missing));
+    assert!(
+        ran.code == 1 && ran.stderr.contains("`absent.jsonl` of the dataset"),
+        "{}",
+        ran.stderr
+    );
+}
+
+#[test]
 fn two_processes_share_a_cache_and_download_each_file_once() {
     let (server, place) = with_model();
     // The first one is at it long enough for the second to arrive.

@@ -10,7 +10,7 @@ use std::fs;
 use prune::synthetic::RandomCheckpoint;
 
 use crate::source_tree::{sources, tokens, without_tests};
-use crate::support::{Place, TEXTS, words};
+use crate::support::{Place, words};
 
 const LFS: &str = "version https://git-lfs.github.com/spec/v1\noid sha256:aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa\nsize 9085657\n";
 const PAGE: &str =
@@ -188,8 +188,8 @@ fn pages_and_packed_files_are_no_texts_and_a_page_is_one_under_its_own_name() {
         ("zipped.txt", &["gzip", "gzip -dc 'zipped.txt'"]),
         ("rows.txt", &["parquet file", "mv 'rows.txt' 'rows.parquet'"]),
         ("pickled.txt", &["pickle"]),
-        ("stream.arrow", &["Arrow stream", "to_parquet"]),
-        ("file.arrow", &["Arrow file", "pyarrow"]),
+        ("stream.arrow", &["as Arrow", "to_parquet('stream.parquet')"]),
+        ("file.arrow", &["as Arrow", "to_parquet('file.parquet')"]),
         ("model.gguf", &["GGUF"]),
         ("data.json.gz", &["tar archive", "tar -xOf"]),
     ] {
@@ -201,7 +201,7 @@ fn pages_and_packed_files_are_no_texts_and_a_page_is_one_under_its_own_name() {
     refused(
         &place,
         &line("m", "train.txt", "wikitext2:cached"),
-        &["to_parquet('cached/test-00000-of-00001.parquet')"],
+        &["to_parquet('cached/wikitext-test.parquet')"],
     );
     // A page under its own name is text, and so is a text that begins with a tag.
     put("page.html", PAGE.repeat(60).as_bytes());
@@ -240,19 +240,6 @@ fn wide_text_is_named_with_its_encoding_in_texts_and_in_json() {
     let json = fs::read_to_string(&config).unwrap();
     fs::write(&config, wide(&json, true)).unwrap();
     refused(&place, &line("wide", "train.txt", "test.txt"), &["UTF-16", "iconv"]);
-}
-
-#[test]
-fn a_json_array_is_answered_with_the_command_that_writes_lines() {
-    let place = Place::new();
-    fs::write(place.path("all.json"), "[\n {\"text\": \"a\"},\n {\"text\": \"b\"}\n]\n").unwrap();
-    let array = ["JSON array", "json.load(open('all.json'))", "> 'all.jsonl'"];
-    refused(&place, &line("m", "all.json", "test.txt"), &array);
-    refused(&place, &line("m", "train.txt", "all.json"), &array);
-    let train =
-        format!("recover --how lora --steps 1 --model m --dataset all.json --save out {TEXTS}");
-    let train = train.replace("--dataset train.txt ", "").replace("--nsamples 4 ", "");
-    refused(&place, &train, &array);
 }
 
 #[test]

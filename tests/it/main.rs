@@ -4,6 +4,7 @@
 
 mod adapters;
 mod arithmetic;
+mod chats;
 mod circles;
 mod cli;
 mod cli_page;

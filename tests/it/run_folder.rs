@@ -52,7 +52,7 @@ fn forced_results_are_replaced_only_by_a_run_that_begins() {
         "--force --dataset nowhere.txt",
         1,
         first,
-        "hint: use wikitext2:PATH, c4:PATH, or the path of a file (text, .jsonl, .jsonl.gz, .parquet)",
+        "hint: use wikitext2:PATH, c4:PATH, hub:OWNER/NAME, or the path of a folder or file (text, .jsonl, .json, .gz, .parquet, .arrow)",
     );
     let ran = place.run(&arguments("--force --eval none"));
     assert_eq!(ran.code, 0, "{}", ran.stderr);

@@ -6,10 +6,13 @@
 use std::thread;
 use std::time::Duration;
 
+use minijinja::value::Rest;
 use minijinja::{Environment, Error, ErrorKind, Value as Jinja, context};
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
 
+use super::super::ordered_json::OrderedJson;
+use super::marks::{self, RenderedText};
+use super::{clock, python};
 use crate::bytes::ByteSize;
 use crate::failure::{Failure, blaming};
 
@@ -23,20 +26,31 @@ pub(super) const STACK: usize = 512 << 20;
 /// The longest rendering of a conversation: this, and four times the text of the conversation.
 const LONGEST: u64 = 1 << 20;
 
-/// The fields of a message, in order.
-pub(super) type Message = Vec<(String, Value)>;
-
 /// A template and the conversation that it renders.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct RenderingRequest {
     pub(super) template: String,
-    /// The special tokens, which are variables of the template.
-    pub(super) tokens: Map<String, Value>,
-    pub(super) messages: Vec<Message>,
-    /// Beginnings of the conversation: a number of messages, and whether the place at which the model answers follows. Without any,
-    /// the template is only compiled.
-    pub(super) beginnings: Vec<(usize, bool)>,
+    /// Further variables of the template: special tokens, tools, documents.
+    pub(super) variables: Vec<(String, OrderedJson)>,
+    /// Objects.
+    pub(super) messages: Vec<OrderedJson>,
+    /// Beginnings of the conversation. Without any, the template is only compiled.
+    pub(super) beginnings: Vec<Beginning>,
 }
+
+/// The beginning of a conversation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(in crate::data) struct Beginning {
+    /// Number of messages.
+    pub(in crate::data) messages: usize,
+    /// The place at which the model answers follows.
+    pub(in crate::data) is_answered: bool,
+    /// The message that has [`PROBE`] as its content.
+    pub(in crate::data) probed: Option<usize>,
+}
+
+/// The content of a message whose place in the rendered text is sought. No template changes a word, and no text has it.
+pub(in crate::data) const PROBE: &str = "prune7place7of7the7answer";
 
 /// The refusal of a template or of a conversation.
 #[derive(Debug, Serialize, Deserialize)]
@@ -49,8 +63,8 @@ pub(super) struct Refusal {
     pub(super) messages: Option<usize>,
 }
 
-/// The rendered beginnings.
-pub(super) type Rendered = Result<Vec<String>, Refusal>;
+/// The rendered beginnings. The first must be there; further ones are `None` if the template refuses them.
+pub(super) type Rendered = Result<Vec<Option<RenderedText>>, Refusal>;
 
 impl Refusal {
     pub(super) fn new(why: impl Into<String>) -> Self {
@@ -90,45 +104,62 @@ pub(super) fn rendered(request: &RenderingRequest, watch: &(dyn Fn() + Sync)) ->
 
 fn beginnings(request: &RenderingRequest, watch: &(dyn Fn() + Sync)) -> Rendered {
     watch();
-    let environment = environment(&request.template).map_err(|error| Refusal::of(&error, None))?;
-    let texts = request.messages.iter().flatten();
-    let texts: u64 = texts.map(|(_, value)| length(value)).sum();
+    let template = marks::as_filters(&request.template);
+    let environment = environment(&template).map_err(|error| Refusal::of(&error, None))?;
+    let variables = request.variables.iter().map(|(_, value)| value);
+    let texts: u64 = request.messages.iter().chain(variables).map(OrderedJson::length).sum();
     let longest = texts.saturating_mul(4).saturating_add(LONGEST);
-    let messages: Vec<Jinja> = request.messages.iter().map(message).collect();
-    let render = |&(count, is_answered): &(usize, bool)| {
+    let messages: Vec<Jinja> = request.messages.iter().map(Jinja::from_serialize).collect();
+    let mut fixed: Vec<(String, Jinja)> = Vec::new();
+    // `transformers` defines these in every case.
+    for name in ["tools", "documents"] {
+        fixed.push((name.to_owned(), Jinja::from(())));
+    }
+    let variables = request.variables.iter();
+    fixed.extend(variables.map(|(name, value)| (name.clone(), Jinja::from_serialize(value))));
+    let render = |beginning: &Beginning| {
         watch();
+        let mut given = messages[..beginning.messages.min(messages.len())].to_vec();
+        if let Some((index, message)) =
+            beginning.probed.and_then(|index| Some((index, request.messages.get(index)?)))
+            && let Some(place) = given.get_mut(index)
+        {
+            *place = Jinja::from_serialize(probed(message));
+        }
+        let variables = fixed.iter().cloned().collect::<Jinja>();
         let variables = context! {
-            messages => messages[..count.min(messages.len())],
-            add_generation_prompt => is_answered,
-            ..Jinja::from_serialize(&request.tokens)
+            messages => given,
+            add_generation_prompt => beginning.is_answered,
+            ..variables
         };
+        let count = Some(beginning.messages);
         let template = environment.get_template("chat");
         let text = template.and_then(|template| template.render(variables));
-        let text = text.map_err(|error| Refusal::of(&error, Some(count)))?;
+        let text = text.map_err(|error| Refusal::of(&error, count))?;
         if text.len() as u64 > longest {
             let (long, most) = (ByteSize(text.len() as u64), ByteSize(longest));
             return Err(Refusal {
-                messages: Some(count),
+                messages: count,
                 ..Refusal::new(format!("it makes {long} of text, the limit is {most}"))
             });
         }
-        Ok(text)
+        Ok(marks::found(&text))
     };
-    request.beginnings.iter().map(render).collect()
+    let mut beginnings = request.beginnings.iter();
+    let Some(first) = beginnings.next() else {
+        return Ok(Vec::new());
+    };
+    let first = Some(render(first)?);
+    Ok([first].into_iter().chain(beginnings.map(|beginning| render(beginning).ok())).collect())
 }
 
-/// A message as templates see it.
-fn message(fields: &Message) -> Jinja {
-    let fields = fields.iter();
-    fields.map(|(name, value)| (name.as_str(), Jinja::from_serialize(value))).collect()
-}
-
-/// Bytes of text in a value.
-fn length(value: &Value) -> u64 {
-    match value {
-        Value::String(text) => text.len() as u64,
-        other => other.to_string().len() as u64,
-    }
+/// A message with [`PROBE`] as its content.
+fn probed(message: &OrderedJson) -> OrderedJson {
+    let OrderedJson::Object(fields) = message else {
+        return message.clone();
+    };
+    let others = fields.iter().filter(|(name, _)| name != "content").cloned();
+    OrderedJson::Object(others.chain([("content".to_owned(), OrderedJson::from(PROBE))]).collect())
 }
 
 /// The template as `transformers` would compile it.
@@ -138,7 +169,13 @@ fn environment(template: &str) -> Result<Environment<'_>, Error> {
     environment.set_lstrip_blocks(true);
     environment.set_fuel(Some(FUEL));
     environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.set_formatter(|out, _, value| Ok(out.write_str(&python::text(value))?));
+    environment
+        .add_filter("tojson", |value: &Jinja, given: Rest<Jinja>| python::dumps(value, &given));
+    environment.add_filter("string", |value: &Jinja| python::text(value));
+    environment.add_filter(marks::FILTER, marks::around);
     environment.add_function("raise_exception", refuse);
+    environment.add_function("strftime_now", |format: &str| clock::shown(clock::now(), format));
     environment.add_template("chat", template)?;
     Ok(environment)
 }

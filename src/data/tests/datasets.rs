@@ -17,6 +17,8 @@ fn datasets_are_read_and_printed_alike() {
         "ptb:x",
         "jsonl:x",
         "jsonl.txt",
+        "hub:acme/chats",
+        "hub:acme/chats:data/train.jsonl",
     ] {
         assert_eq!(spec(text).to_string(), text);
     }

@@ -149,12 +149,15 @@ fn bad_documents_are_named_by_file_and_line() {
         assert!(
             error.contains("line 3 of")
                 && error.contains("content, id")
-                && error.contains("missing field `text`"),
+                && error.contains("none of the fields that documents are made of"),
             "{error}"
         );
     }
-    fs::write(&plain, "[{\"text\": \"a\"}]").expect("write");
-    assert!(message(run(&plain).0).contains("JSON array, not a file of JSON lines"));
+    fs::write(&plain, "[{\"text\": \"a\"}, 3]").expect("write");
+    run(&plain).0.expect("the first entry is a document");
+    assert!(message(run(&plain).1).contains("it is a number, not an object"));
+    fs::write(&plain, "[{\"text\": \"a\"}").expect("write");
+    assert!(message(run(&plain).1).contains("the JSON list does not end"));
     fs::write(&plain, "just prose\n").expect("write");
     assert!(message(run(&plain).1).contains("it begins: just prose"));
     fs::write(&plain, "\n\n").expect("write");

@@ -2,6 +2,7 @@
 
 mod datasets;
 mod documents;
+mod loss_tokens;
 mod pieces;
 mod special_tokens;
 mod streams;

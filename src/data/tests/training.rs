@@ -23,7 +23,7 @@ fn read(file: &Path, tokenizer: &Tokenizer, request: ExampleRequest) -> anyhow::
     let source = Source::find(&spec, Role::Calibration)?;
     let cache = TextCache::open(file.parent().map(|folder| folder.join("cache")));
     let events = RecordedEvents::default();
-    source.examples(tokenizer, None, request, &cache, &events)
+    source.examples(tokenizer, request, &cache, &events)
 }
 
 /// The tokens of all examples.

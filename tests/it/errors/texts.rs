@@ -27,7 +27,7 @@ fn a_calibration_text_that_is_missing_is_asked_for() {
         "--dataset nowhere.txt",
         1,
         "error: no such file or folder for --dataset: `nowhere.txt`",
-        "hint: use wikitext2:PATH, c4:PATH, or the path of a file (text, .jsonl, .jsonl.gz, .parquet)",
+        "hint: use wikitext2:PATH, c4:PATH, hub:OWNER/NAME, or the path of a folder or file (text, .jsonl, .json, .gz, .parquet, .arrow)",
     );
 }
 
@@ -125,7 +125,7 @@ fn an_unknown_dataset_is_refused() {
             &format!("--dataset {dataset}"),
             1,
             &format!("error: no such file or folder for --dataset: `{dataset}`"),
-            "hint: use wikitext2:PATH, c4:PATH, or the path of a file (text, .jsonl, .jsonl.gz, .parquet)",
+            "hint: use wikitext2:PATH, c4:PATH, hub:OWNER/NAME, or the path of a folder or file (text, .jsonl, .json, .gz, .parquet, .arrow)",
         );
     }
     fs::write(place.path("text.zst"), "x").unwrap();
@@ -134,7 +134,7 @@ fn an_unknown_dataset_is_refused() {
         "--dataset text.zst",
         1,
         "error: cannot read a `.zst` file: `text.zst`",
-        "hint: unpack it first; text, .jsonl, .json, .gz of these and .parquet are read",
+        "hint: unpack it first; text, .jsonl, .json, .gz of these, .parquet and .arrow are read",
     );
     refuses_at_once(
         &place,

@@ -1,6 +1,6 @@
 //! Hostile texts: JSON lines, archives, parquet, lines and words without an end.
 
-use super::{ONE_OBJECT, documents, gzipped, nested, parquet_bytes, put, refuses_text};
+use super::{FORMS, documents, gzipped, nested, parquet_bytes, put, refuses_text};
 use crate::support::{Place, words};
 
 #[test]
@@ -11,24 +11,20 @@ fn lines_that_are_no_documents_are_named() {
         format!("error: line {line} of `d.jsonl` is not a document: {why}")
     };
     let first_lines = [
-        ("{\"txt\": \"a\"}\n".to_string(), is_no(1, "missing field `text` at line 1 column 12")),
         (
-            "{\"text\": 5}\n".into(),
-            is_no(1, "invalid type: integer `5`, expected a string at line 1 column 10"),
+            "{\"txt\": \"a\"}\n".to_string(),
+            is_no(1, "it has none of the fields that documents are made of"),
         ),
-        (
-            "{\"text\": null}\n".into(),
-            is_no(1, "invalid type: null, expected a string at line 1 column 13"),
-        ),
+        ("{\"text\": 5}\n".into(), is_no(1, "`text` is a number, not a string")),
         (
             format!("{{\"text\": {}\n", nested()),
-            is_no(1, "invalid type: sequence, expected a string at line 1 column 9"),
+            is_no(1, "it is not JSON: recursion limit exceeded at column 136"),
         ),
-        ("\0\0\0\0\n".into(), is_no(1, "expected value at line 1 column 1")),
+        ("\0\0\0\0\n".into(), is_no(1, "it is not JSON: expected value at column 1")),
         ("\n \n".into(), "error: no documents in `d.jsonl`".into()),
     ];
     for (text, first) in first_lines {
-        let ran = refuses_text(&place, "d.jsonl", text.as_bytes(), &first, ONE_OBJECT);
+        let ran = refuses_text(&place, "d.jsonl", text.as_bytes(), &first, FORMS);
         assert!(ran.stderr.starts_with("error: "), "before any work: {}", ran.stderr);
     }
     // The sixth line, found when it is drawn.
@@ -39,7 +35,7 @@ fn lines_that_are_no_documents_are_named() {
     );
     assert!(
         ran.code == 1
-            && ran.stderr.contains("of `d.jsonl` is not a document: missing field `text`")
+            && ran.stderr.contains("of `d.jsonl` is not a document: it has none of the fields")
             && ran.stderr.contains("fields found: txt\n"),
         "{}",
         ran.stderr
@@ -118,8 +114,8 @@ fn parquet_of_another_schema_cut_or_made_up_is_refused() {
         &place,
         "d.parquet",
         &parquet_bytes("content", &rows),
-        "error: `d.parquet` has no string column `text`",
-        "hint: rename the column that holds the text to `text`",
+        "error: `d.parquet` has no columns that documents are made of",
+        FORMS,
     );
     let truncated = "Parquet error: Invalid Parquet file. Corrupt footer";
     let mut long_footer = good.clone();

@@ -73,7 +73,7 @@ fn the_memory_of_a_template_is_bounded_in_a_process_of_its_own() {
     let mut renderer = command.spawn().unwrap();
     // Two lists that grow for ever, step by step, below the fuel: only memory ends it.
     let template = "{% set ns = namespace(s='0123456789abcdef') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}";
-    let request = serde_json::json!({"template": template, "tokens": {}, "messages": [], "beginnings": [[0, true]]});
+    let request = serde_json::json!({"template": template, "variables": [], "messages": [], "beginnings": [{"messages": 0, "is_answered": true, "probed": null}]});
     let mut requests = renderer.stdin.take().unwrap();
     writeln!(requests, "{request}").unwrap();
     let mut peak = 0;
