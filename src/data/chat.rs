@@ -30,6 +30,7 @@ use super::conversation::Conversation;
 use super::ordered_json::OrderedJson;
 use crate::failure::Failure;
 use crate::input::{cannot_read, read_settings};
+pub use clock::begin_run;
 pub(super) use marks::RenderedText;
 use process::RenderingPlace;
 pub(super) use rendering::{Beginning, PROBE};
@@ -186,6 +187,7 @@ impl ChatTemplate {
         self.place.render(&RenderingRequest {
             template: self.template_for(conversation).to_owned(),
             variables: [&self.tokens[..], &conversation.variables].concat(),
+            moment: clock::moment(),
             messages: conversation.messages.clone(),
             beginnings: beginnings.to_vec(),
         })

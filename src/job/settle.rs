@@ -19,6 +19,7 @@ use super::same_run;
 use super::settled_run::{RunStart, RunTask, SettledRun, offload_folder};
 use super::{against, allocate, layer_drop, target_size, weight_choice, width_drop};
 use crate::checkpoint::check_sidecars;
+use crate::data::chat::begin_run;
 use crate::failure::Failure;
 use crate::pipeline::RunShape;
 use crate::run::{Events, Manifest, RunState};
@@ -71,6 +72,10 @@ fn settle_opened(
         }
     }
 
+    // Texts of a run that continues on another day have the date of its first process.
+    let begun =
+        unfinished.as_ref().map_or(model.started_unix_seconds, |of| of.started_unix_seconds);
+    begin_run(begun);
     let dense = against::open(&settings, &model, events)?;
     let planning = Planning::new(&settings.device, model.threads)?.beside(&given.ranks);
     let measured =

@@ -4,7 +4,7 @@ use std::fs;
 
 use serde_json::{Value, json};
 
-use crate::support::{Place, words};
+use crate::support::{Place, edit_json, words};
 
 /// A model with a chat template of plain words.
 fn place() -> Place {
@@ -127,4 +127,48 @@ fn the_folder_of_a_data_set_is_read_by_its_splits() {
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     assert!(ran.stderr.contains("text, 10 of 10 examples of `data`"), "{}", ran.stderr);
     assert!(ran.stderr.contains("text, 5 of 5 examples of `validation.jsonl`"), "{}", ran.stderr);
+}
+
+#[test]
+fn a_run_that_continues_on_a_later_day_has_the_date_of_its_first_process() {
+    /// 2024-07-26.
+    const DAY: u64 = 1_721_952_000;
+    let place = place();
+    let template = "{{ strftime_now('%d %b %Y') }} {% for m in messages %}{{ m['role'] + ' ' + m['content'] + ' end ' }}{% endfor %}";
+    fs::write(place.path("m/chat_template.jinja"), template).expect("the model is there");
+    let rows: Vec<String> = (0..8)
+        .map(|seed| {
+            let [(_, user), (_, answer)] = turns(seed);
+            json!({"messages": [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]}).to_string()
+        })
+        .collect();
+    fs::write(place.path("d.jsonl"), rows.join("\n")).expect("a new file");
+    let line = |save: &str| {
+        format!(
+            "--model m --sparsity-ratio 0.5 --dataset d.jsonl --nsamples 2 --seqlen 32 --eval none --save {save}"
+        )
+    };
+    let on_that_day = |save: &str, fault: Option<&str>| {
+        let mut command = place.command(&line(save));
+        command.env("SOURCE_DATE_EPOCH", DAY.to_string());
+        command.envs(fault.map(|fault| ("PRUNE_FAULT", fault)));
+        command.output().expect("the binary was built by this test run").status.code()
+    };
+    assert_eq!(on_that_day("whole", None), Some(0));
+    let hash = |save: &str| place.manifest(save).calibration.expect("samples").tokens_sha256;
+    place.prune(&line("today"));
+    assert_ne!(hash("today"), hash("whole"), "the date is in the text");
+    // The last kill that leaves a state to continue from.
+    let is_left = |number: &u32| {
+        let _ = fs::remove_dir_all(place.path("out"));
+        on_that_day("out", Some(&format!("kill:{number}"))).is_none()
+            && place.path("out/unfinished.json").is_file()
+    };
+    let left = (5..200).step_by(5).find(is_left);
+    assert!(left.is_some(), "a kill leaves a state");
+    edit_json(&place.path("out/unfinished.json"), |state| {
+        state["started_unix_seconds"] = DAY.into();
+    });
+    place.prune(&line("out"));
+    assert_eq!(hash("out"), hash("whole"));
 }

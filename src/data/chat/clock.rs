@@ -1,8 +1,10 @@
-//! The date that templates print through `strftime_now`: today in UTC, or the moment of `SOURCE_DATE_EPOCH`.
+//! The date that templates print through `strftime_now`: the beginning of the run in UTC, or the moment of `SOURCE_DATE_EPOCH`.
 //!
-//! A text with a date differs from day to day, and so do its token ids. The variable, known from reproducible builds, fixes the date.
+//! A text with a date differs from day to day, and so do its token ids. A run that continues has the date of its first process, and the
+//! variable, known from reproducible builds, fixes the date of any run.
 
 use std::fmt::Write;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use chrono::DateTime;
@@ -11,11 +13,23 @@ use minijinja::{Error, ErrorKind};
 /// The variable that fixes the date, in seconds since 1970.
 const VARIABLE: &str = "SOURCE_DATE_EPOCH";
 
-/// Seconds since 1970.
-pub(super) fn now() -> i64 {
+/// The beginning of the run, in seconds since 1970; 0 before a run has begun.
+static BEGUN: AtomicU64 = AtomicU64::new(0);
+
+/// Lets templates print the date on which a run began, in seconds since 1970.
+pub fn begin_run(seconds: u64) {
+    BEGUN.store(seconds, Ordering::Relaxed);
+}
+
+/// The moment of templates, in seconds since 1970.
+pub(super) fn moment() -> i64 {
     let fixed = std::env::var(VARIABLE).ok().and_then(|text| text.trim().parse().ok());
-    let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map(|time| time.as_secs() as i64);
-    fixed.unwrap_or_else(|| clock().unwrap_or_default())
+    let now = || SystemTime::now().duration_since(UNIX_EPOCH).map(|time| time.as_secs());
+    let begun = || match BEGUN.load(Ordering::Relaxed) {
+        0 => now().unwrap_or_default() as i64,
+        begun => begun as i64,
+    };
+    fixed.unwrap_or_else(begun)
 }
 
 /// A moment in the format of C's `strftime`.

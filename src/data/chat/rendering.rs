@@ -32,6 +32,8 @@ pub(super) struct RenderingRequest {
     pub(super) template: String,
     /// Further variables of the template: special tokens, tools, documents.
     pub(super) variables: Vec<(String, OrderedJson)>,
+    /// The moment of `strftime_now`, in seconds since 1970.
+    pub(super) moment: i64,
     /// Objects.
     pub(super) messages: Vec<OrderedJson>,
     /// Beginnings of the conversation. Without any, the template is only compiled.
@@ -105,7 +107,8 @@ pub(super) fn rendered(request: &RenderingRequest, watch: &(dyn Fn() + Sync)) ->
 fn beginnings(request: &RenderingRequest, watch: &(dyn Fn() + Sync)) -> Rendered {
     watch();
     let template = marks::as_filters(&request.template);
-    let environment = environment(&template).map_err(|error| Refusal::of(&error, None))?;
+    let environment =
+        environment(&template, request.moment).map_err(|error| Refusal::of(&error, None))?;
     let variables = request.variables.iter().map(|(_, value)| value);
     let texts: u64 = request.messages.iter().chain(variables).map(OrderedJson::length).sum();
     let longest = texts.saturating_mul(4).saturating_add(LONGEST);
@@ -163,7 +166,7 @@ fn probed(message: &OrderedJson) -> OrderedJson {
 }
 
 /// The template as `transformers` would compile it.
-fn environment(template: &str) -> Result<Environment<'_>, Error> {
+fn environment(template: &str, moment: i64) -> Result<Environment<'_>, Error> {
     let mut environment = Environment::new();
     environment.set_trim_blocks(true);
     environment.set_lstrip_blocks(true);
@@ -175,7 +178,7 @@ fn environment(template: &str) -> Result<Environment<'_>, Error> {
     environment.add_filter("string", |value: &Jinja| python::text(value));
     environment.add_filter(marks::FILTER, marks::around);
     environment.add_function("raise_exception", refuse);
-    environment.add_function("strftime_now", |format: &str| clock::shown(clock::now(), format));
+    environment.add_function("strftime_now", move |format: &str| clock::shown(moment, format));
     environment.add_template("chat", template)?;
     Ok(environment)
 }
