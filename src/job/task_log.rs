@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use serde::Serialize;
 
 use crate::failure::Failure;
-use crate::tasks::{AskedTask, PackedTasks, RequestScore};
+use crate::tasks::{AskedTask, PackedTasks, RequestIds, RequestScore};
 
 /// A question with its scores.
 #[derive(Serialize)]
@@ -64,13 +64,13 @@ pub(super) fn write(
 fn lines<'a>(
     model: &'a str,
     task: &'a AskedTask,
-    (ids, scores): (&'a [(Vec<u32>, Vec<u32>)], &'a [RequestScore]),
+    (ids, scores): (&'a [RequestIds], &'a [RequestScore]),
 ) -> impl Iterator<Item = AnsweredQuestion<'a>> {
     task.questions.iter().enumerate().map(move |(number, question)| {
         let requests = question.first_request..question.first_request + question.characters.len();
         let choices = requests.map(|request| ScoredChoice {
-            input: ids[request].0.clone(),
-            continuation: ids[request].1.clone(),
+            input: ids[request].input.clone(),
+            continuation: ids[request].continuation.clone(),
             log_likelihood: scores[request].log_likelihood as f32,
             is_greedy: scores[request].is_greedy,
         });

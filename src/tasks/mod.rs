@@ -31,7 +31,9 @@ mod source;
 mod table;
 
 pub use kind::{Question, TaskKind};
-pub use pack::{AskedQuestion, AskedTask, PackShape, PackedTasks, Prediction, TaskPack};
+pub use pack::{
+    AskedQuestion, AskedTask, PackShape, PackedTasks, Prediction, RequestIds, TaskPack,
+};
 pub use request::{ScoredRequest, TaskTokens};
 pub use score::{RequestScore, reports};
 pub use source::{TaskQuestions, TaskRequest, bytes, read};

@@ -74,6 +74,15 @@ pub struct PackedTasks {
     pub tokens: usize,
 }
 
+/// The ids of a request.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RequestIds {
+    /// The ids that pass the model.
+    pub input: Vec<u32>,
+    /// The ids that are scored.
+    pub continuation: Vec<u32>,
+}
+
 /// The shape of packs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PackShape {
@@ -149,11 +158,11 @@ impl PackedTasks {
     }
 
     /// Input and continuation of every request, read back from the packs.
-    pub fn request_ids(&self) -> Vec<(Vec<u32>, Vec<u32>)> {
-        let mut all = vec![(Vec::new(), Vec::new()); self.requests];
+    pub fn request_ids(&self) -> Vec<RequestIds> {
+        let mut all = vec![RequestIds::default(); self.requests];
         for pack in &self.packs {
             for prediction in &pack.predictions {
-                let (input, continuation) = &mut all[prediction.request as usize];
+                let RequestIds { input, continuation } = &mut all[prediction.request as usize];
                 let row = prediction.row as usize;
                 let of_row = |of: &&Segment| of.rows.contains(&row);
                 if let Some(segment) = pack.segments.iter().find(of_row) {
@@ -306,9 +315,9 @@ mod tests {
                 let shape = PackShape { rows, max_length: 64, shares };
                 let packed = packed(questions.clone(), shape);
                 let ids = packed.request_ids();
-                for (request, (input, tokens)) in questions.iter().flatten().zip(ids) {
-                    assert_eq!(input, request.input(64), "{shape:?}");
-                    assert_eq!(tokens, request.continuation);
+                for (request, ids) in questions.iter().flatten().zip(ids) {
+                    assert_eq!(ids.input, request.input(64), "{shape:?}");
+                    assert_eq!(ids.continuation, request.continuation);
                 }
                 assert_eq!((packed.requests, packed.longest()), (8, 64));
                 assert!(packed.largest() <= rows.max(64));

@@ -23,14 +23,14 @@ fn place(shared: &Path) -> (Place, String) {
         ("0.05", shared.join("goldens/tasks/kl/wanda-0.05/model.safetensors")),
     ] {
         let folder = place.path(folder);
-        fs::create_dir(&folder).unwrap();
+        fs::create_dir(&folder).expect("a new folder");
         for name in ["config.json", "tokenizer.json", "tokenizer_config.json"] {
             let file = source.join(name);
             if file.exists() {
-                fs::copy(file, folder.join(name)).unwrap();
+                fs::copy(file, folder.join(name)).expect("a new file");
             }
         }
-        fs::copy(weights, folder.join("model.safetensors")).unwrap();
+        fs::copy(weights, folder.join("model.safetensors")).expect("as the goldens have it");
     }
     let text = shared.join("data/stories/stories.test.txt");
     (place, format!("--eval-dataset wikitext2:{} {WINDOWS}", text.display()))
@@ -77,14 +77,18 @@ fn divergences_equal_a_computation_in_f64() {
     let (place, text) = place(&shared);
     for model in ["0.6", "0.05"] {
         let golden = fs::read(shared.join(format!("goldens/tasks/kl/wanda-{model}/kl.json")));
-        let golden: Value = serde_json::from_slice(&golden.unwrap()).unwrap();
+        let golden: Value = serde_json::from_slice(&golden.expect("as the goldens have it"))
+            .expect("as the goldens have it");
         for (positions, name) in [("all", "all_positions"), ("second-half", "second_half")] {
             let line = format!("eval {model} --against dense {text} --kl-positions {positions}");
             let record = eval(&place, &line);
             let text = record.evaluation.as_ref().expect("a text");
             assert_eq!(text.tokens_sha256, golden["token_ids_sha256_int32le"]);
             let report = divergence(&record);
-            assert_eq!(report.positions, golden[name]["positions"].as_u64().unwrap());
+            assert_eq!(
+                report.positions,
+                golden[name]["positions"].as_u64().expect("as the goldens have it")
+            );
             for (at, (figure, got)) in figures(&report).into_iter().enumerate() {
                 let expected = golden[name].pointer(&format!("/{figure}"));
                 let expected = expected.and_then(Value::as_f64).expect(figure);

@@ -25,26 +25,35 @@ struct Golden {
 impl Golden {
     fn all(shared: &Path, model: &str) -> Vec<Self> {
         let folder = shared.join("goldens/tasks").join(model);
-        let mut paths: Vec<PathBuf> =
-            fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+        let mut paths: Vec<PathBuf> = fs::read_dir(folder)
+            .expect("as lm_eval wrote it")
+            .map(|entry| entry.expect("as lm_eval wrote it").path())
+            .collect();
         paths.sort();
         let read = |path: PathBuf| {
-            let value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+            let value = serde_json::from_slice(&fs::read(&path).expect("as lm_eval wrote it"))
+                .expect("as lm_eval wrote it");
             Self { path, value }
         };
         paths.into_iter().map(read).collect()
     }
 
     fn task(&self) -> TaskSpec {
-        self.value["task"].as_str().unwrap().parse().unwrap()
+        self.value["task"]
+            .as_str()
+            .expect("as lm_eval wrote it")
+            .parse()
+            .expect("as lm_eval wrote it")
     }
 
     fn limit(&self) -> Option<QuestionLimit> {
-        self.value["limit"].as_f64().map(|limit| limit.to_string().parse().unwrap())
+        self.value["limit"]
+            .as_f64()
+            .map(|limit| limit.to_string().parse().expect("as lm_eval wrote it"))
     }
 
     fn num_fewshot(&self) -> usize {
-        self.value["num_fewshot"].as_u64().unwrap() as usize
+        self.value["num_fewshot"].as_u64().expect("as lm_eval wrote it") as usize
     }
 
     fn add_bos(&self) -> Option<bool> {
@@ -69,21 +78,31 @@ impl Golden {
             num_fewshot: self.num_fewshot(),
             limit: self.limit(),
         };
-        read(&request).unwrap()
+        read(&request).expect("tasks that can be read")
     }
 }
 
 fn ids(value: &Value) -> Vec<u32> {
-    value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
+    value
+        .as_array()
+        .expect("as lm_eval wrote it")
+        .iter()
+        .map(|id| id.as_u64().expect("as lm_eval wrote it") as u32)
+        .collect()
 }
 
 fn texts(value: &Value) -> Vec<&str> {
-    value.as_array().unwrap().iter().map(|text| text.as_str().unwrap()).collect()
+    value
+        .as_array()
+        .expect("as lm_eval wrote it")
+        .iter()
+        .map(|text| text.as_str().expect("as lm_eval wrote it"))
+        .collect()
 }
 
 /// Entry `choice` of a list with an entry per choice, or the entry that all share.
 fn of_choice(list: &Value, choice: usize) -> &Value {
-    let list = list.as_array().unwrap();
+    let list = list.as_array().expect("as lm_eval wrote it");
     &list[choice.min(list.len() - 1)]
 }
 
@@ -92,13 +111,14 @@ fn prompts_and_token_ids_are_lm_evals() {
     let Some(shared) = shared() else { return };
     let mut compared = 0;
     for model in MODELS {
-        let tokenizer = Tokenizer::load(&shared.join("models").join(model)).unwrap();
+        let tokenizer = Tokenizer::load(&shared.join("models").join(model)).expect("a tokenizer");
         for golden in Golden::all(&shared, model) {
-            let max_length = golden.value["max_length"].as_u64().unwrap() as usize;
+            let max_length =
+                golden.value["max_length"].as_u64().expect("as lm_eval wrote it") as usize;
             let add_bos = golden.add_bos();
             let tokens = TaskTokens { tokenizer: &tokenizer, add_bos, max_length };
             let tasks = golden.questions(&shared);
-            let requests = tokens.requests(&tasks).unwrap();
+            let requests = tokens.requests(&tasks).expect("requests");
             for (task, requests) in tasks.iter().zip(&requests) {
                 let documents = golden.documents(task);
                 assert_eq!(task.questions.len(), documents.len(), "{:?}", golden.path);
@@ -106,7 +126,10 @@ fn prompts_and_token_ids_are_lm_evals() {
                     task.questions.iter().zip(requests).zip(documents)
                 {
                     let place = format!("{:?} {}", golden.path, document["doc_id"]);
-                    assert_eq!(question.target as u64, document["target"].as_u64().unwrap());
+                    assert_eq!(
+                        question.target as u64,
+                        document["target"].as_u64().expect("as lm_eval wrote it")
+                    );
                     assert_eq!(question.contexts, texts(&document["contexts"]), "{place}");
                     for (choice, request) in requests.iter().enumerate() {
                         let (_, answer) = question.choice(choice);
@@ -136,7 +159,11 @@ fn printed(value: f64) -> String {
 }
 
 fn same(accuracy: Accuracy, results: &Value, metric: &str, place: &str) {
-    assert_eq!(printed(accuracy.value), printed(results[metric].as_f64().unwrap()), "{place}");
+    assert_eq!(
+        printed(accuracy.value),
+        printed(results[metric].as_f64().expect("as lm_eval wrote it")),
+        "{place}"
+    );
     let error = results[format!("{metric}_stderr")].as_f64();
     assert_eq!(accuracy.error.map(printed), error.map(printed), "{place} {metric}");
 }
@@ -146,7 +173,10 @@ fn compare_metrics(report: &TaskReport, golden: &Golden) {
     let place = format!("{:?}", golden.path);
     if report.subjects.is_empty() {
         let results = &golden.value["tasks"][&report.task]["results"];
-        assert_eq!(report.questions as u64, results["documents"].as_u64().unwrap());
+        assert_eq!(
+            report.questions as u64,
+            results["documents"].as_u64().expect("as lm_eval wrote it")
+        );
         same(report.acc, results, "acc", &place);
         assert_eq!(report.acc_norm.is_some(), !results["acc_norm"].is_null(), "{place}");
         if let Some(norm) = report.acc_norm {
@@ -166,21 +196,24 @@ fn compare_metrics(report: &TaskReport, golden: &Golden) {
 
 /// The lines of `--log-samples` by task, subject and question.
 fn samples(path: &Path) -> BTreeMap<(String, u64), Value> {
-    let text = fs::read_to_string(path).unwrap();
-    let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let text = fs::read_to_string(path).expect("samples");
+    let lines =
+        text.lines().map(|line| serde_json::from_str::<Value>(line).expect("as lm_eval wrote it"));
     let key = |line: &Value| {
-        let task = line["task"].as_str().unwrap();
+        let task = line["task"].as_str().expect("as lm_eval wrote it");
         let task = match line["subject"].as_str() {
             Some(subject) => format!("{task}_{subject}"),
             None => task.to_string(),
         };
-        (task, line["question"].as_u64().unwrap())
+        (task, line["question"].as_u64().expect("as lm_eval wrote it"))
     };
     lines.map(|line| (key(&line), line)).collect()
 }
 
 fn compare_document(line: &Value, document: &Value, max_length: usize, place: &str) {
-    for (choice, scored) in line["choices"].as_array().unwrap().iter().enumerate() {
+    for (choice, scored) in
+        line["choices"].as_array().expect("as lm_eval wrote it").iter().enumerate()
+    {
         let continuation = ids(of_choice(&document["continuation_tokens"], choice));
         let mut all = ids(of_choice(&document["context_tokens"], choice));
         all.extend(&continuation);
@@ -189,7 +222,7 @@ fn compare_document(line: &Value, document: &Value, max_length: usize, place: &s
         assert_eq!(ids(&scored["input"]), input, "{place}");
         assert_eq!(ids(&scored["continuation"]), continuation, "{place}");
         let [got, expected] = [&scored["log_likelihood"], &document["loglikelihood"][choice]]
-            .map(|of| of.as_f64().unwrap());
+            .map(|of| of.as_f64().expect("as lm_eval wrote it"));
         // The README of the goldens: f32 and f64 differ by up to 5.4e-5 and 3.1e-6.
         let allowed = 1e-4 + 1e-5 * expected.abs();
         assert!((got - expected).abs() <= allowed, "{place} {choice}: {got} is not {expected}");
@@ -226,7 +259,7 @@ fn compare_model(shared: &Path, model: &str) -> usize {
             from.display()
         ));
         assert_eq!(ran.code, 0, "{line}\n{}", ran.stderr);
-        let record: Manifest = serde_json::from_str(&ran.stdout).unwrap();
+        let record: Manifest = serde_json::from_str(&ran.stdout).expect("a record");
         assert!(record.perplexity.dense.is_none(), "tasks only");
         let results = record.tasks.expect("tasks");
         let samples = samples(&place.path("samples.jsonl"));
@@ -234,10 +267,11 @@ fn compare_model(shared: &Path, model: &str) -> usize {
             let name = golden.task().to_string();
             let report = results.dense.iter().find(|report| report.task == name).expect("a task");
             compare_metrics(report, golden);
-            let max_length = golden.value["max_length"].as_u64().unwrap() as usize;
-            for (task, of_task) in golden.value["tasks"].as_object().unwrap() {
-                for document in of_task["documents"].as_array().unwrap() {
-                    let number = document["doc_id"].as_u64().unwrap();
+            let max_length =
+                golden.value["max_length"].as_u64().expect("as lm_eval wrote it") as usize;
+            for (task, of_task) in golden.value["tasks"].as_object().expect("as lm_eval wrote it") {
+                for document in of_task["documents"].as_array().expect("as lm_eval wrote it") {
+                    let number = document["doc_id"].as_u64().expect("as lm_eval wrote it");
                     let line = &samples[&(task.clone(), number)];
                     let place = format!("{:?} {task} {number}", golden.path);
                     compare_document(line, document, max_length, &place);
@@ -266,7 +300,7 @@ fn every_request_of_wikitext_llama_8m_is_scored_as_lm_eval_scores_it() {
 /// A place with the model `m` and a task of three questions.
 fn place_with_task(lines: &str) -> Place {
     let place = Place::new();
-    fs::write(place.path("q.jsonl"), lines).unwrap();
+    fs::write(place.path("q.jsonl"), lines).expect("a new file");
     place
 }
 
@@ -278,7 +312,7 @@ const QUESTIONS: &str = r#"{"context": "The first king of the old land was", "ch
 fn results(place: &Place, line: &str) -> Manifest {
     let ran = place.run(&format!("{line} --use-cpu --json"));
     assert_eq!(ran.code, 0, "{line}\n{}", ran.stderr);
-    serde_json::from_str(&ran.stdout).unwrap()
+    serde_json::from_str(&ran.stdout).expect("a record")
 }
 
 #[test]
@@ -287,7 +321,7 @@ fn dense_and_pruned_in_one_sweep_give_the_bits_of_two_runs_in_any_memory() {
     let tasks = "--tasks my=q.jsonl --num-fewshot 1 --seqlen 64 --eval-dataset test.txt";
     let both = "--model m --prune-method magnitude --sparsity-ratio 0.5 --eval both --save out";
     results(&place, &format!("{both} {tasks} --log-samples both.jsonl"));
-    let read = |name: &str| fs::read_to_string(place.path(name)).unwrap();
+    let read = |name: &str| fs::read_to_string(place.path(name)).expect("samples");
     let both = read("both.jsonl");
     let (dense, pruned): (Vec<&str>, Vec<&str>) =
         both.lines().partition(|line| line.contains("\"model\":\"dense\""));
@@ -361,7 +395,7 @@ fn a_bad_row_is_one_error_with_file_and_line() {
         let place = place_with_task(&format!("{good}\n{bad}\n"));
         let ran = place.run("eval m --tasks my=q.jsonl --seqlen 64 --use-cpu");
         assert_eq!(ran.code, 1, "{}", ran.stderr);
-        let first = ran.stderr.lines().next().unwrap();
+        let first = ran.stderr.lines().next().expect("a message");
         assert!(first.contains("q.jsonl`, line 2: ") && first.contains(why), "{first}");
         assert_eq!(ran.stderr.matches("error:").count(), 1, "{}", ran.stderr);
         assert!(ran.stderr.contains("hint:"), "{}", ran.stderr);
