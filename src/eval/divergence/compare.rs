@@ -94,7 +94,7 @@ pub(in crate::eval) fn compare(
 
 /// The numbers of a window's tokens.
 struct WindowNumbers<'a> {
-    /// ComparedWindows positions, from `first` on.
+    /// The positions of the window, from `first` on.
     positions: &'a mut [Position],
     seen: [&'a mut [NextToken]; 2],
     first: usize,
