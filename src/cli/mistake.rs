@@ -13,7 +13,7 @@ use super::foreign;
 use crate::run::command_line::quoted;
 
 /// Flags that people look for, each with the advice for it.
-const FLAGS: [(&str, &str); 8] = [
+const FLAGS: [(&str, &str); 7] = [
     ("--aim", "version 0.2 removed it; --saliency base weighs by the activations of the base"),
     ("--block-target", "version 0.2 removed it: the target is always `dense`"),
     ("--dsnot-published", "version 0.2 removed it: rows stop where no weight of the sign is left"),
@@ -21,10 +21,6 @@ const FLAGS: [(&str, &str); 8] = [
     ("--ratio", RATIO_OR_PATTERN),
     ("--use-gpu", GPU),
     ("--gpu", GPU),
-    (
-        "--eval-zero-shot",
-        "this version measures perplexity only; load the pruned model in an evaluation harness",
-    ),
 ];
 const RATIO_OR_PATTERN: &str =
     "--sparsity-ratio takes a fraction like 0.5, --sparsity-type a pattern like 2:4";

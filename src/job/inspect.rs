@@ -4,9 +4,9 @@ use std::path::Path;
 
 use anyhow::Result;
 
+use super::earlier_pruning;
 use super::located::{self, OpenedWeights};
 use super::model_report::parameters;
-use super::published;
 use super::zeros_gain;
 use crate::bytes::{ByteSize, LARGEST_RECORD, read_whole};
 use crate::checkpoint::MERGING_FILE;
@@ -46,7 +46,7 @@ pub fn inspect(folder: &Path, against: Option<&Path>, events: &dyn Events) -> Re
     };
     let dense = against.map(|against| Ok::<_, anyhow::Error>(open(against, events)?.checkpoint));
     let dense = dense.transpose()?;
-    let found = published::read_record(folder);
+    let found = earlier_pruning::read_record(folder);
     let record = found.as_ref().and_then(|found| found.as_ref().ok());
     let kept = dense.as_ref().zip(record);
     let kept = kept.and_then(|(dense, record)| kept_layers(record, &config, dense.folder()));

@@ -27,6 +27,7 @@
 //! | `folder` | the run folder: refusals, lock, state of an unfinished run, memory log |
 //! | `streams` | samples and windows, and the sweep they pass |
 //! | `layer_drop`, `width_drop`, `target_size` | the passes that make a smaller model the source of the run, and the size that it has to meet |
+//! | `earlier_pruning` | the record of the pruning that made a model |
 //! | `published` | the files beside the weights that strangers read: `pruning.json` and the model card |
 //! | `device_records`, `model_report` | facts that records and comparisons of runs share |
 //! | `rank_reports` | time, memory and communication of all ranks |
@@ -48,6 +49,7 @@ pub mod demo;
 mod demo_packing;
 mod device_records;
 mod disk_room;
+mod earlier_pruning;
 mod eval;
 pub mod folder;
 pub mod generate;

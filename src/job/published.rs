@@ -11,14 +11,14 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use serde_json::Value;
 
+use super::earlier_pruning::read_record;
 use super::model_report::arithmetic;
 use super::record::{self, RunResults};
 use super::settled_run::SettledRun;
-use crate::bytes::{LARGEST_RECORD, json_file};
+use crate::bytes::json_file;
 use crate::checkpoint::{CARD_FILE, CONFIG_FILE, Published, card_of_source, cards_in};
 use crate::data::DatasetSpec;
 use crate::hub::HubRepo;
-use crate::input::{self, Expected};
 use crate::merging::recipe::without_folders;
 use crate::model::{ModelConfig, text_settings};
 use crate::pruning::Pattern;
@@ -204,17 +204,6 @@ impl SettledRun {
 /// The part of a glob after its last slash. Names of matrices have no slashes, so a glob with a slash is a path by mistake.
 fn name_of_glob(glob: &str) -> &str {
     glob.rsplit('/').next().unwrap_or(glob)
-}
-
-/// The record of an earlier pruning in a model's folder; `None` where there is no such file.
-pub(super) fn read_record(folder: &Path) -> Option<Result<PruningRecord, String>> {
-    let path = folder.join(PRUNING_FILE);
-    if path.symlink_metadata().is_err() {
-        return None;
-    }
-    let bytes =
-        input::read(&path, LARGEST_RECORD, Expected::Json).map_err(|error| error.to_string());
-    Some(bytes.and_then(|bytes| PruningRecord::parse(&bytes)))
 }
 
 /// The cards in the folder of a source.

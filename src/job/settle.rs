@@ -72,10 +72,7 @@ fn settle_opened(
         }
     }
 
-    // Texts of a run that continues on another day have the date of its first process.
-    let begun =
-        unfinished.as_ref().map_or(model.started_unix_seconds, |of| of.started_unix_seconds);
-    begin_run(begun);
+    date_texts(unfinished.as_ref(), &model);
     let dense = against::open(&settings, &model, events)?;
     let planning = Planning::new(&settings.device, model.threads)?.beside(&given.ranks);
     let measured =
@@ -145,6 +142,11 @@ fn settle_opened(
     let job = against::join(job, dense)?;
     job.check_disk()?;
     Ok(RunStart::Run(Box::new(job)))
+}
+
+/// Gives texts the date of the first process, also where a run continues on a later day.
+fn date_texts(unfinished: Option<&RunState>, model: &OpenedModel) {
+    begin_run(unfinished.map_or(model.started_unix_seconds, |of| of.started_unix_seconds));
 }
 
 /// The settings that decide the outcome and are known before texts are; none for a run that cannot be continued.

@@ -6,9 +6,9 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
+use super::super::earlier_pruning::read_record;
 use super::super::located::{self, OpenedWeights};
 use super::super::opened::OpenedModel;
-use super::super::published::read_record;
 use crate::checkpoint::{TensorEntry, WeightSource};
 use crate::data::Tokenizer;
 use crate::failure::Failure;

@@ -119,10 +119,6 @@ fn flags_of_other_programs_are_answered_with_those_of_this_one() {
             "tip: --sparsity-ratio takes a fraction like 0.5, --sparsity-type a pattern like 2:4",
         ),
         ("--use_gpu", "tip: a build with CUDA uses all GPUs; --device cuda:0 chooses one"),
-        (
-            "--eval_zero_shot",
-            "tip: this version measures perplexity only; load the pruned model in an evaluation harness",
-        ),
     ] {
         let first = format!("error: unexpected argument '{}' found", flag.replace('_', "-"));
         assert_eq!(told(flag, &first), [tip]);
