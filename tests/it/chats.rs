@@ -4,7 +4,7 @@ use std::fs;
 
 use serde_json::{Value, json};
 
-use crate::support::{Place, edit_json, words};
+use crate::support::{Place, edit_sealed, words};
 
 /// A model with a chat template of plain words.
 fn place() -> Place {
@@ -170,7 +170,7 @@ fn a_run_that_continues_on_a_later_day_has_the_date_of_its_first_process() {
     };
     let left = (5..200).step_by(5).find(is_left);
     assert!(left.is_some(), "a kill leaves a state");
-    edit_json(&place.path("out/unfinished.json"), |state| {
+    edit_sealed(&place.path("out/unfinished.json"), |state| {
         state["started_unix_seconds"] = DAY.into();
     });
     run("out");
