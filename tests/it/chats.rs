@@ -171,7 +171,9 @@ fn a_run_that_continues_on_a_later_day_has_the_date_of_its_first_process() {
     let left = (5..200).step_by(5).find(is_left);
     assert!(left.is_some(), "a kill leaves a state");
     edit_sealed(&place.path("out/unfinished.json"), |state| {
+        let mut state: Value = serde_json::from_str(&state).expect("JSON");
         state["started_unix_seconds"] = DAY.into();
+        serde_json::to_string_pretty(&state).expect("JSON")
     });
     run("out");
     assert_eq!(hash("out"), hash("whole"));
