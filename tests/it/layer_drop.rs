@@ -399,7 +399,7 @@ fn a_target_decides_how_much_goes() {
     let at_least = bytes / 100;
     for (flags, code, says) in [
         ("--drop-width auto", 2, "--drop-width auto needs a size to meet".to_string()),
-        ("--sparsity-ratio 0.5 --target-params 1M", 2, "which is not named".to_string()),
+        ("--sparsity-ratio 0.5 --target-params 100k", 2, "which is not named".to_string()),
         ("--drop-layers auto --target-params 1B", 2, "which is not more than".to_string()),
         (&format!("--drop-layers auto --target-size {at_least}"), 2, "at least".to_string()),
         (&format!("--drop-width auto --target-size {at_least}"), 2, "at least".to_string()),

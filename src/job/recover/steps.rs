@@ -309,7 +309,9 @@ impl<'a> Training<'a> {
         let loss = with_examples(held, &all, |batch| trainer.loss(batch))?;
         let from = self.first_comparable();
         let known: Vec<f64> = self.comparable().map(|report| report.loss).collect();
-        let first = self.head.steps.first().filter(|_| from == 0).map(|report| report.loss);
+        // With a teacher, the loss of a step is no loss of tokens.
+        let is_comparable = from == 0 && self.recovery.teacher.is_none();
+        let first = self.head.steps.first().filter(|_| is_comparable).map(|report| report.loss);
         let lowest = known.iter().copied().chain(first).fold(f64::INFINITY, f64::min);
         if !loss.is_finite() || loss > lowest + EXPLOSION {
             let before = match lowest.is_finite() {

@@ -70,13 +70,18 @@ fn a_gpu_computes_every_linear_if_all_fits() {
 fn a_gpu_too_small_for_calibration_leaves_it_to_the_cpu() {
     let place = place(2);
     let measuring = "--saliency base --dataset train.txt --nsamples 4 --seqlen 64";
-    let (cpu, ..) = merged(&place, measuring);
+    // Each merge measures anew.
+    let merged = |flags: &str| {
+        let _ = fs::remove_dir_all(place.path("out"));
+        merged(&place, flags)
+    };
+    let (cpu, ..) = merged(measuring);
     let small = format!(r#"{measuring} --device cuda --simulate {{"gpus":["513MiB"]}}"#);
-    let (weights, _, stderr) = merged(&place, &small);
+    let (weights, _, stderr) = merged(&small);
     assert!(weights == cpu, "other weights");
     assert!(stderr.contains("a GPU has too little memory for calibration"), "{stderr}");
     let large = format!(r#"{measuring} --device cuda --simulate {{"gpus":["2GiB"]}}"#);
-    let (weights, _, stderr) = merged(&place, &large);
+    let (weights, _, stderr) = merged(&large);
     assert!(weights == cpu && !stderr.contains("too little memory"), "{stderr}");
 }
 
