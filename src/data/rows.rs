@@ -1,7 +1,7 @@
 //! Rows of a data set as JSON objects: from JSON lines, or from a parquet file with nested columns.
 //!
 //! A list of structs on the hub is a struct of lists in parquet (`choices.text`, `choices.label`), and the same in JSON. A line or a row has
-//! at most [`LONGEST`] bytes: data of a task are sentences.
+//! at most 1 MiB: data of a task are sentences.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
