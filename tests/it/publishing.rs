@@ -230,7 +230,7 @@ fn nothing_that_is_published_names_the_machine_or_the_person() {
 }
 
 /// Flags that do not decide weights and perplexities, and those that name what every command names.
-const OTHER_FLAGS: [&str; 35] = [
+const OTHER_FLAGS: [&str; 47] = [
     "cache-dir",
     "dataset",
     "device",
@@ -266,6 +266,20 @@ const OTHER_FLAGS: [&str; 35] = [
     "verbose",
     "verify",
     "version",
+    // They become numbers of layers or shares of the width.
+    "target-params",
+    "target-size",
+    // They measure the result, and gate it.
+    "kl-positions",
+    "max-kl",
+    "tasks",
+    "tasks-from",
+    "eval-zero-shot",
+    "num-fewshot",
+    "limit",
+    "add-bos",
+    "min-accuracy",
+    "log-samples",
 ];
 
 #[test]
