@@ -31,7 +31,7 @@ use crate::input::Expected;
 type Batches = Box<dyn Iterator<Item = Result<RecordBatch, ArrowError>>>;
 
 /// Gives every row to `take`, as a line of JSON, in the file's order. `take` returns false for enough.
-/// Fails when the columns are those of no document, when the file is damaged, and when `take` fails.
+/// Fails when the columns make no document, when the file is damaged, and when `take` fails.
 pub(super) fn for_each(
     path: &Path,
     format: Format,

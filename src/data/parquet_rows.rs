@@ -19,7 +19,7 @@ use super::unpacked::Unpacked;
 use crate::failure::blaming;
 
 /// Gives every row to `take`, as a line of JSON, in the file's order. `take` returns false for enough.
-/// Fails when the columns are those of no document, when the file is damaged or its compression is not supported, and when `take` fails.
+/// Fails when the columns make no document, when the file is damaged or its compression is not supported, and when `take` fails.
 pub(super) fn for_each(path: &Path, take: &mut dyn FnMut(&[u8]) -> Result<bool>) -> Result<()> {
     let file = ParquetFile::open(path)?;
     let schema = file.reader.metadata().file_metadata().schema_descr_ptr();

@@ -18,7 +18,7 @@ pub(super) fn write_line(row: &OrderedJson) -> Result<Vec<u8>> {
     Ok(line)
 }
 
-/// The failure for columns that are those of no document.
+/// The failure for columns that make no document.
 pub(super) fn unknown_columns(path: &Path, found: &[&str]) -> Failure {
     let mut names = found.iter().take(MOST_NAMED).copied().collect::<Vec<_>>();
     if found.len() > names.len() {

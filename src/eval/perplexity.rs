@@ -44,7 +44,7 @@ impl<'a> Perplexity<'a> {
         Self { side, hidden, tokens, num_hidden_layers, reporter, report: None, meeting: None }
     }
 
-    /// The same windows in a comparison with those of a second model.
+    /// The same windows, compared with the windows of a second model.
     #[must_use]
     pub fn in_meeting(self, meeting: Option<(Arc<Meeting>, MeetingRole)>) -> Self {
         Self { meeting, ..self }

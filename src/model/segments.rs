@@ -1,8 +1,8 @@
 //! Sequences that share a sample: their rows follow each other, and each sees only its own rows and the rows of the sequence that it
 //! continues.
 //!
-//! Products, norms and the MLP treat every row alike. Positions and attention are those of each sequence alone, so a row has the result
-//! that it has in a sample of its own.
+//! Products, norms and the MLP treat every row alike. Each sequence has positions and attention of its own, so a row has the result that it
+//! has in a sample of its own.
 
 use std::ops::Range;
 

@@ -16,7 +16,7 @@ pub struct TaskSettings {
     /// Multiple-choice tasks, as in lm-evaluation-harness
     ///
     /// Of boolq, rte, hellaswag, winogrande, arc_easy, arc_challenge, openbookqa, piqa and mmlu; or NAME=FILE, JSON lines of your own with
-    /// `context`, `choices` and `label` (from 0). Texts, few-shot examples and metrics are those of version 0.4.13.
+    /// `context`, `choices` and `label` (from 0). Texts, few-shot examples and metrics are as in version 0.4.13.
     #[arg(long, value_name = "TASKS", value_delimiter = ',')]
     #[serde(serialize_with = "not_deciding")]
     pub tasks: Vec<TaskSpec>,

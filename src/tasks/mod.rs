@@ -4,7 +4,7 @@
 //! files ─ rows ─ questions (after few-shot examples) ─ requests (token ids) ─ packs ─ the sweep (`eval`) ─ scores ─ accuracies
 //! ```
 //!
-//! Texts, ids and metrics are those of lm-evaluation-harness 0.4.13 (EleutherAI). A task is a file of `kinds` and a line of the table.
+//! Texts, ids and metrics are as in lm-evaluation-harness 0.4.13 (EleutherAI). A task is a file of `kinds` and a line of the table.
 //!
 //! | file | content |
 //! | --- | --- |

@@ -12,6 +12,7 @@
 //! No decision compares clocks, because they differ between hosts. If an owner that raises its count finds a foreign lock, or
 //! no lock, it ends at once: another process may be working in the folder, or may have finished there.
 
+use std::fmt;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -256,6 +257,23 @@ fn parse(text: &[u8]) -> Option<Owner> {
     serde_json::from_slice(text).ok()
 }
 
+/// The refusal of a folder in which a process works.
+#[derive(Debug)]
+pub(in crate::job) struct FolderInUse(Failure);
+
+impl fmt::Display for FolderInUse {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(formatter)
+    }
+}
+
+impl std::error::Error for FolderInUse {}
+
+/// The refusal as an error with its text, which callers can tell from other errors.
+fn in_use(failure: Failure) -> anyhow::Error {
+    anyhow::Error::new(FolderInUse(failure.clone())).context(failure)
+}
+
 /// Judges an existing lock: `None` if it has disappeared, else its contents and the reason it is stale.
 fn judge(
     path: &Path,
@@ -281,7 +299,7 @@ fn judge(
     };
     let owner = parse(&first);
     match owner.as_ref().map(|owner| (owner, owner.lives(me))) {
-        Some((owner, Some(true))) => return Err(refused(owner).into()),
+        Some((owner, Some(true))) => return Err(in_use(refused(owner))),
         Some((owner, Some(false))) => {
             let why = format!("{} does not work any more", owner.name());
             return Ok(Some((first, why)));
@@ -302,7 +320,7 @@ fn judge(
         };
         if now != first {
             match parse(&now).or(owner.clone()) {
-                Some(owner) => return Err(refused(&owner).into()),
+                Some(owner) => return Err(in_use(refused(&owner))),
                 // Its owner was just about to write it.
                 None => return Ok(None),
             }

@@ -146,11 +146,6 @@ impl RunFolder {
         self.is_forced = true;
     }
 
-    /// Returns whether a process works in a folder, or has left its lock there.
-    pub(in crate::job) fn is_locked(folder: &Path) -> bool {
-        folder.join(lock::FILE).exists()
-    }
-
     /// Checks that no result would be overwritten, and returns the state of an unfinished run. If its record exists too, only the last
     /// step of that run is missing ([`RunFolder::record_of_the_last_step`]).
     ///

@@ -6,9 +6,10 @@ use anyhow::Result;
 
 use super::records::{self, CommonSettings};
 use crate::job::folder::RunFolder;
+use crate::job::folder::lock::FolderInUse;
 use crate::job::run::eval_on;
 use crate::ranks::Ranks;
-use crate::run::{Events, Manifest, Stopped};
+use crate::run::{Events, Manifest};
 use crate::settings::{EvalSides, OutputSettings, Settings};
 
 /// The name of the run folder in the folder of the sweep.
@@ -61,7 +62,7 @@ pub(super) fn perplexity(
             records::write(&folder, &records::record_of(None, common, None))?;
             Ok(Some(manifest))
         }
-        Err(error) if error.is::<Stopped>() || !RunFolder::is_locked(&folder) => Err(error),
+        Err(error) if !error.is::<FolderInUse>() => Err(error),
         Err(_) => {
             events.note(format!(
                 "another process measures the dense perplexity in `{}`; this one measures it, too",

@@ -28,6 +28,7 @@ use anyhow::{Context, Result};
 use self::cells::PlannedCell;
 use self::messages::CellEvents;
 use self::records::CommonSettings;
+use super::folder::lock::FolderInUse;
 use super::folder::state_file::StateFile;
 use super::folder::{MANIFEST, RunFolder};
 use super::inputs::RunInputs;
@@ -308,7 +309,7 @@ impl CellsOfSweep<'_> {
         Ok(settings)
     }
 
-    /// Reports the outcome of a cell. An error is recorded, unless another process works on the cell: this process has no lock any more.
+    /// Reports the outcome of a cell. An error is recorded, unless another process works on the cell.
     fn end(
         &self,
         cell: &PlannedCell,
@@ -318,7 +319,7 @@ impl CellsOfSweep<'_> {
         match outcome {
             Ok(manifest) => self.events.finished(&cell.name(), &manifest),
             Err(error) if error.is::<Stopped>() => return Err(error),
-            Err(_) if RunFolder::is_locked(&cell.folder) => {
+            Err(error) if error.is::<FolderInUse>() => {
                 self.events.note(format!("  {}: another process works on it", cell.name()));
             }
             Err(error) => {

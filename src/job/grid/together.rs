@@ -33,7 +33,7 @@ const SHARED_PHASES: [Phase; 3] = [Phase::Read, Phase::Calibrate, Phase::Propaga
 /// Returns whether a cell can share statistics with the cells of its seed.
 pub(super) fn can_share(cell: &PlannedCell) -> bool {
     let (settings, kind) = (&cell.settings, cell.technique.statistics());
-    // SweepMeasurements ratios and a smaller model give each cell a model or a pass of its own, an order of channels changes its statistics.
+    // Measured ratios and a smaller model give each cell a model or a pass of its own, an order of channels changes its statistics.
     let shares = |sparsity: &SparsitySettings| {
         sparsity.propagate == Propagation::Dense
             && sparsity.allocate == Allocation::Uniform

@@ -82,7 +82,8 @@ impl Teacher {
     }
 
     /// Refuses a teacher whose trained matrices equal the model's: there is nothing to learn from it. Warns where it has the zeros of
-    /// the model. A teacher of another shape is not compared. Reads up to the first difference, which for a pruned model and its dense model is in the first piece.
+    /// the model. A teacher of another shape is not compared. Reads up to the first difference, which for a pruned model and its dense
+    /// model is in the first piece.
     ///
     /// # Errors
     /// Fails when all values are equal, and when a matrix cannot be read.
@@ -171,6 +172,9 @@ fn check_tokens(teacher: &ModelConfig, model: &OpenedModel, folder: &Path) -> Re
                 "put a {TOKENIZER} into both folders, so that their tokens can be compared"
             ))
             .into());
+    }
+    if Tokenizer::is_common_to([folder, &model.folder])? {
+        return Ok(());
     }
     let [there, here] = [folder, &model.folder].map(Tokenizer::load);
     let (there, here) = (there.context("in --teacher")?, here?);
