@@ -43,8 +43,11 @@ impl<'a> Planning<'a> {
     /// # Errors
     /// Fails where it does not fit, with the shortage and flags that do.
     pub(super) fn plan(&self, shape: &RunShape<'_>) -> Result<Plan> {
-        let inventory = machine::inventory(self.device, self.threads)?.divided(self.neighbors);
-        Ok(plan(shape, &inventory, &self.policy)?)
+        Ok(plan(shape, &self.inventory()?, &self.policy)?)
+    }
+
+    fn inventory(&self) -> Result<Inventory> {
+        Ok(machine::inventory(self.device, self.threads)?.divided(self.neighbors))
     }
 
     /// Returns whether a run has room on the devices that it names.
@@ -52,8 +55,7 @@ impl<'a> Planning<'a> {
     /// # Errors
     /// Fails where the memory of this machine is unknown.
     pub(super) fn has_room(&self, shape: &RunShape<'_>) -> Result<bool> {
-        let inventory = machine::inventory(self.device, self.threads)?;
-        let planned = placement::plan(shape, &inventory, &self.policy);
+        let planned = placement::plan(shape, &self.inventory()?, &self.policy);
         Ok(!matches!(planned, Err(PlanFailure::DoesNotFit(_))))
     }
 

@@ -133,10 +133,10 @@ fn ranks_without_samples_and_other_ways_of_samples_give_the_same_bits() {
 #[test]
 fn a_sweep_on_several_ranks_has_the_cells_of_one() {
     let place = place();
-    let flags = "--prune-method wanda --nsamples 3 --eval both --eval-windows 3 --no-save-model";
-    let sweep = |ranks: &Ranks, save: &str| {
+    let flags = "--prune-method wanda --nsamples 3 --eval-windows 3 --no-save-model";
+    let sweep_with = |ranks: &Ranks, eval: &str, save: &str| {
         let save = place.path(save).display().to_string();
-        let run = settings_of(&line(&place, &format!("{flags} --save {save}")))?;
+        let run = settings_of(&line(&place, &format!("{flags} --eval {eval} --save {save}")))?;
         let target = |ratio| Selection { sparsity_ratio: Some(ratio), ..Selection::default() };
         let settings = GridSettings {
             run,
@@ -147,6 +147,7 @@ fn a_sweep_on_several_ranks_has_the_cells_of_one() {
         };
         job::grid::grid_on(ranks, &settings, &Silent)
     };
+    let sweep = |ranks: &Ranks, save: &str| sweep_with(ranks, "both", save);
     let cells = |outcome: &GridOutcome| -> Vec<(String, Option<f64>, Option<f64>)> {
         let cells = outcome.record.cells.iter();
         let of =
@@ -164,6 +165,23 @@ fn a_sweep_on_several_ranks_has_the_cells_of_one() {
         }
         assert!(place.path(&save).join("sweep.json").is_file());
     }
+    // A rank that leaves ends the cells of all: the first rank does not work through its share.
+    let ended = threads::run(2, |ranks| {
+        if !ranks.is_first() {
+            ranks.leave(Some("no memory".to_string()));
+            return Ok(());
+        }
+        while ranks.departure().is_none() {
+            std::thread::yield_now();
+        }
+        sweep_with(ranks, "none", "left").map(drop)
+    });
+    let error = ended[0].as_ref().expect_err("a rank has left");
+    assert_eq!(error.to_string(), "rank 1: no memory");
+    let cells = alone.record.cells.iter();
+    let finished =
+        cells.filter(|cell| place.path("left").join(&cell.name).join("run.json").exists());
+    assert_eq!(finished.count(), 0);
 }
 
 #[test]

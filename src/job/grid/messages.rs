@@ -6,12 +6,15 @@ use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::failure::Failure;
+use crate::ranks::Ranks;
 use crate::run::events::LockLost;
 use crate::run::{Event, Events, Manifest, Unfinished};
 
 /// Forwards the events of all cells.
 pub(super) struct CellEvents<'a> {
     events: &'a dyn Events,
+    /// The ranks that share the cells. If a rank leaves, all stop.
+    ranks: &'a Ranks,
     /// The cells that are kept if the sweep is interrupted.
     interrupted: Unfinished,
     told: Mutex<Told>,
@@ -27,9 +30,15 @@ struct Told {
 
 impl<'a> CellEvents<'a> {
     /// Forwards to `events`; `arguments` are the command that continues the sweep in `out`.
-    pub(super) fn new(events: &'a dyn Events, out: &Path, arguments: &[String]) -> Self {
+    pub(super) fn new(
+        ranks: &'a Ranks,
+        events: &'a dyn Events,
+        out: &Path,
+        arguments: &[String],
+    ) -> Self {
         let events = Self {
             events,
+            ranks,
             interrupted: Unfinished {
                 has_begun: false,
                 ..Unfinished::resumable("cells", out, "sweep", arguments)
@@ -119,7 +128,7 @@ impl Events for CellEvents<'_> {
     }
 
     fn is_stopping(&self) -> bool {
-        self.events.is_stopping()
+        self.events.is_stopping() || self.ranks.departure().is_some()
     }
 
     fn when_lock_lost(&self) -> LockLost {

@@ -77,10 +77,23 @@ pub fn grid(settings: &GridSettings, events: &dyn Events) -> Result<GridOutcome>
 pub fn grid_on(ranks: &Ranks, settings: &GridSettings, events: &dyn Events) -> Result<GridOutcome> {
     let of_rank = GridShard::of_rank(ranks.rank(), ranks.size());
     let shard = if ranks.is_alone() { settings.shard } else { of_rank };
-    let settings = &GridSettings { shard, ..settings.clone() };
+    let done = cells_of_rank(ranks, &GridSettings { shard, ..settings.clone() }, events);
+    // This rank stopped because of it.
+    match ranks.departure() {
+        Some(departure) if done.is_err() => Err(departure.into_error()),
+        _ => done,
+    }
+}
+
+/// Runs the cells of this rank, and waits for the other ranks.
+fn cells_of_rank(
+    ranks: &Ranks,
+    settings: &GridSettings,
+    events: &dyn Events,
+) -> Result<GridOutcome> {
     let out = folder(settings)?;
     let cells = cells::of(settings, &out)?;
-    let events = CellEvents::new(events, &out, &settings.run.arguments);
+    let events = CellEvents::new(ranks, events, &out, &settings.run.arguments);
     let (common, impossible) = check(settings, &cells, &events)?;
     records::check(&out, &common, &cells, settings.run.output.force)?;
     let dense = dense::perplexity(ranks, &settings.run, (&out, &common), &events)?;
