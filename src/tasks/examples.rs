@@ -8,7 +8,7 @@ use crate::failure::Failure;
 /// The seed of every task's generator.
 const SEED: u64 = 1234;
 
-/// FewShotExamples for the questions of a task, in their order: the generator runs on from question to question.
+/// Few-shot examples for the questions of a task, in their order: the generator runs on from question to question.
 pub(super) struct FewShotExamples<'a> {
     kind: &'a TaskKind,
     rows: &'a [TaskRow],

@@ -32,7 +32,7 @@ pub struct TaskRequest<'a> {
     pub tasks: &'a [TaskSpec],
     /// The folder with a folder per task.
     pub from: Option<&'a Path>,
-    /// FewShotExamples before each question.
+    /// Examples before each question.
     pub num_fewshot: usize,
     /// A limit of the questions of each task, and of each subject.
     pub limit: Option<QuestionLimit>,
