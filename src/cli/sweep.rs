@@ -19,9 +19,8 @@ use crate::pruning::{METHODS, Pattern, REFINEMENTS};
 use crate::ranks::Ranks;
 use crate::report;
 use crate::run::Events;
-use crate::run::grid::CellReport;
-use crate::run::manifest::GateReport;
-use crate::settings::{GridSettings, GridShard, Settings};
+use crate::run::metric::Metric;
+use crate::settings::{EvalSides, EvaluationSettings, GridSettings, GridShard, Settings};
 
 /// Shown below the flags.
 pub(super) const EXAMPLES: &str = "\
@@ -96,6 +95,14 @@ pub struct SweepArgs {
     #[arg(long, help_heading = "Sweep")]
     dry_run: bool,
 
+    /// Metrics of the table, like perplexity,kl,accuracy [default: perplexity]
+    ///
+    /// `kl` is the mean divergence from the dense model in nat and `same_top` the share of equal top tokens; both need --eval both. `accuracy` is
+    /// the mean over --tasks, and the name of a task is its accuracy. sweep.json has all of them. With --table, those of the last table are shown
+    /// unless the flag names others.
+    #[arg(long, value_name = "LIST", help_heading = "Sweep")]
+    metrics: Option<String>,
+
     /// Only write the table and the page of a folder again
     #[arg(
         long,
@@ -118,7 +125,7 @@ impl SweepArgs {
     fn settings(&self, arguments: Vec<String>) -> Result<GridSettings> {
         let shard = self.shard.as_deref().map(str::parse).transpose()?;
         let mut run = self.run.settings(arguments)?;
-        refuse_other_gates(&run)?;
+        refuse_common_file(&run)?;
         run.output.no_save_model = !self.keep_models;
         let selection = run.sparsity.clone().unwrap_or_default().selection;
         let targets = self.targets(&selection)?;
@@ -136,7 +143,18 @@ impl SweepArgs {
         let methods = from_list("--methods", "wanda,magnitude", &self.methods.join(","), |name| {
             Ok(name.to_string())
         })?;
-        Ok(GridSettings { run, methods, targets, seeds, shard: shard.unwrap_or(GridShard::WHOLE) })
+        let metrics = self.metrics()?;
+        check_metrics(metrics.as_deref().unwrap_or_default(), &run)?;
+        let metrics = metrics.unwrap_or_else(|| vec![Metric::Perplexity]);
+        let shard = shard.unwrap_or(GridShard::WHOLE);
+        Ok(GridSettings { run, methods, targets, seeds, shard, metrics })
+    }
+
+    /// The metrics of `--metrics`; `None` without the flag.
+    fn metrics(&self) -> Result<Option<Vec<Metric>>> {
+        let list = self.metrics.as_deref();
+        list.map(|list| from_list("--metrics", "perplexity,kl,accuracy", list, str::parse))
+            .transpose()
     }
 
     /// The targets: every ratio, then every N:M pattern.
@@ -218,24 +236,51 @@ fn ratio(text: &str) -> std::result::Result<f64, Failure> {
     }
 }
 
-/// Refuses flags of a single run: the cells share one measurement of the dense model, and would share a file.
-fn refuse_other_gates(run: &Settings) -> Result<()> {
+/// Refuses a file that all cells would write.
+fn refuse_common_file(run: &Settings) -> Result<()> {
+    if run.evaluation.tasks.log_samples.is_none() {
+        return Ok(());
+    }
+    Err(Failure::usage("--log-samples is a flag of a single run: all cells would write one file")
+        .hint("measure a cell: prune eval OUT/CELL/model --tasks ... --log-samples FILE")
+        .into())
+}
+
+/// Refuses metrics that no cell measures.
+fn check_metrics(metrics: &[Metric], run: &Settings) -> Result<()> {
     let evaluation = &run.evaluation;
-    let given = [
-        ("--max-kl", evaluation.max_kl.is_some()),
-        ("--min-accuracy", evaluation.tasks.min_accuracy.is_some()),
-        ("--log-samples", evaluation.tasks.log_samples.is_some()),
-    ];
-    match given.into_iter().find(|(_, is_given)| *is_given) {
-        None => Ok(()),
-        Some((flag, _)) => {
-            Err(Failure::usage(format!("{flag} is a flag of a single run, not of a sweep"))
-                .hint(format!(
-                    "measure a cell: prune eval OUT/CELL/model --against DENSE {flag} ..."
-                ))
-                .into())
+    let tasks: Vec<String> = evaluation.tasks.asked().iter().map(|of| of.name.clone()).collect();
+    let is_smaller = run.layer_drop.is_some() || run.width_drop.is_some();
+    let compares = evaluation.eval == EvalSides::Both && !is_smaller;
+    for metric in metrics {
+        let (is_measured, fix) = match metric {
+            Metric::Perplexity => {
+                (evaluation.eval != EvalSides::None, "use --eval pruned".to_string())
+            }
+            Metric::Kl | Metric::SameTop if is_smaller => {
+                (false, "leave it out: smaller models are not compared in their sweep".to_string())
+            }
+            Metric::Kl | Metric::SameTop => (compares, "use --eval both".to_string()),
+            Metric::Accuracy => (
+                !tasks.is_empty(),
+                "name tasks, like --tasks boolq,piqa --tasks-from DIR".to_string(),
+            ),
+            Metric::Task(name) => (
+                tasks.contains(name),
+                format!(
+                    "metrics are perplexity, kl, same_top, accuracy and the tasks of --tasks; for the task `{name}` add --tasks {name}"
+                ),
+            ),
+        };
+        if !is_measured {
+            return Err(Failure::usage(format!(
+                "--metrics names `{metric}`, which this sweep does not measure"
+            ))
+            .hint(fix)
+            .into());
         }
     }
+    Ok(())
 }
 
 /// Runs the command and prints its table.
@@ -253,7 +298,8 @@ pub fn command(
         return Ok(Outcome::Done);
     }
     if let Some(folder) = &args.table {
-        let (record, page) = job::grid::remake(folder, console)?;
+        let metrics = args.metrics()?;
+        let (record, page) = job::grid::remake(folder, metrics.as_deref(), console)?;
         console.record(&record, &report::grid::text(&record))?;
         console.note(format!("page         {}", page.display()));
         return Ok(Outcome::Done);
@@ -285,11 +331,15 @@ pub fn command(
             outcome.elsewhere
         ));
     }
-    end(&outcome, settings.run.evaluation.max_perplexity, console)
+    end(&outcome, &settings.run.evaluation, console)
 }
 
 /// The end of a sweep whose table is written.
-fn end(outcome: &GridOutcome, max_perplexity: Option<f64>, console: &Console) -> Result<Outcome> {
+fn end(
+    outcome: &GridOutcome,
+    evaluation: &EvaluationSettings,
+    console: &Console,
+) -> Result<Outcome> {
     if !outcome.failed.is_empty() {
         let mut failure =
             Failure::new(format!("{} of {} cells failed", outcome.failed.len(), outcome.cells));
@@ -300,21 +350,27 @@ fn end(outcome: &GridOutcome, max_perplexity: Option<f64>, console: &Console) ->
             .hint("sweep.json has their errors; the same command runs them again and leaves finished cells alone")
             .into());
     }
-    let Some(limit) = max_perplexity else {
-        return Ok(Outcome::Done);
-    };
-    let misses = |cell: &&CellReport| {
-        let measured = cell.pruned_perplexity;
-        measured.is_some_and(|perplexity| !GateReport::new(limit, perplexity).is_met)
-    };
-    let cells = outcome.record.cells.iter().filter(misses);
-    let missed: Vec<&str> = cells.map(|cell| cell.name.as_str()).collect();
-    if missed.is_empty() {
-        return Ok(Outcome::Done);
+    let at_most = |limit: f64, value: f64| value.is_finite() && value <= limit;
+    let at_least = |limit: f64, value: f64| value >= limit;
+    let gates: [(&str, Option<f64>, Metric, fn(f64, f64) -> bool); 3] = [
+        ("--max-perplexity", evaluation.max_perplexity, Metric::Perplexity, at_most),
+        ("--max-kl", evaluation.max_kl, Metric::Kl, at_most),
+        ("--min-accuracy", evaluation.tasks.min_accuracy, Metric::Accuracy, at_least),
+    ];
+    let mut end = Outcome::Done;
+    for (flag, limit, metric, is_met) in gates {
+        let Some(limit) = limit else {
+            continue;
+        };
+        let cells = outcome.record.cells.iter();
+        let missed =
+            cells.filter(|of| of.value(&metric).is_some_and(|value| !is_met(limit, value)));
+        let missed: Vec<&str> = missed.map(|cell| cell.name.as_str()).collect();
+        if !missed.is_empty() {
+            console
+                .error(&format!("gate missed: {flag} {limit} is not met by {}", missed.join(", ")));
+            end = Outcome::GateMissed;
+        }
     }
-    console.error(&format!(
-        "gate missed: --max-perplexity {limit} is not met by {}",
-        missed.join(", ")
-    ));
-    Ok(Outcome::GateMissed)
+    Ok(end)
 }

@@ -30,6 +30,8 @@ pub struct Perplexity<'a> {
     report: Option<PerplexityReport>,
     /// The comparison with the other model, and the part of these windows in it.
     meeting: Option<(Arc<Meeting>, MeetingRole)>,
+    /// The final states are left for other runs.
+    keeps_states: bool,
 }
 
 impl<'a> Perplexity<'a> {
@@ -41,13 +43,25 @@ impl<'a> Perplexity<'a> {
         num_hidden_layers: usize,
         reporter: Reporter<'a>,
     ) -> Self {
-        Self { side, hidden, tokens, num_hidden_layers, reporter, report: None, meeting: None }
+        let (report, meeting, keeps_states) = (None, None, false);
+        Self { side, hidden, tokens, num_hidden_layers, reporter, report, meeting, keeps_states }
     }
 
     /// The same windows, compared with the windows of a second model.
     #[must_use]
     pub fn in_meeting(self, meeting: Option<(Arc<Meeting>, MeetingRole)>) -> Self {
         Self { meeting, ..self }
+    }
+
+    /// The same windows, whose final states are left for other runs if `keeps_states`.
+    #[must_use]
+    pub fn keeping_states(self, keeps_states: bool) -> Self {
+        Self { keeps_states, ..self }
+    }
+
+    /// The final states, after the sweep; `None` unless they are kept.
+    pub fn kept_states(&mut self) -> Option<&mut HiddenStates> {
+        self.keeps_states.then_some(&mut self.hidden)
     }
 
     /// The divergence from the dense model, after both sweeps; `None` without a comparison, and for the dense model.
@@ -183,7 +197,9 @@ impl Passenger for Perplexity<'_> {
         let Some((meeting, role)) = self.meeting.clone() else {
             self.measure(head, compute)?;
             // No later layer needs the windows.
-            self.hidden.clear();
+            if !self.keeps_states {
+                self.hidden.clear();
+            }
             return Ok(());
         };
         if compute.has_device_for_the_head() {

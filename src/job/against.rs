@@ -48,7 +48,7 @@ pub(super) fn open(
 impl OpenedModel {
     /// The dense model in numbers, as the plan of the other model needs it.
     pub(super) fn as_against(&self) -> AgainstShape<'_> {
-        AgainstShape { config: &self.config, dtypes: self.dtypes() }
+        AgainstShape::Other { config: &self.config, dtypes: self.dtypes() }
     }
 }
 

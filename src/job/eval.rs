@@ -41,6 +41,7 @@ pub(super) fn sweep(
     }
     let mut streams = Streams::embed(job, outputs, events)?;
     let swept = before.and(streams.sweep(job, None, None, events)?);
+    streams.leave_states(job)?;
     let SweepMeasurements { perplexity, mut tasks } = streams.measured(job);
     if let Some((_, streams)) = &waiting
         && let Some(tasks) = &mut tasks

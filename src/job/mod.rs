@@ -6,6 +6,7 @@
 //! | `prune` | `prune`: the sweep that prunes |
 //! | `eval` | `prune eval`: a run without outputs and editor |
 //! | `against` | `prune eval --against`: the dense model that passes the windows first |
+//! | `final_states` | the dense model's final states in a file, which the cells of a sweep compare with |
 //! | `grid` | `prune sweep`: a run for every cell of a grid, and the table |
 //! | `recover` | `prune recover`: the training, and the sweep that writes what was trained |
 //! | `merge` | `prune merge`: settle → outputs → pass → finish → record |
@@ -51,6 +52,7 @@ mod device_records;
 mod disk_room;
 mod earlier_pruning;
 mod eval;
+mod final_states;
 pub mod folder;
 pub mod generate;
 pub mod grid;

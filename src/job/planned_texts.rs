@@ -79,6 +79,7 @@ impl Planning<'_> {
         };
         if dense.is_some_and(|dense| !is_usable(dense)) {
             shape.sides = sides_left(settings.evaluation.eval, model, false);
+            shape.against = None;
             plan = self.plan(&shape)?;
         }
         let mut resident = 0;

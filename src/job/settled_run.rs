@@ -156,6 +156,10 @@ impl SettledRun {
         for (folder, bytes, what) in &of_training {
             needs.push((folder, *bytes, what));
         }
+        let states = self.left_states();
+        if let Some((path, bytes)) = &states {
+            needs.push((path, *bytes, "the dense model's final states"));
+        }
         let spill = self.spill_folder();
         if let Some(folder) = &spill {
             needs.push((folder, self.plan.hidden_states.bytes, "hidden states"));

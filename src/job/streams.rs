@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
+use super::final_states;
 use super::opened::WholeModel;
 use super::outputs::Outputs;
 use super::settled_run::{RunTask, SettledRun};
@@ -94,6 +95,19 @@ impl<'a> Streams<'a> {
     /// The devices of the sweep.
     pub(super) fn devices(&self) -> &Devices {
         &self.devices
+    }
+
+    /// Leaves the final states for the cells of a sweep, if this is its run of the dense model.
+    ///
+    /// # Errors
+    /// Fails when the file cannot be written, and when a rank has left.
+    pub(super) fn leave_states(&mut self, job: &SettledRun) -> Result<()> {
+        let Some((path, _)) = job.left_states() else {
+            return Ok(());
+        };
+        let shape = job.final_states(self.devices.is_empty());
+        let mut windows = self.perplexities.iter_mut();
+        windows.try_for_each(|windows| final_states::write(&path, windows, shape, &job.ranks))
     }
 
     /// Everything that the sweep has measured.
@@ -233,7 +247,10 @@ impl SettledRun {
         let windows = self.texts.windows.as_ref();
         if let Some(windows) = windows.filter(|_| outputs.measured().is_none()) {
             let sides = self.measured_sides();
-            let of_run = self.meeting_of_sides(sides);
+            let of_run = match self.meeting_of_sides(sides) {
+                Some(of_run) => Some(of_run),
+                None => self.meeting_of_sweep(devices)?,
+            };
             for &side in sides {
                 let perplexity = Perplexity::new(
                     side,
@@ -247,7 +264,9 @@ impl SettledRun {
                     Side::Pruned => MeetingRole::Model,
                 };
                 let of_run = of_run.clone().map(|meeting| (meeting, role));
-                perplexities.push(perplexity.in_meeting(of_run.or(self.meeting.clone())));
+                let meeting = of_run.or(self.meeting.clone());
+                let keeps_states = self.left_states().is_some();
+                perplexities.push(perplexity.keeping_states(keeps_states).in_meeting(meeting));
             }
         }
         Ok(perplexities)
@@ -305,6 +324,14 @@ impl SettledRun {
         let compares = sides.len() > 1 && self.pruning().is_some();
         let positions = self.settings.evaluation.kl_positions;
         compares.then(|| Meeting::new(positions, DenseHead::Same))
+    }
+
+    /// The comparison of a cell with the dense model, which has passed in an earlier run of the sweep.
+    fn meeting_of_sweep(&self, devices: &Devices) -> Result<Option<Arc<Meeting>>> {
+        let evaluation = &self.settings.evaluation;
+        let path = evaluation.dense_states.as_ref().filter(|_| self.dense().is_some());
+        let shape = self.final_states(devices.is_empty());
+        path.map(|path| final_states::open(path, shape, evaluation.kl_positions)).transpose()
     }
 
     /// Sweeps over the layers.

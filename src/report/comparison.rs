@@ -1,9 +1,10 @@
 //! Groups of runs that may share a chart, and the lines of each chart.
 //!
-//! Perplexities are comparable only when they were measured on the same tokens of the same model: [`ComparableRuns`] holds runs with
-//! equal evaluation text, tokenizer, windows, window length and model layout. Inside it, runs that differ only in their ratio form a
-//! [`Series`].
+//! Values are comparable only when they were measured on the same tokens of the same model: [`ComparableRuns`] holds runs with equal
+//! text or tasks, tokenizer, windows, window length and model layout. Inside it, runs that differ only in their ratio form a [`Series`].
 
+use crate::run::divergence::KlPositions;
+use crate::run::metric::Metric;
 use crate::run::{GenerationReport, Manifest};
 
 /// The largest relative difference of dense perplexities that are of the same weights and arithmetic.
@@ -32,14 +33,66 @@ pub struct RunComparison<'a> {
 /// Runs measured in the same way.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ComparableRuns {
-    /// Model, text, tokenizer, number and length of windows, which all runs share.
-    conditions: (String, String, String, usize, usize),
+    conditions: Conditions,
     /// The conditions for captions. The names in it are not compared: the same text may have several.
     pub description: String,
     /// A series per method and settings, in the order given.
     pub series: Vec<Series>,
-    /// The different dense perplexities. Several values mean that weights or arithmetic differ.
+    /// The different values of dense models. Several values mean that weights or arithmetic differ.
     pub dense: Vec<f64>,
+}
+
+/// Everything that runs share whose values can be compared.
+#[derive(Debug, Clone, PartialEq)]
+struct Conditions {
+    /// The hash of the headers of the model that was read.
+    model: String,
+    measured: MeasuredOn,
+}
+
+/// The tokens that a metric was measured on.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct MeasuredOn {
+    /// The hashes of the text and the tokenizer; of the token ids of tasks, and nothing.
+    hashes: [String; 2],
+    /// Number and length of windows; of tasks, questions and examples before each.
+    sizes: [usize; 2],
+    /// The positions of a divergence that were compared.
+    positions: Option<KlPositions>,
+}
+
+impl MeasuredOn {
+    /// The tokens on which a run has measured a metric, also in words; `None` where it has not. Words are not compared: the same text may
+    /// have several names.
+    pub(super) fn of(metric: &Metric, manifest: &Manifest) -> Option<(Self, String)> {
+        metric.of_result(manifest)?;
+        if let Metric::Accuracy | Metric::Task(_) = metric {
+            let tasks = manifest.tasks.as_ref()?;
+            let names: Vec<&str> = tasks.of_result().iter().map(|of| of.task.as_str()).collect();
+            let questions = tasks.of_result().iter().map(|of| of.questions).sum();
+            let words =
+                format!("{}: {questions} questions, {}-shot", names.join(", "), tasks.num_fewshot);
+            let measured = Self {
+                hashes: [tasks.tokens_sha256.clone(), String::new()],
+                sizes: [questions, tasks.num_fewshot],
+                positions: None,
+            };
+            return Some((measured, words));
+        }
+        let text = manifest.evaluation.as_ref()?;
+        let report = manifest.perplexity.pruned.or(manifest.perplexity.dense)?;
+        let (windows, seqlen) = (report.windows, report.seqlen);
+        let hash = &text.text_sha256;
+        let words =
+            format!("{} (SHA-256 {hash:.12}…), {windows} windows of {seqlen} tokens", text.dataset);
+        let divergence = manifest.perplexity.divergence.filter(|_| *metric != Metric::Perplexity);
+        let measured = Self {
+            hashes: [hash.clone(), text.tokenizer_sha256.clone()],
+            sizes: [windows, seqlen],
+            positions: divergence.map(|of| of.which),
+        };
+        Some((measured, words))
+    }
 }
 
 /// Runs that differ only in their ratio.
@@ -48,7 +101,7 @@ pub struct Series {
     /// `wanda`, `magnitude 2:4`, ...
     pub label: String,
     calibration: CalibrationLabel,
-    /// Sparsity (zeros over weights) and perplexity of each run, ascending in sparsity.
+    /// Sparsity (zeros over weights) and value of each run, ascending in sparsity.
     pub points: Vec<(f64, f64)>,
 }
 
@@ -83,11 +136,11 @@ impl CalibrationLabel {
 }
 
 impl<'a> RunComparison<'a> {
-    /// Sorts runs into groups and series.
-    pub fn of(runs: &'a [NamedRun]) -> Self {
+    /// Sorts runs into groups and series by their values of a metric.
+    pub fn of(runs: &'a [NamedRun], metric: &Metric) -> Self {
         let mut comparison = Self { groups: Vec::new(), left_out: Vec::new() };
         for run in runs {
-            if let Err(why) = comparison.add(run) {
+            if let Err(why) = comparison.add(run, metric) {
                 comparison.left_out.push((&run.name, why.to_string()));
             }
         }
@@ -97,46 +150,43 @@ impl<'a> RunComparison<'a> {
         comparison
     }
 
-    fn add(&mut self, run: &'a NamedRun) -> Result<(), &'static str> {
+    fn add(&mut self, run: &'a NamedRun, metric: &Metric) -> Result<(), String> {
         let manifest = &run.manifest;
         if manifest.merge.is_some() {
-            return Err("a merge has no sparsity to draw it over");
+            return Err("a merge has no sparsity to draw it over".to_string());
         }
         let sparsity = manifest.sparsity;
         let sparsity = sparsity.ok_or("a run of `prune eval` knows no sparsity")?;
-        let group = ComparableRuns::of(manifest).ok_or("it measured no perplexity")?;
-        let pruned = manifest.perplexity.pruned;
-        let pruned = pruned.ok_or("it measured no perplexity of the pruned model")?;
-        if !is_drawable(&pruned.perplexity) {
-            return Err("its perplexity is not finite");
+        let title = metric.title();
+        let measured = ComparableRuns::of(metric, manifest).zip(metric.of_result(manifest));
+        let (group, value) =
+            measured.ok_or_else(|| format!("it measured no {title} of the pruned model"))?;
+        if !is_drawable(metric, &value) {
+            return Err(format!("its {title} is not finite"));
         }
         let at = self.groups.iter().position(|other| other.conditions == group.conditions);
         let at = at.unwrap_or(self.groups.len());
         if at == self.groups.len() {
             self.groups.push(group);
         }
-        self.groups[at].add(manifest, (sparsity.ratio, pruned.perplexity));
+        let dense = metric.of_dense(manifest).filter(|dense| is_drawable(metric, dense));
+        self.groups[at].add(manifest, dense, (sparsity.ratio, value));
         Ok(())
     }
 }
 
 impl ComparableRuns {
     /// A group without series for runs that were measured like this run; `None` for a run that measured nothing.
-    fn of(manifest: &Manifest) -> Option<Self> {
-        let text = manifest.evaluation.as_ref()?;
-        let report = manifest.perplexity.pruned.or(manifest.perplexity.dense)?;
-        let (hash, tokenizer) = (text.text_sha256.clone(), text.tokenizer_sha256.clone());
-        let (model, windows, seqlen) = (&manifest.model, report.windows, report.seqlen);
-        let description = format!(
-            "{} (SHA-256 {hash:.12}…), {windows} windows of {seqlen} tokens, model {}",
-            text.dataset, model.path
-        );
-        let conditions = (model.identity.clone(), hash, tokenizer, windows, seqlen);
+    fn of(metric: &Metric, manifest: &Manifest) -> Option<Self> {
+        let (measured, words) = MeasuredOn::of(metric, manifest)?;
+        let model = &manifest.model;
+        let description = format!("{words}, model {}", model.path);
+        let conditions = Conditions { model: model.identity.clone(), measured };
         Some(Self { conditions, description, series: Vec::new(), dense: Vec::new() })
     }
 
-    fn add(&mut self, manifest: &Manifest, point: (f64, f64)) {
-        if let Some(dense) = manifest.dense_perplexity().filter(is_drawable) {
+    fn add(&mut self, manifest: &Manifest, dense: Option<f64>, point: (f64, f64)) {
+        if let Some(dense) = dense {
             let is_same = |other: &f64| (other - dense).abs() <= SAME_DENSE * dense;
             if !self.dense.iter().any(is_same) {
                 self.dense.push(dense);
@@ -164,9 +214,9 @@ impl ComparableRuns {
     }
 }
 
-/// Returns whether a perplexity can be drawn, also over a logarithmic axis.
-pub(super) fn is_drawable(perplexity: &f64) -> bool {
-    perplexity.is_finite() && *perplexity > 0.0
+/// Returns whether a value can be drawn; of a loss, also over a logarithmic axis.
+pub(super) fn is_drawable(metric: &Metric, value: &f64) -> bool {
+    value.is_finite() && (*value > 0.0 || !metric.is_loss())
 }
 
 /// The method and every setting except the ratio that decides the removed weights.
@@ -234,7 +284,7 @@ mod tests {
             run("b", "magnitude", 0.5, 50.0),
             run("c", "wanda", 0.3, 11.0),
         ];
-        let comparison = RunComparison::of(&runs);
+        let comparison = RunComparison::of(&runs, &Metric::Perplexity);
         assert_eq!(comparison.groups.len(), 1);
         let group = &comparison.groups[0];
         let labels: Vec<&str> = group.series.iter().map(|one| one.label.as_str()).collect();
@@ -255,7 +305,7 @@ mod tests {
         other_name.manifest.model.path = "./same/model".into();
         let runs =
             [run("a", "wanda", 0.5, 12.0), other_text, fewer_windows, other_model, other_name];
-        let comparison = RunComparison::of(&runs);
+        let comparison = RunComparison::of(&runs, &Metric::Perplexity);
         assert_eq!(comparison.groups.len(), 4);
         assert_eq!(comparison.groups[0].series[0].points.len(), 2);
     }
@@ -268,7 +318,7 @@ mod tests {
         unmeasured.manifest.perplexity = Default::default();
         let overflowed = run("o", "wanda", 0.9, f64::INFINITY);
         let runs = [evaluation, unmeasured, overflowed];
-        let comparison = RunComparison::of(&runs);
+        let comparison = RunComparison::of(&runs, &Metric::Perplexity);
         assert!(comparison.groups.is_empty());
         let names: Vec<&str> = comparison.left_out.iter().map(|(name, _)| *name).collect();
         assert_eq!(names, ["e", "u", "o"]);
@@ -280,7 +330,7 @@ mod tests {
         let mut more = run("b", "wanda", 0.6, 12.0);
         more.manifest.calibration.as_mut().unwrap().windows = 128;
         let runs = [run("a", "wanda", 0.5, 12.0), more];
-        let comparison = RunComparison::of(&runs);
+        let comparison = RunComparison::of(&runs, &Metric::Perplexity);
         let series = &comparison.groups[0].series;
         let labels: Vec<&str> = series.iter().map(|one| one.label.as_str()).collect();
         assert_eq!(labels, ["wanda, 4 × 64", "wanda, 128 × 64"]);
@@ -293,7 +343,7 @@ mod tests {
         let mut other_seed = other_tokens.clone();
         other_seed.manifest.calibration.as_mut().unwrap().seed = Some(7);
         let runs = [run("a", "wanda", 0.5, 12.0), other_tokens, other_seed];
-        let comparison = RunComparison::of(&runs);
+        let comparison = RunComparison::of(&runs, &Metric::Perplexity);
         let series = comparison.groups[0].series.iter();
         let labels: Vec<&str> = series.map(|one| one.label.as_str()).collect();
         assert_eq!(labels, ["wanda, seed 0, 123456", "wanda, seed 0, abcdef", "wanda, seed 7"]);
@@ -306,7 +356,7 @@ mod tests {
         let mut rounded = run("c", "wanda", 0.7, 12.0);
         rounded.manifest.perplexity.dense.as_mut().unwrap().perplexity = 10.000_01;
         let runs = [run("a", "wanda", 0.5, 12.0), other, rounded];
-        assert_eq!(RunComparison::of(&runs).groups[0].dense, [10.0, 10.2]);
+        assert_eq!(RunComparison::of(&runs, &Metric::Perplexity).groups[0].dense, [10.0, 10.2]);
     }
 
     #[test]
@@ -315,11 +365,11 @@ mod tests {
         made_up::recovered(&mut recovered.manifest);
         recovered.manifest.perplexity.dense.as_mut().unwrap().perplexity = 219.8;
         let runs = [run("a", "wanda", 0.5, 30.0), recovered.clone()];
-        let group = &RunComparison::of(&runs).groups[0];
+        let group = &RunComparison::of(&runs, &Metric::Perplexity).groups[0];
         assert_eq!(group.dense, [10.0]);
         assert_eq!(group.series[1].label, "recovered by lora");
         assert_eq!(group.series[1].points, [(0.5, 12.0)]);
-        assert!(RunComparison::of(&[recovered]).groups[0].dense.is_empty());
+        assert!(RunComparison::of(&[recovered], &Metric::Perplexity).groups[0].dense.is_empty());
     }
 
     #[test]

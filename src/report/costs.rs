@@ -1,19 +1,19 @@
-//! Costs of the models of several runs: their bytes and their speed, and the perplexity that each cost buys.
+//! Costs of the models of several runs: their bytes and their speed, and the quality that each cost buys.
 //!
-//! Models of different layouts may share these charts: bytes and tokens per second are theirs, and a perplexity is comparable if it was
+//! Models of different layouts may share these charts: bytes and tokens per second are theirs, and a value is comparable if it was
 //! measured on the same tokens. The speed is measured by the user, on a machine of their choice: `speed.json` in the run's folder holds
 //! the object of `prune generate --bench --json`.
 
-use super::comparison::{NamedRun, SAME_DENSE, is_drawable};
+use super::comparison::{MeasuredOn, NamedRun, SAME_DENSE, is_drawable};
 use crate::bytes::ByteSize;
-use crate::run::manifest::{ModelReport, PerplexityReport};
+use crate::run::manifest::ModelReport;
+use crate::run::metric::Metric;
 use crate::run::{GenerationReport, Manifest};
 
-/// Models whose perplexities were measured on the same tokens.
+/// Models of which a metric was measured on the same tokens.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ComparableCosts {
-    /// Text, tokenizer, number and length of windows, which all models share.
-    conditions: (String, String, usize, usize),
+    conditions: MeasuredOn,
     /// The conditions for captions.
     pub description: String,
     /// A model per run in the order given, then the dense models.
@@ -25,8 +25,8 @@ pub struct ComparableCosts {
 pub struct ModelCost {
     /// The name of its run, or `dense`.
     pub name: String,
-    /// Its perplexity, which can be drawn.
-    pub perplexity: f64,
+    /// Its value of the metric, which can be drawn.
+    pub value: f64,
     /// The bytes of its tensors, zeros included.
     pub bytes: Option<ByteSize>,
     /// The bytes of its tensors without the zeros of the decoder's matrices; absent where that is not less.
@@ -38,11 +38,11 @@ pub struct ModelCost {
 }
 
 impl ComparableCosts {
-    /// Sorts the models of runs into groups, in the order given. Merges and runs without a perplexity are in none.
-    pub fn of(runs: &[NamedRun]) -> Vec<Self> {
+    /// Sorts the models of runs into groups by a metric, in the order given. Merges and runs without a value are in none.
+    pub fn of(runs: &[NamedRun], metric: &Metric) -> Vec<Self> {
         let mut groups: Vec<Self> = Vec::new();
         for run in runs {
-            let Some((mut group, model)) = Self::begin(run) else {
+            let Some((mut group, model)) = Self::begin(run, metric) else {
                 continue;
             };
             match groups.iter_mut().find(|other| other.conditions == group.conditions) {
@@ -54,48 +54,45 @@ impl ComparableCosts {
             }
         }
         for run in runs {
-            let Some((group, _)) = Self::begin(run) else {
+            let Some((group, _)) = Self::begin(run, metric) else {
                 continue;
             };
             let mut groups = groups.iter_mut();
             if let Some(group) = groups.find(|other| other.conditions == group.conditions) {
-                group.add_dense(run);
+                group.add_dense(run, metric);
             }
         }
         groups
     }
 
     /// The conditions of a run without models, and the model of the run.
-    fn begin(run: &NamedRun) -> Option<(Self, ModelCost)> {
-        let manifest = &run.manifest;
-        let text = manifest.evaluation.as_ref()?;
-        let PerplexityReport { perplexity, windows, seqlen, .. } = result(manifest)?;
-        let (hash, tokenizer) = (text.text_sha256.clone(), text.tokenizer_sha256.clone());
-        let description =
-            format!("{} (SHA-256 {hash:.12}…), {windows} windows of {seqlen} tokens", text.dataset);
+    fn begin(run: &NamedRun, metric: &Metric) -> Option<(Self, ModelCost)> {
+        let manifest = Some(&run.manifest).filter(|of| of.merge.is_none())?;
+        let (conditions, description) = MeasuredOn::of(metric, manifest)?;
+        let value = metric.of_result(manifest)?;
         let model = ModelCost {
             name: run.name.clone(),
-            perplexity,
+            value,
             bytes: bytes_of_result(manifest),
             without_zeros: without_zeros(manifest),
             tokens_per_second: run.speed.as_ref().and_then(|speed| speed.tokens_per_second),
             identity: manifest.model.identity.clone(),
         };
-        let conditions = (hash, tokenizer, windows, seqlen);
         let group = Self { conditions, description, models: Vec::new() };
-        is_drawable(&perplexity).then_some((group, model))
+        is_drawable(metric, &value).then_some((group, model))
     }
 
     /// Adds the dense model of a run that prunes, unless it is there already.
-    fn add_dense(&mut self, run: &NamedRun) {
+    fn add_dense(&mut self, run: &NamedRun, metric: &Metric) {
         let model = &run.manifest.model;
-        let Some(perplexity) = run.manifest.dense_perplexity().filter(is_drawable) else {
+        let dense = metric.of_dense(&run.manifest).filter(|dense| is_drawable(metric, dense));
+        // The dense model of `--against` is described nowhere.
+        let Some(value) = dense.filter(|_| run.manifest.against.is_none()) else {
             return;
         };
         let speed = run.speed.as_ref().and_then(|speed| dense_speed(speed, model));
         let is_same = |other: &&mut ModelCost| {
-            other.identity == model.identity
-                && (other.perplexity - perplexity).abs() <= SAME_DENSE * perplexity
+            other.identity == model.identity && (other.value - value).abs() <= SAME_DENSE * value
         };
         if let Some(dense) = self.models.iter_mut().find(is_same) {
             dense.tokens_per_second = dense.tokens_per_second.or(speed);
@@ -105,21 +102,12 @@ impl ComparableCosts {
         let name = if is_first { "dense".to_string() } else { format!("dense {}", model.name()) };
         self.models.push(ModelCost {
             name,
-            perplexity,
+            value,
             bytes: Some(model.bytes).filter(|bytes| bytes.0 > 0),
             without_zeros: None,
             tokens_per_second: speed,
             identity: model.identity.clone(),
         });
-    }
-}
-
-/// The perplexity of the model that a run made or measured; `None` for a merge.
-fn result(manifest: &Manifest) -> Option<PerplexityReport> {
-    match manifest.command.as_str() {
-        _ if manifest.merge.is_some() => None,
-        "eval" => manifest.perplexity.dense,
-        _ => manifest.perplexity.pruned,
     }
 }
 
@@ -187,7 +175,7 @@ mod tests {
         let mut runs = [run("a", 0.5, 12.0), run("b", 0.6, 14.0)];
         runs[0].speed = Some(made_up::speed("out/a/model", 20.0, Some(("elsewhere", 7.0))));
         runs[1].speed = Some(made_up::speed("out/b/model", 30.0, Some(("./m", 9.0))));
-        let groups = ComparableCosts::of(&runs);
+        let groups = ComparableCosts::of(&runs, &Metric::Perplexity);
         assert_eq!(groups.len(), 1);
         let models = groups[0].models.iter();
         let models: Vec<_> = models.map(|of| (of.name.as_str(), of.tokens_per_second)).collect();
@@ -200,7 +188,7 @@ mod tests {
         dense.manifest.command = "eval".into();
         dense.manifest.pruning = None;
         dense.manifest.layers.clear();
-        let groups = ComparableCosts::of(&[run("a", 0.5, 12.0), dense]);
+        let groups = ComparableCosts::of(&[run("a", 0.5, 12.0), dense], &Metric::Perplexity);
         let names: Vec<&str> = groups[0].models.iter().map(|of| of.name.as_str()).collect();
         assert_eq!(names, ["a", "d"]);
     }
@@ -211,7 +199,8 @@ mod tests {
         other.manifest.evaluation.as_mut().unwrap().text_sha256 = "ffff".into();
         let mut unmeasured = run("c", 0.5, 12.0);
         unmeasured.manifest.perplexity = Default::default();
-        let groups = ComparableCosts::of(&[run("a", 0.5, 12.0), other, unmeasured]);
+        let groups =
+            ComparableCosts::of(&[run("a", 0.5, 12.0), other, unmeasured], &Metric::Perplexity);
         assert_eq!(groups.len(), 2);
     }
 }

@@ -2,22 +2,36 @@
 
 use std::fmt::Write as _;
 
+use serde::Serialize;
+
 use super::format::{self, Table, duration, finite, six_digits};
 use crate::bytes::ByteSize;
 use crate::run::TextProtocol;
 use crate::run::grid::{CellState, GridEntry, GridRecord, mean};
+use crate::run::metric::Metric;
 
 /// The table for the terminal, ending in a newline.
 pub fn text(record: &GridRecord) -> String {
-    let table = means(record);
+    let lines =
+        |lines: Vec<String>| -> String { lines.iter().map(|line| format!("{line}\n")).collect() };
+    let mut text = lines(lead(record));
+    for MetricTable { title, table } in tables(record) {
+        if let Some(title) = title {
+            text += &format!("\n{title}\n");
+        }
+        text += &table_text(&table);
+    }
+    format!("{text}\n{}", lines(notes(record)))
+}
+
+/// A table as text, with an empty line before each block of columns.
+fn table_text(table: &Table) -> String {
     let rows: Vec<&Vec<String>> = std::iter::once(&table.columns).chain(&table.rows).collect();
     let width = |column: usize| -> usize {
         let cells = rows.iter().map(|row| row[column].chars().count());
         cells.max().unwrap_or(0)
     };
-    let lines =
-        |lines: Vec<String>| -> String { lines.iter().map(|line| format!("{line}\n")).collect() };
-    let mut text = lines(lead(record));
+    let mut text = String::new();
     for columns in blocks(table.columns.len(), &width) {
         text.push('\n');
         for row in &rows {
@@ -29,7 +43,7 @@ pub fn text(record: &GridRecord) -> String {
             text.push('\n');
         }
     }
-    format!("{text}\n{}", lines(notes(record)))
+    text
 }
 
 /// Characters of a line of the table.
@@ -58,24 +72,36 @@ pub fn markdown(record: &GridRecord) -> String {
     let lines = |lines: Vec<String>| -> String {
         lines.iter().map(|line| format!("{}  \n", format::markdown(line))).collect()
     };
-    format!("{}\n{}\n{}", lines(lead(record)), means(record).markdown(), lines(notes(record)))
+    let tables = tables(record).into_iter().map(|MetricTable { title, table }| {
+        let title =
+            title.map_or_else(String::new, |title| format!("### {}\n\n", format::markdown(&title)));
+        format!("{title}{}\n", table.markdown())
+    });
+    format!("{}\n{}{}", lines(lead(record)), tables.collect::<String>(), lines(notes(record)))
 }
 
 /// Facts above the table.
 pub(super) fn lead(record: &GridRecord) -> Vec<String> {
     let model = record.model.as_ref().map(|model| format!("model: {model}"));
-    let dense = record.dense_perplexity.map(|of| format!("dense perplexity: {}", finite(of)));
+    let metrics = std::iter::once(&Metric::Perplexity).chain(&record.metrics);
+    let mut dense: Vec<String> = Vec::new();
+    for metric in metrics {
+        let line =
+            record.dense(metric).map(|of| format!("dense {}: {}", metric.title(), finite(of)));
+        dense.extend(line.filter(|line| !dense.contains(line)));
+    }
     let text =
         record.evaluation.as_ref().map(|TextProtocol { dataset, windows, seqlen, .. }| {
             format!("measured on: {dataset}, {windows} windows of {seqlen} tokens")
         });
-    [model, dense, text].into_iter().flatten().collect()
+    model.into_iter().chain(dense).chain(text).collect()
 }
 
 /// Facts below the table.
 pub(super) fn notes(record: &GridRecord) -> Vec<String> {
+    let names: Vec<String> = record.metrics.iter().map(Metric::title).collect();
     let mut lines = vec![
-        "pruned perplexity: mean ± sample deviation over seeds".to_string(),
+        format!("pruned {}: mean ± sample deviation over seeds", names.join(", ")),
         "time: mean of a cell; peak memory: the largest".to_string(),
     ];
     let counts: Vec<String> = [CellState::Finished, CellState::Failed, CellState::Unfinished]
@@ -93,11 +119,29 @@ pub(super) fn notes(record: &GridRecord) -> Vec<String> {
     lines
 }
 
-/// The means: a row per method, a column per ratio or pattern.
-pub(super) fn means(record: &GridRecord) -> Table {
+/// The means of a metric.
+#[derive(Debug, Serialize)]
+pub(super) struct MetricTable {
+    /// The metric; absent where the perplexity is the only metric.
+    title: Option<String>,
+    table: Table,
+}
+
+/// The tables of all metrics.
+pub(super) fn tables(record: &GridRecord) -> Vec<MetricTable> {
+    let is_titled = record.metrics != [Metric::Perplexity];
+    let tables = record.metrics.iter().enumerate().map(|(at, metric)| MetricTable {
+        title: is_titled.then(|| metric.title()),
+        table: means(record, metric, at == 0),
+    });
+    tables.collect()
+}
+
+/// The means: a row per method, a column per ratio or pattern; with `has_costs` also time and memory.
+fn means(record: &GridRecord, metric: &Metric, has_costs: bool) -> Table {
     let mut columns = vec!["method".to_string()];
     columns.extend(record.columns.iter().cloned());
-    columns.extend(["time", "peak memory"].map(String::from));
+    columns.extend(["time", "peak memory"].map(String::from).into_iter().filter(|_| has_costs));
     let rows = record.methods.iter().map(|method| {
         let of_method = || record.cells.iter().filter(|cell| cell.cell.method == *method);
         let seconds: Vec<f64> = of_method().filter_map(|cell| cell.seconds).collect();
@@ -105,10 +149,11 @@ pub(super) fn means(record: &GridRecord) -> Table {
         let mut row = vec![method.clone()];
         row.extend(record.columns.iter().map(|column| {
             let entry = record.entry(method, column);
-            entry.map_or_else(dash, perplexity)
+            entry.map_or_else(dash, |entry| value(entry, metric))
         }));
-        row.push(mean(&seconds).map_or_else(dash, duration));
-        row.push(peak.map_or_else(dash, |peak: ByteSize| peak.to_string()));
+        let peak = peak.map_or_else(dash, |peak: ByteSize| peak.to_string());
+        let costs = [mean(&seconds).map_or_else(dash, duration), peak];
+        row.extend(costs.into_iter().filter(|_| has_costs));
         row
     });
     Table { rows: rows.collect(), columns }
@@ -117,7 +162,9 @@ pub(super) fn means(record: &GridRecord) -> Table {
 /// A table with a row for every cell.
 pub(super) fn every_cell(record: &GridRecord) -> Table {
     let number = |value: Option<f64>| value.map_or_else(dash, finite);
-    Table::of(record.cells.iter().map(|cell| {
+    let further: Vec<&Metric> =
+        record.metrics.iter().filter(|metric| **metric != Metric::Perplexity).collect();
+    let mut table = Table::of(record.cells.iter().map(|cell| {
         [
             ("cell", cell.name.clone()),
             ("state", cell.state.name().to_string()),
@@ -127,12 +174,20 @@ pub(super) fn every_cell(record: &GridRecord) -> Table {
             ("time", cell.seconds.map_or_else(dash, duration)),
             ("peak memory", cell.peak_anonymous.map_or_else(dash, |peak| peak.to_string())),
         ]
-    }))
+    }));
+    if !record.cells.is_empty() {
+        table.columns.extend(further.iter().map(|metric| metric.title()));
+    }
+    for (row, cell) in table.rows.iter_mut().zip(&record.cells) {
+        row.extend(further.iter().map(|metric| number(cell.value(metric))));
+    }
+    table
 }
 
 /// `12.3456 ± 0.0123`, with the number of cells where some are missing.
-fn perplexity(entry: &GridEntry) -> String {
-    let mut text = match (entry.mean_perplexity, entry.deviation) {
+fn value(entry: &GridEntry, metric: &Metric) -> String {
+    let found = entry.mean_of(metric);
+    let mut text = match (found.map(|of| of.mean), found.and_then(|of| of.deviation)) {
         (None, _) if entry.finished > 0 => "not measured".to_string(),
         (None, _) if entry.failed > 0 => return "failed".to_string(),
         (None, _) => return CellState::Unfinished.name().to_string(),

@@ -14,10 +14,11 @@ use super::costs::ComparableCosts;
 use super::format::{Table, escape, finite, millions};
 use super::grid;
 use super::merges;
-use super::plots::{Figure, costs, heat, memory, perplexity, phases, training};
+use super::plots::{Figure, costs, heat, memory, metrics, phases, training};
 use super::settings;
 use crate::run::Manifest;
 use crate::run::grid::GridRecord;
+use crate::run::metric::Metric;
 
 /// A report, not yet written.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -42,8 +43,9 @@ impl Report {
             pictures.extend(figures.iter().map(named));
         };
         let comparison = (runs.len() > 1).then(|| {
-            let comparison = RunComparison::of(runs);
-            let figures = [charts(&comparison), cost_charts(runs)].concat();
+            let comparison = RunComparison::of(runs, &Metric::Perplexity);
+            let figures = Metric::DRAWN.iter().map(|metric| charts(metric, runs));
+            let figures = figures.collect::<Vec<_>>().concat();
             keep("", &figures);
             compared(comparison, figures, settings::side_by_side(runs))
         });
@@ -81,9 +83,9 @@ pub fn of_grid(name: &str, record: &GridRecord) -> Result<String> {
     let grid = context! {
         lead => grid::lead(record),
         warnings => record.warnings,
-        means => grid::means(record),
+        tables => grid::tables(record),
         notes => grid::notes(record),
-        figures => perplexity::of_grid(record).into_iter().collect::<Vec<_>>(),
+        figures => grid_figures(record),
         settings => settings.collect::<Vec<_>>(),
         cells => grid::every_cell(record),
     };
@@ -106,33 +108,31 @@ fn render(title: String, versions: String, body: Value) -> Result<String> {
     Ok(environment.render_str(include_str!("page.html"), page)?)
 }
 
-/// The charts of comparable runs. Several are numbered.
-fn charts(comparison: &RunComparison<'_>) -> Vec<Figure> {
-    let groups = (1..).zip(&comparison.groups);
-    let figures = groups.filter_map(|(number, group)| {
-        let mut figure = perplexity::figure(group)?;
-        if comparison.groups.len() > 1 {
-            figure.name += &format!("-{number}");
-        }
-        Some(figure)
-    });
-    figures.collect()
+/// The pictures of a sweep: a chart per metric of its table.
+fn grid_figures(record: &GridRecord) -> Vec<Figure> {
+    record.metrics.iter().filter_map(|metric| metrics::of_grid(metric, record)).collect()
 }
 
-/// The charts of perplexity over bytes and over speed. Charts of several groups are numbered.
-fn cost_charts(runs: &[NamedRun]) -> Vec<Figure> {
-    let groups = ComparableCosts::of(runs);
-    let is_numbered = groups.len() > 1;
-    let figures = (1..).zip(&groups).flat_map(|(number, group)| {
-        let drawn = [costs::bytes(group), costs::speed(group)];
-        drawn.into_iter().flatten().map(move |mut figure| {
-            if is_numbered {
-                figure.name += &format!("-{number}");
-            }
-            figure
-        })
-    });
-    figures.collect()
+/// The charts of a metric over sparsity, bytes and speed. Charts of several groups are numbered.
+fn charts(metric: &Metric, runs: &[NamedRun]) -> Vec<Figure> {
+    let comparable = RunComparison::of(runs, metric).groups;
+    let over_sparsity = comparable.iter().map(|group| vec![metrics::figure(metric, group)]);
+    let costs = ComparableCosts::of(runs, metric);
+    let over_costs =
+        costs.iter().map(|group| vec![costs::bytes(metric, group), costs::speed(metric, group)]);
+    let numbered = |groups: Vec<Vec<Option<Figure>>>| -> Vec<Figure> {
+        let is_numbered = groups.len() > 1;
+        let figures = (1..).zip(groups).flat_map(|(number, drawn)| {
+            drawn.into_iter().flatten().map(move |mut figure| {
+                if is_numbered {
+                    figure.name += &format!("-{number}");
+                }
+                figure
+            })
+        });
+        figures.collect()
+    };
+    [numbered(over_sparsity.collect()), numbered(over_costs.collect())].concat()
 }
 
 /// The part of the page that compares its runs.

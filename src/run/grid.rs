@@ -6,11 +6,12 @@
 //! | `CELL/run.json` | the record of the run; a cell with it is finished |
 //! | `sweep.json` | [`GridRecord`]: all cells, and the table of their means |
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
 use super::manifest::{Manifest, TextProtocol};
+use super::metric::Metric;
 use crate::bytes::ByteSize;
 
 /// The version of both schemas. It rises when a field changes its meaning or is removed.
@@ -111,6 +112,9 @@ pub struct CellReport {
     pub pruned_perplexity: Option<f64>,
     /// Perplexity of the dense model.
     pub dense_perplexity: Option<f64>,
+    /// Further values of the pruned model that were measured: divergences from the dense model, accuracies of tasks.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub metrics: BTreeMap<String, f64>,
     /// Duration of the run, divided by the number of cells that ran together.
     pub seconds: Option<f64>,
     /// The largest peak of its phases.
@@ -137,11 +141,46 @@ impl CellReport {
             sparsity: manifest.and_then(|manifest| Some(manifest.sparsity?.ratio)),
             pruned_perplexity: perplexity.and_then(|of| Some(of.pruned?.perplexity)),
             dense_perplexity: perplexity.and_then(|of| Some(of.dense?.perplexity)),
+            metrics: manifest.map(further_metrics).unwrap_or_default(),
             seconds: manifest
                 .map(|manifest| manifest.seconds / manifest.cells_at_once.unwrap_or(1) as f64),
             peak_anonymous: manifest.and_then(|manifest| manifest.peak_anonymous),
             evaluation: manifest.and_then(|manifest| manifest.evaluation.clone()),
         }
+    }
+}
+
+/// Everything that was measured of a run's model besides its perplexity, by the name of the metric.
+pub fn further_metrics(manifest: &Manifest) -> BTreeMap<String, f64> {
+    let tasks = manifest.tasks.iter().flat_map(|of| of.of_result());
+    let tasks = tasks.map(|task| Metric::Task(task.task.clone()));
+    let all = [Metric::Kl, Metric::SameTop, Metric::Accuracy].into_iter().chain(tasks);
+    all.filter_map(|metric| Some((metric.to_string(), metric.of_result(manifest)?))).collect()
+}
+
+impl CellReport {
+    /// The value of a metric; `None` where it was not measured.
+    pub fn value(&self, metric: &Metric) -> Option<f64> {
+        match metric {
+            Metric::Perplexity => self.pruned_perplexity,
+            other => self.metrics.get(&other.to_string()).copied(),
+        }
+    }
+}
+
+/// The mean of a metric over cells.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct MetricMean {
+    /// The mean.
+    pub mean: f64,
+    /// The sample deviation (n − 1); absent for fewer than two cells.
+    pub deviation: Option<f64>,
+}
+
+impl MetricMean {
+    /// The mean of these values; `None` without values.
+    pub fn of(values: &[f64]) -> Option<Self> {
+        Some(Self { mean: mean(values)?, deviation: deviation(values) })
     }
 }
 
@@ -164,6 +203,22 @@ pub struct GridEntry {
     pub deviation: Option<f64>,
     /// Mean of the sparsity reached.
     pub sparsity: Option<f64>,
+    /// Means of further metrics.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub metrics: BTreeMap<String, MetricMean>,
+}
+
+impl GridEntry {
+    /// The mean of a metric; `None` where no cell has measured it.
+    pub fn mean_of(&self, metric: &Metric) -> Option<MetricMean> {
+        match metric {
+            Metric::Perplexity => {
+                let deviation = self.deviation;
+                self.mean_perplexity.map(|mean| MetricMean { mean, deviation })
+            }
+            other => self.metrics.get(&other.to_string()).copied(),
+        }
+    }
 }
 
 /// `sweep.json`.
@@ -177,6 +232,11 @@ pub struct GridRecord {
     pub model: Option<String>,
     /// Perplexity of the dense model; absent where none was measured.
     pub dense_perplexity: Option<f64>,
+    /// Further values of the dense model that were measured.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub dense_metrics: BTreeMap<String, f64>,
+    /// The metrics that the table shows, in its order.
+    pub metrics: Vec<Metric>,
     /// Everything that decides the outcome and that all cells share.
     pub settings: BTreeMap<String, String>,
     /// The methods, in the order of the table.
@@ -247,6 +307,8 @@ impl GridRecord {
             prune_version: env!("CARGO_PKG_VERSION").to_string(),
             model: None,
             dense_perplexity: cells.iter().find_map(|cell| cell.dense_perplexity),
+            dense_metrics: BTreeMap::new(),
+            metrics: vec![Metric::Perplexity],
             settings,
             methods,
             columns,
@@ -263,6 +325,14 @@ impl GridRecord {
         self.table.iter().find(is_it)
     }
 
+    /// The dense model's value of a metric; `None` where it was not measured.
+    pub fn dense(&self, metric: &Metric) -> Option<f64> {
+        match metric {
+            Metric::Perplexity => self.dense_perplexity,
+            other => self.dense_metrics.get(&other.to_string()).copied(),
+        }
+    }
+
     /// Number of cells in this state.
     pub fn count(&self, state: CellState) -> usize {
         self.cells.iter().filter(|cell| cell.state == state).count()
@@ -275,7 +345,13 @@ fn entry(cells: &[CellReport], method: &str, column: &str) -> Option<GridEntry> 
         cells.iter().filter(|report| report.cell.method == method && report.cell.column() == column)
     };
     let of = |state: CellState| here().filter(move |report| report.state == state);
-    let perplexities: Vec<f64> = here().filter_map(|report| report.pruned_perplexity).collect();
+    let values = |metric: &Metric| here().filter_map(|of| of.value(metric)).collect::<Vec<f64>>();
+    let perplexity = MetricMean::of(&values(&Metric::Perplexity));
+    let names: BTreeSet<&String> = here().flat_map(|of| of.metrics.keys()).collect();
+    let metrics = names.into_iter().filter_map(|name| {
+        let values: Vec<f64> = here().filter_map(|of| of.metrics.get(name).copied()).collect();
+        Some((name.clone(), MetricMean::of(&values)?))
+    });
     let sparsities: Vec<f64> = here().filter_map(|report| report.sparsity).collect();
     (here().count() > 0).then(|| GridEntry {
         method: method.to_string(),
@@ -283,9 +359,10 @@ fn entry(cells: &[CellReport], method: &str, column: &str) -> Option<GridEntry> 
         cells: here().count(),
         finished: of(CellState::Finished).count(),
         failed: of(CellState::Failed).count(),
-        mean_perplexity: mean(&perplexities),
-        deviation: deviation(&perplexities),
+        mean_perplexity: perplexity.map(|of| of.mean),
+        deviation: perplexity.and_then(|of| of.deviation),
         sparsity: mean(&sparsities),
+        metrics: metrics.collect(),
     })
 }
 

@@ -18,6 +18,7 @@
 //! | `measured` | parts of several records: a text, a perplexity, a phase, a process |
 //! | `memory_settings` | settings that trade memory for time |
 //! | `merging` | records of a merge: what was counted in each tensor |
+//! | `metric` | measured values of a model by name, for tables and charts |
 //! | `meter` | progress of copies, downloads and scans: bytes go in, events with whole MiB come out |
 //! | `packing` | the results of `prune pack` and `prune unpack`, as plain records: the objects of `--json` |
 //! | `phase` | the phases of a run: the clock measures them, the plan predicts their memory, the profile adds up their times |
@@ -48,6 +49,7 @@ pub mod measured;
 pub mod memory_settings;
 pub mod merging;
 mod meter;
+pub mod metric;
 pub mod packing;
 pub mod phase;
 pub mod plan;

@@ -85,6 +85,36 @@ impl HiddenStates {
         Ok(Self { shape, dtype, store, homes, share, packs, first_rows })
     }
 
+    /// The states in a file, as [`HiddenStates::write_to`] leaves them. The file stays where it is.
+    ///
+    /// # Arguments
+    /// * `samples`, `shape`, `dtype`: as in [`HiddenStates::new`]
+    pub fn of_file(file: File, samples: usize, shape: [usize; 2], dtype: DType) -> Self {
+        let store = Store::Spill { file, samples };
+        let share = SampleShare::whole(samples);
+        let (homes, packs, first_rows) = (Vec::new(), Vec::new(), Vec::new());
+        Self { shape, dtype, store, homes, share, packs, first_rows }
+    }
+
+    /// The size of a file with the states of the samples of all ranks.
+    pub fn file_bytes(samples: usize, [seqlen, hidden_size]: [usize; 2], dtype: DType) -> u64 {
+        (samples * seqlen * hidden_size * dtype.size_in_bytes()) as u64
+    }
+
+    /// Writes the states of this rank into a file that has room for the states of all ranks: sample by sample, in the stored dtype.
+    ///
+    /// # Errors
+    /// Fails when a state cannot be read, or the file cannot be written.
+    pub fn write_to(&mut self, file: &File) -> Result<()> {
+        let numbers = self.share.own().to_vec();
+        for (sample, number) in numbers.into_iter().enumerate() {
+            let state = self.stored(sample)?.to_device(&Device::Cpu)?.contiguous()?;
+            let at = number as u64 * self.state_bytes() as u64;
+            tensor::with_bytes(&state, |bytes| positioned::write_all_at(file, bytes, at))??;
+        }
+        Ok(())
+    }
+
     /// Makes room for samples of several sequences, as [`HiddenStates::new`] does.
     ///
     /// # Errors

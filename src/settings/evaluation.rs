@@ -50,6 +50,11 @@ pub struct EvaluationSettings {
     #[serde(serialize_with = "not_deciding")]
     pub against: Option<PathBuf>,
 
+    /// The file of the dense model's final states in a sweep: the run of the dense model writes it, and the cells compare with it.
+    #[arg(skip)]
+    #[serde(serialize_with = "not_deciding")]
+    pub dense_states: Option<PathBuf>,
+
     /// Positions of a window at which two models are compared
     ///
     /// With `prune eval --against` and `--eval both`. `second-half` leaves out tokens with little context, as llama.cpp does.

@@ -3,6 +3,7 @@
 use super::run::Settings;
 use crate::failure::Failure;
 use crate::pipeline::Selection;
+use crate::run::metric::Metric;
 
 /// Settings of `prune sweep`.
 #[derive(Debug, Clone)]
@@ -17,6 +18,8 @@ pub struct GridSettings {
     pub seeds: Vec<u64>,
     /// `--shard`.
     pub shard: GridShard,
+    /// `--metrics`.
+    pub metrics: Vec<Metric>,
 }
 
 /// `--shard i/n`: the part of the cells that a process works on.

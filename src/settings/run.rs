@@ -143,11 +143,12 @@ mod tests {
     use super::*;
 
     /// Settings of `prune` that decide nothing, and settings of `prune recover` that do not either.
-    const NOT_DECIDING: [&str; 38] = [
+    const NOT_DECIDING: [&str; 39] = [
         "add_bos",
         "against",
         "cache_dir",
         "dataset",
+        "dense_states",
         "device",
         "device_map",
         "dtype",

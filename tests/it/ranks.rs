@@ -12,6 +12,7 @@ use prune::linalg::StoredDtype;
 use prune::pipeline::Selection;
 use prune::pruning::methods::METHODS;
 use prune::ranks::{Ranks, threads};
+use prune::run::metric::Metric;
 use prune::run::{Manifest, Silent};
 use prune::settings::{GridSettings, GridShard};
 use prune::synthetic::RandomCheckpoint;
@@ -144,14 +145,18 @@ fn a_sweep_on_several_ranks_has_the_cells_of_one() {
             targets: vec![target(0.4), target(0.5)],
             seeds: vec![0, 1],
             shard: GridShard::WHOLE,
+            metrics: vec![Metric::Perplexity, Metric::Kl],
         };
         job::grid::grid_on(ranks, &settings, &Silent)
     };
     let sweep = |ranks: &Ranks, save: &str| sweep_with(ranks, "both", save);
-    let cells = |outcome: &GridOutcome| -> Vec<(String, Option<f64>, Option<f64>)> {
+    let cells = |outcome: &GridOutcome| -> Vec<(String, [Option<f64>; 3])> {
         let cells = outcome.record.cells.iter();
-        let of =
-            cells.map(|cell| (cell.name.clone(), cell.pruned_perplexity, cell.dense_perplexity));
+        let of = cells.map(|cell| {
+            let values = [cell.pruned_perplexity, cell.dense_perplexity, cell.value(&Metric::Kl)];
+            assert!(values.iter().all(Option::is_some), "{}: {values:?}", cell.name);
+            (cell.name.clone(), values)
+        });
         of.collect()
     };
     let alone = sweep(&Ranks::alone(), "one").unwrap();

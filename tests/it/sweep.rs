@@ -1,5 +1,6 @@
 //! `prune sweep` on a tiny model: cells equal single runs, sweeps continue, shards share a folder, failures are recorded.
 
+mod measured;
 mod together;
 
 use std::collections::BTreeMap;

@@ -68,6 +68,13 @@ impl Meeting {
         Arc::new(Self { positions, head, state: Mutex::default() })
     }
 
+    /// The dense states wait already: an earlier run has made them, with the head of the model that is compared.
+    pub fn with(positions: KlPositions, dense: HiddenStates) -> Arc<Self> {
+        let meeting = Self::new(positions, DenseHead::Same);
+        meeting.leave(dense);
+        meeting
+    }
+
     /// The divergence, after both sweeps.
     pub fn report(&self) -> Option<DivergenceReport> {
         self.state().report

@@ -5,7 +5,7 @@
 //! | `cells` | the cells of a grid, and the settings of each |
 //! | `together` | cells of the same seed in a single pass over the layers, with the same statistics |
 //! | `records` | `cell.json`, and the comparison of a sweep with the cells in its folder |
-//! | `dense` | the dense perplexity, measured once |
+//! | `dense` | the dense model, measured once |
 //! | `table` | `sweep.json`, `sweep.md` and `report.html`, from the records of all cells |
 //! | `messages` | events of a cell on their way out: its number, and nothing twice |
 //!
@@ -26,8 +26,10 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 
 use self::cells::PlannedCell;
+use self::dense::DenseRun;
 use self::messages::CellEvents;
 use self::records::CommonSettings;
+use self::table::TableOrder;
 use super::folder::lock::FolderInUse;
 use super::folder::state_file::StateFile;
 use super::folder::{MANIFEST, RunFolder};
@@ -96,8 +98,11 @@ fn cells_of_rank(
     let events = CellEvents::new(ranks, events, &out, &settings.run.arguments);
     let (common, impossible) = check(settings, &cells, &events)?;
     records::check(&out, &common, &cells, settings.run.output.force)?;
-    let dense = dense::perplexity(ranks, &settings.run, (&out, &common), &events)?;
     let mine = mine(settings, &cells);
+    let cells_of_all: Vec<&PlannedCell> = cells.iter().collect();
+    let own = if ranks.is_alone() { &mine } else { &cells_of_all };
+    let has_work = own.iter().any(|cell| is_left(cell));
+    let dense = dense::measure(ranks, (&settings.run, has_work), (&out, &common), &events)?;
     let sweep = CellsOfSweep {
         common: &common,
         dense: dense.as_ref(),
@@ -119,10 +124,11 @@ fn cells_of_rank(
     }
     // The table is written when all ranks are done.
     let failed = ranks.all_gather_values(&failed)?.concat();
-    let methods = &settings.methods;
+    let (methods, metrics) = (settings.methods.clone(), settings.metrics.clone());
+    let order = TableOrder { methods, metrics };
     let (record, page) = match ranks.is_first() {
-        true => table::write(&out, &common, methods, &events)?,
-        false => table::read(&out, &common, methods)?,
+        true => table::write(&out, &common, &order, &events)?,
+        false => table::read(&out, &common, &order)?,
     };
     ranks.all_gather(&[])?;
     events.end();
@@ -131,8 +137,12 @@ fn cells_of_rank(
         reports.any(|of| of.name == cell.name() && of.state == CellState::Finished)
     };
     let finished = cells.iter().filter(is_finished).count();
+    let elsewhere = (cells.len() - finished).saturating_sub(failed.len());
+    if elsewhere == 0 && ranks.is_first() {
+        dense::tidy(&out)?;
+    }
     Ok(GridOutcome {
-        elsewhere: (cells.len() - finished).saturating_sub(failed.len()),
+        elsewhere,
         record,
         failed,
         cells: if ranks.is_alone() { mine.len() } else { cells.len() },
@@ -235,7 +245,7 @@ fn groups<'c>(cells: &[&'c PlannedCell]) -> Vec<Vec<&'c PlannedCell>> {
 /// All that the cells of a process have in common.
 struct CellsOfSweep<'a> {
     common: &'a CommonSettings,
-    dense: Option<&'a Manifest>,
+    dense: Option<&'a DenseRun>,
     events: &'a CellEvents<'a>,
     /// Their number.
     cells: usize,
@@ -255,9 +265,7 @@ impl CellsOfSweep<'_> {
         failed: &mut Vec<String>,
     ) -> Result<usize> {
         let (events, cells) = (self.events, group.len());
-        let is_done =
-            |cell: &&PlannedCell| is_finished(&cell.folder) && !cell.settings.output.force;
-        let (done, left): (Vec<_>, Vec<_>) = group.into_iter().partition(is_done);
+        let (done, left): (Vec<_>, Vec<_>) = group.into_iter().partition(|cell| !is_left(cell));
         for (number, cell) in (before + 1..).zip(&done) {
             events.begin(number..=number, self.cells, &cell.name());
             events.already_finished();
@@ -272,7 +280,8 @@ impl CellsOfSweep<'_> {
             events.begin(number..=number, self.cells, &cell.name());
             let settings = self.begin(cell)?;
             let ranks = self.ranks.clone();
-            let given = RunInputs { dense: self.dense, ranks, ..RunInputs::default() };
+            let dense = self.dense.map(|of| &of.manifest);
+            let given = RunInputs { dense, ranks, ..RunInputs::default() };
             let outcome = run::run(settings, given, events, None);
             self.end(cell, outcome, failed)?;
         }
@@ -294,7 +303,8 @@ impl CellsOfSweep<'_> {
         let settings = cells.iter().map(|cell| self.begin(cell));
         let settings = settings.collect::<Result<Vec<_>>>()?;
         let techniques: Vec<Technique> = cells.iter().map(|cell| cell.technique.clone()).collect();
-        match together::run(settings, &techniques, (self.dense, &self.ranks), events) {
+        let dense = self.dense.map(|of| &of.manifest);
+        match together::run(settings, &techniques, (dense, &self.ranks), events) {
             Ok(None) => return Ok(false),
             Ok(Some(outcomes)) => {
                 for (cell, outcome) in cells.iter().zip(outcomes) {
@@ -319,6 +329,7 @@ impl CellsOfSweep<'_> {
         let mut settings = cell.settings.clone();
         // Without a state, the files here come from an attempt at this cell: its record was compared.
         settings.output.force = settings.output.force || !has_state;
+        settings.evaluation.dense_states = self.dense.and_then(|of| of.states.clone());
         Ok(settings)
     }
 
@@ -343,6 +354,11 @@ impl CellsOfSweep<'_> {
         }
         Ok(())
     }
+}
+
+/// Returns whether a cell has to run.
+fn is_left(cell: &PlannedCell) -> bool {
+    !is_finished(&cell.folder) || cell.settings.output.force
 }
 
 /// Returns whether a cell has its record, and nothing of its run is left to do.

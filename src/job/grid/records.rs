@@ -24,7 +24,18 @@ pub(super) type CommonSettings = BTreeMap<String, String>;
 const OF_THE_CELL: [&str; 4] = ["prune_method", "sparsity_ratio", "sparsity_type", "seed"];
 
 /// Settings that lead to texts and arithmetic. A cell that is finished is compared by their names.
-const BY_NAME: [&str; 4] = ["dataset", "eval_dataset", "eval_windows", "dtype"];
+const BY_NAME: [&str; 10] = [
+    "dataset",
+    "eval_dataset",
+    "eval_windows",
+    "dtype",
+    "kl_positions",
+    "tasks",
+    "eval_zero_shot",
+    "num_fewshot",
+    "limit",
+    "add_bos",
+];
 
 /// Returns the settings of all cells that decide the outcome, and the source.
 pub(super) fn common(run: &Settings, model: &OpenedModel) -> Result<CommonSettings> {

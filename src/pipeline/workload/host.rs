@@ -1,6 +1,6 @@
 //! Memory of the process in each phase: `model/footprint.rs` has what a piece of work takes.
 
-use super::shape::{F32, RunShape, evaluation_phases, part};
+use super::shape::{AgainstShape, F32, RunShape, evaluation_phases, part};
 use crate::bytes::ByteSize;
 use crate::linalg::parts::{LEAST_ROWS, largest_part};
 use crate::linalg::product::Kernel;
@@ -14,6 +14,9 @@ use crate::run::{HiddenStatesStorage, Phase};
 
 /// The program before it opens a model: thread stacks, lists of tensors. Measured: 4 to 6 MiB.
 const PROGRAM: ByteSize = ByteSize(6 << 20);
+
+/// The MPI library in the process of one of several ranks. Measured with Open MPI 4.1 and 2 to 4 ranks of a machine: 3 MiB.
+const MPI_LIBRARY: ByteSize = ByteSize(4 << 20);
 
 /// CUDA's libraries in the process. An estimate, not measured.
 const CUDA_ON_HOST: ByteSize = ByteSize(256 << 20);
@@ -115,14 +118,19 @@ impl<'r> Host<'r> {
         if !run.compares() {
             return ByteSize::ZERO;
         }
-        let second = run.against.map(|of| footprint::head_chunk(of.config, of.dtypes, settings));
-        footprint::divergence(run.config, run.seqlen, run.windows, settings)
-            + second.unwrap_or_default()
+        let second = match run.against {
+            Some(AgainstShape::Other { config, dtypes }) => {
+                footprint::head_chunk(config, dtypes, settings)
+            }
+            Some(AgainstShape::Kept) | None => ByteSize::ZERO,
+        };
+        footprint::divergence(run.config, run.seqlen, run.windows, settings) + second
     }
 
     /// A phase with `parts` in addition to the program.
     pub(super) fn phase(&self, phase: Phase, mut parts: Vec<MemoryPart>) -> PhaseMemory {
-        parts.insert(0, part(PartKind::Program, PROGRAM));
+        let library = self.run.of_all_ranks.map_or(ByteSize::ZERO, |_| MPI_LIBRARY);
+        parts.insert(0, part(PartKind::Program, PROGRAM + library));
         if let Processors::Gpus(_) = self.option.processors {
             parts.push(part(PartKind::CudaOnHost, CUDA_ON_HOST));
         }

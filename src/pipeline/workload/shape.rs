@@ -40,7 +40,7 @@ pub struct RunShape<'a> {
     pub of_all_ranks: Option<[usize; 2]>,
     /// Sides that are evaluated.
     pub sides: &'a [Side],
-    /// The dense model whose final states wait for the windows.
+    /// The dense model that has passed the windows before.
     pub against: Option<AgainstShape<'a>>,
     /// The technique; `None` where nothing is pruned.
     pub technique: Option<Technique>,
@@ -66,13 +66,18 @@ pub struct RunShape<'a> {
     pub settings: Option<MemorySettings>,
 }
 
-/// A dense model that has passed the windows in a sweep of its own.
+/// A dense model that has passed the windows, whose final states wait for the windows of the model.
 #[derive(Debug, Clone, Copy)]
-pub struct AgainstShape<'a> {
-    /// Its shape.
-    pub config: &'a ModelConfig,
-    /// The dtypes of its weights.
-    pub dtypes: Dtypes,
+pub enum AgainstShape<'a> {
+    /// It passes in a sweep of its own, and has a head of its own.
+    Other {
+        /// Its shape.
+        config: &'a ModelConfig,
+        /// The dtypes of its weights.
+        dtypes: Dtypes,
+    },
+    /// It is the source of this run, and an earlier run has left its states in a file.
+    Kept,
 }
 
 /// Measurements for a later use.
@@ -307,10 +312,13 @@ impl RunShape<'_> {
 
     /// Bytes of the final states of the dense model's windows.
     pub(super) fn waiting_states(&self, windows: usize) -> ByteSize {
-        let of = |against: AgainstShape<'_>| {
-            ByteSize::of(windows * self.seqlen * against.config.hidden_size, F32)
+        let (windows, hidden_size) = match self.against {
+            None => return ByteSize::ZERO,
+            Some(AgainstShape::Other { config, .. }) => (windows, config.hidden_size),
+            // A state is read where it is compared.
+            Some(AgainstShape::Kept) => (1, self.config.hidden_size),
         };
-        self.against.map_or(ByteSize::ZERO, of)
+        ByteSize::of(windows * self.seqlen * hidden_size, F32)
     }
 
     /// Returns whether the states of two models meet at their heads.

@@ -6,8 +6,8 @@
 //! | `phases` | bars: time per phase |
 //! | `memory` | memory over time, or the peak per phase where no samples were taken |
 //! | `training` | losses and learning rate of a training |
-//! | `perplexity` | perplexity against sparsity, a line per method |
-//! | `costs` | perplexity against bytes and against speed, a name per run |
+//! | `metrics` | perplexity, divergence or accuracy against sparsity, a line per method |
+//! | `costs` | the same against bytes and against speed, a name per run |
 //! | `sheet`, `scale`, `chart` | shared parts: colours, shapes and texts; ticks; points, lines and bars |
 //!
 //! No text is placed by its width, which depends on the reader's fonts. Titles and units have rows of their own above the picture,
@@ -17,7 +17,7 @@ mod chart;
 pub mod costs;
 pub mod heat;
 pub mod memory;
-pub mod perplexity;
+pub mod metrics;
 pub mod phases;
 mod scale;
 mod sheet;

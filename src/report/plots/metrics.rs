@@ -1,16 +1,17 @@
-//! Perplexity against sparsity: a line per method, the dense perplexity as a dashed level.
+//! A metric against sparsity: a line per method, the dense model as a dashed level.
 
 use super::Figure;
 use super::chart::{Chart, ChartSeries, SeriesForm};
 use super::scale::{Axis, range};
 use crate::report::comparison::{ComparableRuns, is_drawable};
 use crate::run::grid::GridRecord;
+use crate::run::metric::Metric;
 
-/// The ratio of the largest to the smallest perplexity from which the axis is logarithmic.
+/// The ratio of the largest to the smallest value from which the axis is logarithmic.
 const WIDE: f64 = 4.0;
 
-/// Draws a group of comparable runs; `None` without a pruned perplexity.
-pub fn figure(group: &ComparableRuns) -> Option<Figure> {
+/// Draws a group of comparable runs; `None` without a value.
+pub fn figure(metric: &Metric, group: &ComparableRuns) -> Option<Figure> {
     let series = group.series.iter();
     let series = series.map(|series| {
         ChartSeries::new(&series.label, SeriesForm::Marked, series.points.iter().copied())
@@ -20,19 +21,20 @@ pub fn figure(group: &ComparableRuns) -> Option<Figure> {
         _ => "; the dashed line is the dense model",
     };
     let caption = format!(
-        "Perplexity of the pruned models over the share of their weights that is zero, one line per method{dense}. All measured \
-         on {}.",
+        "{} of the pruned models over the share of their weights that is zero, one line per method{dense}. All measured on {}.",
+        capital(&metric.title()),
         group.description
     );
-    draw(series.collect(), &group.dense, caption)
+    draw(metric, series.collect(), &group.dense, caption)
 }
 
-/// Draws the means of a sweep: a line per method, a point for each of its patterns. `None` without a finite perplexity.
-pub fn of_grid(record: &GridRecord) -> Option<Figure> {
+/// Draws the means of a sweep: a line per method, a point for each of its patterns. `None` without a finite value.
+pub fn of_grid(metric: &Metric, record: &GridRecord) -> Option<Figure> {
     let mut all: Vec<ChartSeries> = Vec::new();
     for entry in &record.table {
-        let perplexity = entry.mean_perplexity.filter(is_drawable);
-        let Some(point) = entry.sparsity.zip(perplexity) else {
+        let mean = entry.mean_of(metric).map(|of| of.mean);
+        let mean = mean.filter(|mean| is_drawable(metric, mean));
+        let Some(point) = entry.sparsity.zip(mean) else {
             continue;
         };
         let label = match entry.column.contains(':') {
@@ -44,26 +46,36 @@ pub fn of_grid(record: &GridRecord) -> Option<Figure> {
             None => all.push(ChartSeries::new(label, SeriesForm::Marked, [point])),
         }
     }
-    let dense: Vec<f64> = record.dense_perplexity.into_iter().filter(is_drawable).collect();
-    let caption = "Mean perplexity of the pruned models over seeds, over the share of their weights that is zero, one line per method \
-         and one point per pattern; the dashed line is the dense model.";
-    draw(all, &dense, caption.to_string())
+    let dense = record.dense(metric).into_iter().filter(|dense| is_drawable(metric, dense));
+    let dense: Vec<f64> = dense.collect();
+    let level = if dense.is_empty() { "" } else { "; the dashed line is the dense model" };
+    let caption = format!(
+        "{} of the pruned models, mean over seeds, over the share of their weights that is zero, one line per method and one point \
+         per pattern{level}.",
+        capital(&metric.title())
+    );
+    draw(metric, all, &dense, caption)
 }
 
-/// Draws series and dense perplexities; `None` without a point.
-fn draw(mut series: Vec<ChartSeries>, dense: &[f64], caption: String) -> Option<Figure> {
+/// Draws series and dense models; `None` without a point.
+fn draw(
+    metric: &Metric,
+    mut series: Vec<ChartSeries>,
+    dense: &[f64],
+    caption: String,
+) -> Option<Figure> {
     let description = describe(&series, dense);
     let points: Vec<_> = series.iter().flat_map(|series| series.points.iter().copied()).collect();
     let (least, sparsest) = range(points.iter().map(|point| point.0))?;
-    let perplexities = points.iter().map(|point| point.1).chain(dense.iter().copied());
-    let (lowest, highest) = range(perplexities)?;
-    let (y, y_name) = axis(lowest, highest);
+    let values = points.iter().map(|point| point.1).chain(dense.iter().copied());
+    let (lowest, highest) = range(values)?;
+    let (y, y_name) = axis(metric, lowest, highest);
     series.extend(dense.iter().map(|&dense| {
         ChartSeries::new(format!("dense: {dense:.4}"), SeriesForm::Level, [(least, dense)])
     }));
     let svg = Chart {
-        title: "Perplexity against sparsity",
-        y_name,
+        title: &format!("{} against sparsity", capital(&metric.title())),
+        y_name: &y_name,
         x_name: "sparsity reached (zeros / weights)",
         description: &description,
         x: Axis::around(least, sparsest, 6),
@@ -71,25 +83,41 @@ fn draw(mut series: Vec<ChartSeries>, dense: &[f64], caption: String) -> Option<
         series,
     }
     .draw();
-    Some(Figure { name: "perplexity".into(), caption, svg })
+    Some(Figure { name: metric.to_string(), caption, svg })
 }
 
-/// The axis of perplexities, and its name.
-pub(super) fn axis(lowest: f64, highest: f64) -> (Axis, &'static str) {
-    if highest / lowest > WIDE {
-        (Axis::logarithmic(lowest, highest), "perplexity, logarithmic (lower is better)")
-    } else {
-        (Axis::around(lowest, highest, 5), "perplexity (lower is better)")
+/// The axis of a metric, and its name.
+pub(super) fn axis(metric: &Metric, lowest: f64, highest: f64) -> (Axis, String) {
+    let unit = if *metric == Metric::Kl { ", nat" } else { "" };
+    let title = metric.title() + unit;
+    match metric.is_loss() {
+        false => (Axis::around(lowest, highest, 5), format!("{title} (higher is better)")),
+        true if highest / lowest > WIDE => {
+            (Axis::logarithmic(lowest, highest), format!("{title}, logarithmic (lower is better)"))
+        }
+        true => (Axis::around(lowest, highest, 5), format!("{title} (lower is better)")),
     }
+}
+
+/// The text with a capital letter first.
+pub(super) fn capital(text: &str) -> String {
+    let mut letters = text.chars();
+    let first = letters.next().into_iter().flat_map(char::to_uppercase);
+    first.collect::<String>() + letters.as_str()
+}
+
+/// A value in a description.
+pub(super) fn number(value: f64) -> String {
+    if value < 1.0 { format!("{value:.4}") } else { format!("{value:.2}") }
 }
 
 fn describe(series: &[ChartSeries], dense: &[f64]) -> String {
     let of_series = series.iter().map(|series| {
         let points = series.points.iter();
-        let points = points.map(|(sparsity, of)| format!("{of:.2} at {sparsity:.3}"));
+        let points = points.map(|(sparsity, of)| format!("{} at {sparsity:.3}", number(*of)));
         format!("{}: {}", series.label, points.collect::<Vec<_>>().join(", "))
     });
-    let dense = dense.iter().map(|dense| format!("dense: {dense:.2}"));
+    let dense = dense.iter().map(|&dense| format!("dense: {}", number(dense)));
     of_series.chain(dense).collect::<Vec<_>>().join("; ")
 }
 
@@ -109,9 +137,9 @@ mod tests {
                 NamedRun { name: format!("run {index}"), manifest, speed: None }
             })
             .collect();
-        let comparison = RunComparison::of(&runs);
+        let comparison = RunComparison::of(&runs, &Metric::Perplexity);
         assert_eq!(comparison.groups.len(), 1);
-        figure(&comparison.groups[0]).unwrap()
+        figure(&Metric::Perplexity, &comparison.groups[0]).unwrap()
     }
 
     #[test]
