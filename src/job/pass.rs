@@ -5,13 +5,14 @@ use std::path::Path;
 
 use anyhow::Result;
 
+use super::final_states;
 use super::folder::RunFolder;
 use super::inputs::RunInputs;
 use super::opened::{OpenedModel, ScoringPass};
 use super::planned::Planning;
 use super::resolved::Pruning;
 use super::settled_run::{RunTask, SettledRun, offload_folder, sides_left};
-use crate::pipeline::{Flow, Observed, RunShape};
+use crate::pipeline::{AgainstShape, Flow, Observed, RunShape};
 use crate::ranks::Ranks;
 use crate::run::Events;
 use crate::run::manifest::PerplexityReport;
@@ -132,6 +133,7 @@ pub(super) fn early_shape<'m>(
         shared_with: given.shared_with(),
         flow: pruning.map_or_else(Flow::default, |pruning| pruning.flow),
         saves: folder.model.is_some(),
+        against: final_states::compares(settings, given).then_some(AgainstShape::Kept),
         ..model.run_shape(&settings.device)
     }
 }

@@ -17,11 +17,11 @@ use super::recover::{Recovery, closing};
 use super::resolved::{Pruning, allocates};
 use super::same_run;
 use super::settled_run::{RunStart, RunTask, SettledRun, offload_folder};
-use super::{against, allocate, final_states, layer_drop, target_size, weight_choice, width_drop};
+use super::{against, allocate, layer_drop, target_size, weight_choice, width_drop};
 use crate::checkpoint::check_sidecars;
 use crate::data::chat::begin_run;
 use crate::failure::Failure;
-use crate::pipeline::{AgainstShape, RunShape};
+use crate::pipeline::RunShape;
 use crate::run::{Events, Manifest, RunState};
 use crate::settings::{EvalSides, Settings};
 
@@ -103,9 +103,7 @@ fn settle_opened(
             let mut shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
             let samples = settings.calibration.as_ref().map_or(0, |of| of.nsamples as usize);
             shape.trains = recovery.as_ref().map(|recovery| recovery.shape(&shape, samples));
-            let of_sweep =
-                || final_states::compares(&settings, &given).then_some(AgainstShape::Kept);
-            shape.against = dense.as_ref().map(OpenedModel::as_against).or_else(of_sweep);
+            shape.against = dense.as_ref().map(OpenedModel::as_against).or(shape.against);
             planning.texts_and_plan(&settings, &model, shape, &given, events)?
         }
     };

@@ -6,6 +6,7 @@ use serde::Serialize;
 
 use crate::failure::printable;
 use crate::run::TextProtocol;
+use crate::run::metric::Metric;
 
 /// A table with a header row. The first column holds names.
 #[derive(Debug, Serialize)]
@@ -91,6 +92,14 @@ pub(super) fn short_name(name: &str) -> &str {
 /// A perplexity with four digits.
 pub(super) fn finite(value: f64) -> String {
     if value.is_finite() { format!("{value:.4}") } else { "not finite".to_string() }
+}
+
+/// A value of a metric: divergences have six digits, everything else four.
+pub(super) fn measured(metric: &Metric, value: f64) -> String {
+    match metric {
+        Metric::Kl if value.is_finite() => format!("{value:.6}"),
+        _ => finite(value),
+    }
 }
 
 /// A share in percent, with as many digits as it has, at most four.

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use super::format::{self, Table, duration, finite, six_digits};
+use super::format::{self, Table, duration, finite, measured, six_digits};
 use crate::bytes::ByteSize;
 use crate::run::TextProtocol;
 use crate::run::grid::{CellState, GridEntry, GridRecord, mean};
@@ -86,8 +86,9 @@ pub(super) fn lead(record: &GridRecord) -> Vec<String> {
     let metrics = std::iter::once(&Metric::Perplexity).chain(&record.metrics);
     let mut dense: Vec<String> = Vec::new();
     for metric in metrics {
-        let line =
-            record.dense(metric).map(|of| format!("dense {}: {}", metric.title(), finite(of)));
+        let line = record
+            .dense(metric)
+            .map(|of| format!("dense {}: {}", metric.title(), measured(metric, of)));
         dense.extend(line.filter(|line| !dense.contains(line)));
     }
     let text =
@@ -179,7 +180,11 @@ pub(super) fn every_cell(record: &GridRecord) -> Table {
         table.columns.extend(further.iter().map(|metric| metric.title()));
     }
     for (row, cell) in table.rows.iter_mut().zip(&record.cells) {
-        row.extend(further.iter().map(|metric| number(cell.value(metric))));
+        row.extend(
+            further
+                .iter()
+                .map(|metric| cell.value(metric).map_or_else(dash, |of| measured(metric, of))),
+        );
     }
     table
 }
@@ -192,9 +197,9 @@ fn value(entry: &GridEntry, metric: &Metric) -> String {
         (None, _) if entry.failed > 0 => return "failed".to_string(),
         (None, _) => return CellState::Unfinished.name().to_string(),
         (Some(mean), Some(deviation)) if mean.is_finite() => {
-            format!("{mean:.4} ± {deviation:.4}")
+            format!("{} ± {}", measured(metric, mean), measured(metric, deviation))
         }
-        (Some(mean), _) => finite(mean),
+        (Some(mean), _) => measured(metric, mean),
     };
     if entry.finished < entry.cells {
         let _ = write!(text, " ({} of {})", entry.finished, entry.cells);

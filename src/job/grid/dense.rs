@@ -26,30 +26,107 @@ pub(super) struct DenseRun {
     pub(super) states: Option<PathBuf>,
 }
 
-/// The dense model of the sweep; `None` where cells do not show it. If another process is measuring it now, this process measures it too:
-/// that takes no longer than waiting.
-///
-/// # Arguments
-/// * `has_work`: a cell of this process is not finished
-///
-/// # Errors
-/// Fails as `prune eval`.
-pub(super) fn measure(
-    ranks: &Ranks,
-    (run, has_work): (&Settings, bool),
-    (out, common): (&Path, &CommonSettings),
-    events: &dyn Events,
-) -> Result<Option<DenseRun>> {
-    if run.evaluation.eval != EvalSides::Both {
-        return Ok(None);
+/// The run of the dense model, before it is known whether an earlier process has done it.
+pub(super) struct DenseModel<'a> {
+    ranks: &'a Ranks,
+    run: &'a Settings,
+    common: &'a CommonSettings,
+    folder: PathBuf,
+    /// The file that the run leaves, where a cell needs it.
+    states: Option<PathBuf>,
+}
+
+impl<'a> DenseModel<'a> {
+    /// The dense model of the sweep in `out`; `None` where cells do not show it.
+    ///
+    /// # Arguments
+    /// * `run`: the settings that all cells share
+    pub(super) fn of(
+        ranks: &'a Ranks,
+        run: &'a Settings,
+        common: &'a CommonSettings,
+        out: &Path,
+    ) -> Option<Self> {
+        let folder = out.join(DENSE);
+        // A cell that drops layers or width measures the source in its own pass.
+        let compares = run.layer_drop.is_none() && run.width_drop.is_none();
+        let states = compares.then(|| folder.join(STATES));
+        (run.evaluation.eval == EvalSides::Both).then_some(Self {
+            ranks,
+            run,
+            common,
+            folder,
+            states,
+        })
     }
-    let folder = out.join(DENSE);
-    // A cell that drops layers or width measures the source in its own pass.
-    let compares = run.layer_drop.is_none() && run.width_drop.is_none();
-    let states = compares.then(|| folder.join(STATES));
-    let manifest =
-        perplexity(ranks, run, (&folder, common), states.as_ref().filter(|_| has_work), events)?;
-    Ok(Some(DenseRun { manifest, states }))
+
+    /// Measures the dense model, unless an earlier process has. If another process is measuring it now, this process measures it too: that
+    /// takes no longer than waiting.
+    ///
+    /// # Arguments
+    /// * `has_work`: a cell is not finished, so the final states are needed
+    ///
+    /// # Errors
+    /// Fails as `prune eval`.
+    pub(super) fn measured(self, has_work: bool, events: &dyn Events) -> Result<DenseRun> {
+        let found = match self.ranks.is_first() {
+            true => {
+                let needed = self.states.as_ref().filter(|_| has_work);
+                let has_states = needed.is_none_or(|path| path.is_file());
+                let found = if has_states { measured(&self.folder, self.common)? } else { None };
+                self.ranks.tell_others(&found)?;
+                found
+            }
+            false => self.ranks.hear_first()?,
+        };
+        let manifest = match found {
+            None => self.measure(events)?,
+            Some(manifest) => {
+                if self.ranks.is_first() {
+                    RunFolder::at(&[], &self.output(), false)?.tidy_finished(events)?;
+                }
+                manifest
+            }
+        };
+        Ok(DenseRun { manifest, states: self.states })
+    }
+
+    fn output(&self) -> OutputSettings {
+        OutputSettings { save: Some(self.folder.clone()), ..OutputSettings::default() }
+    }
+
+    /// Measures the dense model, which leaves its final states.
+    fn measure(&self, events: &dyn Events) -> Result<Manifest> {
+        let mut settings = self.run.clone();
+        settings.sparsity = None;
+        settings.calibration = None;
+        // The dense model is the source.
+        settings.layer_drop = None;
+        settings.width_drop = None;
+        settings.evaluation.eval = EvalSides::Dense;
+        settings.evaluation.max_perplexity = None;
+        settings.evaluation.max_kl = None;
+        settings.evaluation.tasks.min_accuracy = None;
+        settings.evaluation.dense_states.clone_from(&self.states);
+        settings.output = OutputSettings { force: true, ..self.output() };
+        match eval_on(self.ranks, settings.clone(), events) {
+            Ok(manifest) => {
+                if self.ranks.is_first() {
+                    records::write(&self.folder, &records::record_of(None, self.common, None))?;
+                }
+                Ok(manifest)
+            }
+            Err(error) if !error.is::<FolderInUse>() => Err(error),
+            Err(_) => {
+                events.note(format!(
+                    "another process measures the dense model in `{}`; this one measures it, too",
+                    self.folder.display()
+                ));
+                settings.output.save = None;
+                eval_on(self.ranks, settings, events)
+            }
+        }
+    }
 }
 
 /// Removes the final states of the dense model: no cell needs them any more.
@@ -70,62 +147,6 @@ pub(super) fn tidy(out: &Path) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// The record of the dense perplexity. The run leaves its final states in the file `states`.
-fn perplexity(
-    ranks: &Ranks,
-    run: &Settings,
-    (folder, common): (&Path, &CommonSettings),
-    states: Option<&PathBuf>,
-    events: &dyn Events,
-) -> Result<Manifest> {
-    let found = match ranks.is_first() {
-        true => {
-            let has_states = states.is_none_or(|path| path.is_file());
-            let found = if has_states { measured(folder, common)? } else { None };
-            ranks.tell_others(&found)?;
-            found
-        }
-        false => ranks.hear_first()?,
-    };
-    if let Some(manifest) = found {
-        if ranks.is_first() {
-            let save = Some(folder.to_path_buf());
-            let output = OutputSettings { save, ..OutputSettings::default() };
-            RunFolder::at(&[], &output, false)?.tidy_finished(events)?;
-        }
-        return Ok(manifest);
-    }
-    let mut settings = run.clone();
-    settings.sparsity = None;
-    settings.calibration = None;
-    // The dense model is the source.
-    settings.layer_drop = None;
-    settings.width_drop = None;
-    settings.evaluation.eval = EvalSides::Dense;
-    settings.evaluation.max_perplexity = None;
-    settings.evaluation.max_kl = None;
-    settings.evaluation.tasks.min_accuracy = None;
-    settings.evaluation.dense_states = states.cloned();
-    let save = Some(folder.to_path_buf());
-    settings.output = OutputSettings { save, force: true, ..OutputSettings::default() };
-    match eval_on(ranks, settings.clone(), events) {
-        Ok(manifest) if !ranks.is_first() => Ok(manifest),
-        Ok(manifest) => {
-            records::write(folder, &records::record_of(None, common, None))?;
-            Ok(manifest)
-        }
-        Err(error) if !error.is::<FolderInUse>() => Err(error),
-        Err(_) => {
-            events.note(format!(
-                "another process measures the dense perplexity in `{}`; this one measures it, too",
-                folder.display()
-            ));
-            settings.output.save = None;
-            eval_on(ranks, settings, events)
-        }
-    }
 }
 
 /// The record of the dense model of the sweep in `out`, under these settings.

@@ -26,7 +26,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 
 use self::cells::PlannedCell;
-use self::dense::DenseRun;
+use self::dense::{DenseModel, DenseRun};
 use self::messages::CellEvents;
 use self::records::CommonSettings;
 use self::table::TableOrder;
@@ -102,7 +102,8 @@ fn cells_of_rank(
     let cells_of_all: Vec<&PlannedCell> = cells.iter().collect();
     let own = if ranks.is_alone() { &mine } else { &cells_of_all };
     let has_work = own.iter().any(|cell| is_left(cell));
-    let dense = dense::measure(ranks, (&settings.run, has_work), (&out, &common), &events)?;
+    let dense = DenseModel::of(ranks, &settings.run, &common, &out);
+    let dense = dense.map(|dense| dense.measured(has_work, &events)).transpose()?;
     let sweep = CellsOfSweep {
         common: &common,
         dense: dense.as_ref(),

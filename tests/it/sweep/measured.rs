@@ -46,8 +46,10 @@ fn the_table_has_the_metrics_that_were_asked_for() {
     let dense = place.manifest("out/dense").tasks.expect("measured");
     let dense = dense.dense[0].acc.value;
     assert_eq!(json["dense_metrics"]["accuracy"], serde_json::json!(dense));
-    let kl = format!("wanda      {:.4}", divergence.kl_mean.value);
-    for text in ["\nmean KL\nmethod ", "\nmean accuracy\nmethod ", "\nown accuracy\nmethod ", &kl] {
+    let kl = format!("wanda      {:.6}", divergence.kl_mean.value);
+    for text in
+        ["\nmean KL\n\nmethod ", "\nmean accuracy\n\nmethod ", "\nown accuracy\n\nmethod ", &kl]
+    {
         assert!(ran.stdout.contains(text), "{text}: {}", ran.stdout);
     }
     assert!(ran.stdout.contains(&format!("dense own accuracy: {dense:.4}")), "{}", ran.stdout);
@@ -70,11 +72,17 @@ fn the_table_has_the_metrics_that_were_asked_for() {
 fn metrics_that_no_cell_measures_are_refused() {
     let place = place();
     let line = format!("{GRID} {TEXTS}");
-    for (flags, hint) in [
-        ("--metrics kl --eval pruned", "hint: use --eval both"),
-        ("--metrics perplexity,piqa", "hint: metrics are perplexity, kl, same_top, accuracy and"),
+    for (flags, metric, hint) in [
+        ("--metrics kl --eval pruned", "kl", "hint: use --eval both"),
+        (
+            "--metrics perplexity,piqa",
+            "piqa",
+            "hint: metrics are perplexity, kl, same_top, accuracy and the tasks of --tasks; for the task `piqa` add --tasks piqa",
+        ),
     ] {
-        refuses_command(&place, &format!("{line} {flags}"), 2, "error: --metrics names `", hint);
+        let message =
+            format!("error: --metrics names `{metric}`, which this sweep does not measure");
+        refuses_command(&place, &format!("{line} {flags}"), 2, &message, hint);
     }
     refuses_command(
         &place,
