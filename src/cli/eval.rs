@@ -50,6 +50,8 @@ pub struct EvalArgs {
     #[command(flatten)]
     device: DeviceSettings,
     /// Folder for run.json; without it only the table is printed
+    ///
+    /// An interrupted evaluation with this folder is continued by the same command, after the layers that it has passed.
     #[arg(long, value_name = "DIR", help_heading = "Output")]
     save: Option<PathBuf>,
     /// Also print where the time went, and its share of what this CPU can do

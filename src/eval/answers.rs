@@ -46,6 +46,11 @@ impl<'a> TaskAnswers<'a> {
         Self { side, hidden, packed, num_hidden_layers, reporter, scores: None }
     }
 
+    /// The states of the packs, between two layers.
+    pub fn states(&mut self) -> &mut HiddenStates {
+        &mut self.hidden
+    }
+
     /// The version of the layers that the packs pass.
     pub fn of_side(&self) -> Side {
         self.side

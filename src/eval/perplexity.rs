@@ -59,9 +59,9 @@ impl<'a> Perplexity<'a> {
         Self { keeps_states, ..self }
     }
 
-    /// The final states, after the sweep; `None` unless they are kept.
-    pub fn kept_states(&mut self) -> Option<&mut HiddenStates> {
-        self.keeps_states.then_some(&mut self.hidden)
+    /// The states of the windows, between two layers; after the sweep only if they are kept.
+    pub fn states(&mut self) -> &mut HiddenStates {
+        &mut self.hidden
     }
 
     /// The divergence from the dense model, after both sweeps; `None` without a comparison, and for the dense model.

@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result};
 
+use super::eval_state;
 use super::outputs::Outputs;
 use super::record::RunResults;
 use super::recorder::Recorder;
@@ -22,7 +23,11 @@ pub(super) fn measure(
     let measured = sweep(job, &outputs, recorder)?;
     let results = RunResults { peak, ..measured };
     job.folder.prepare().context("making room for the record")?;
-    job.record(&outputs, results, recorder)
+    let manifest = job.record(&outputs, results, recorder)?;
+    if let Some(folder) = &job.folder.run {
+        eval_state::remove(folder)?;
+    }
+    Ok(manifest)
 }
 
 /// Passes the windows through the model, and before it through the dense model that it is compared with.
@@ -31,16 +36,18 @@ pub(super) fn sweep(
     outputs: &Outputs<'_>,
     events: &dyn Events,
 ) -> Result<RunResults> {
+    let folder = job.folder.run.as_deref();
     let mut waiting = None;
     let mut before = SweepReport::default();
     if let Some(dense) = &job.against {
         let mut streams = Streams::embed(dense, outputs, events)?;
-        before = streams.sweep(dense, None, None, events).context("in the dense model")?;
+        let swept = streams.sweep_evaluation(dense, folder, events);
+        before = swept.context("in the dense model")?;
         job.model.clock.add(&dense.model.clock.report());
         waiting = Some((dense, streams));
     }
     let mut streams = Streams::embed(job, outputs, events)?;
-    let swept = before.and(streams.sweep(job, None, None, events)?);
+    let swept = before.and(streams.sweep_evaluation(job, folder, events)?);
     streams.leave_states(job)?;
     let SweepMeasurements { perplexity, mut tasks } = streams.measured(job);
     if let Some((_, streams)) = &waiting

@@ -47,9 +47,7 @@ pub(super) fn write(
     shape: StatesShape,
     ranks: &Ranks,
 ) -> Result<()> {
-    let Some(states) = windows.kept_states() else {
-        return Ok(());
-    };
+    let states = windows.states();
     // Several processes may write the file of one sweep. Ranks write it together.
     let own = std::process::id();
     let name = match ranks.is_first() {

@@ -12,13 +12,23 @@ pub(super) fn before_outputs(settings: &Settings, events: &dyn Events) {
     let writes_model = changes_weights
         && !output.no_save_model
         && (output.save.is_some() || output.save_model.is_some());
-    let unfinished = writes_model.then(|| Unfinished {
+    let evaluates = !changes_weights && output.save.is_some();
+    let unfinished = (writes_model || evaluates).then(|| Unfinished {
         text: format!(
             "nothing was changed; this command begins the run, or continues an earlier one:\n  {}",
             quoted(&settings.arguments)
         ),
         is_resumable: true,
         has_begun: false,
+    });
+    events.emit(Event::IfInterrupted(unfinished));
+}
+
+/// An evaluation saves its streams between two layers.
+pub(super) fn in_evaluation(job: &SettledRun, events: &dyn Events) {
+    let run = job.folder.run.as_ref().filter(|_| job.ranks.is_alone());
+    let unfinished = run.map(|folder| {
+        Unfinished::resumable("layers", folder, "evaluation", &job.settings.arguments)
     });
     events.emit(Event::IfInterrupted(unfinished));
 }

@@ -6,6 +6,7 @@
 //! | `prune` | `prune`: the sweep that prunes |
 //! | `eval` | `prune eval`: a run without outputs and editor |
 //! | `against` | `prune eval --against`: the dense model that passes the windows first |
+//! | `eval_state` | an evaluation between two layers, from which a later process continues |
 //! | `final_states` | the dense model's final states in a file, which the cells of a sweep compare with |
 //! | `grid` | `prune sweep`: a run for every cell of a grid, and the table |
 //! | `recover` | `prune recover`: the training, and the sweep that writes what was trained |
@@ -52,6 +53,7 @@ mod device_records;
 mod disk_room;
 mod earlier_pruning;
 mod eval;
+mod eval_state;
 mod final_states;
 pub mod folder;
 pub mod generate;

@@ -130,6 +130,7 @@ pub(super) fn run(
     let peak = profile::measure_peak(&job);
     let manifest = match &job.task {
         RunTask::Measure(_) => {
+            interruption::in_evaluation(&job, &recorder);
             members::share(&job, &Outputs::default())?;
             measure(&job, peak, &recorder)?
         }

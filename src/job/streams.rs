@@ -1,10 +1,12 @@
 //! The streams of a sweep: calibration samples and evaluation windows, embedded; and the sweep they pass.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
+use super::eval_state::{KeptStreams, StateKeeper};
 use super::final_states;
 use super::opened::WholeModel;
 use super::outputs::Outputs;
@@ -80,7 +82,33 @@ impl<'a> Streams<'a> {
         let mut passengers: Vec<&mut dyn Passenger> =
             passengers.map(|passenger| passenger as &mut dyn Passenger).collect();
         passengers.extend(self.answers.iter_mut().map(|of| of as &mut dyn Passenger));
-        let work = SweepWork { finished, editor, passengers: &mut passengers, passes };
+        let work = SweepWork { finished, editor, passengers: &mut passengers, passes, passed: 0 };
+        job.sweep(&self.devices, work, events)
+    }
+
+    /// Passes the streams of an evaluation through the model. Between layers they are saved in the run folder `folder`, from which an earlier
+    /// process is continued.
+    ///
+    /// # Errors
+    /// Fails as [`Streams::sweep`].
+    pub(super) fn sweep_evaluation(
+        &mut self,
+        job: &SettledRun,
+        folder: Option<&Path>,
+        events: &dyn Events,
+    ) -> Result<SweepReport> {
+        let streams = [self.perplexities.len(), self.answers.len()];
+        let mut kept = KeptStreams {
+            perplexities: &mut self.perplexities,
+            answers: &mut self.answers,
+            keeper: StateKeeper::of(job, folder, events)?,
+        };
+        let passed = kept.continue_earlier()?;
+        let layers = job.model.config.num_hidden_layers as u64 + 1;
+        let all = passes(job, 0, streams[0]) + passes_of_packs(job, streams[1]);
+        let passes = all / layers * (layers - passed as u64);
+        let passengers: &mut [&mut dyn Passenger] = &mut [&mut kept];
+        let work = SweepWork { finished: None, editor: None, passengers, passes, passed };
         job.sweep(&self.devices, work, events)
     }
 
@@ -179,6 +207,8 @@ pub(super) struct SweepWork<'e, 's, 'p> {
     pub(super) passengers: &'s mut [&'p mut dyn Passenger],
     /// The steps of the progress bar.
     pub(super) passes: u64,
+    /// Layers that all passengers have passed in an earlier process.
+    pub(super) passed: usize,
 }
 
 /// The passes of packs of tasks through layers and the head.
@@ -344,19 +374,20 @@ impl SettledRun {
         work: SweepWork<'_, '_, '_>,
         events: &dyn Events,
     ) -> Result<SweepReport> {
-        let SweepWork { finished, editor, passengers, passes } = work;
+        let SweepWork { finished, editor, passengers, passes, passed } = work;
         let model = &self.model;
         if editor.is_some() {
             model.clock.mark(Moment::BeforePruning, events);
         }
         events.emit(Event::SweepStarted {
             layers: model.config.num_hidden_layers,
-            finished: finished.as_ref().map_or(0, |finished| finished.layers),
+            finished: finished.as_ref().map_or(passed, |finished| finished.layers),
             passes,
         });
         let sweep = Sweep {
             source: model.layers(),
             finished,
+            passed,
             seqlen: self.texts.longest(model.seqlen),
             settings: self.plan.memory_settings.clone(),
             products: model.products,

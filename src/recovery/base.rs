@@ -15,7 +15,7 @@ use super::parameters::{BaseLayer, TrainedForm, TrainedPart};
 use crate::checkpoint::WeightSource;
 use crate::disk::positioned;
 use crate::model::{DecoderLayer, LinearId, ModelConfig};
-use crate::runtime::hidden_states::spill_file;
+use crate::runtime::spill_file;
 
 /// The masks of a model in a file, taken before its weights were quantised.
 #[derive(Debug)]

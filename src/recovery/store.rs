@@ -16,7 +16,7 @@ use anyhow::{Context, Result, ensure};
 use super::parameters::{LayerParameters, ParameterSpec};
 use crate::disk::positioned;
 use crate::recovery::optimizers::{KeptMask, Optimizer};
-use crate::runtime::hidden_states::spill_file;
+use crate::runtime::spill_file;
 
 /// A parameter while it is changed.
 #[derive(Debug)]

@@ -26,6 +26,12 @@ pub const FILE: &str = "unfinished.json";
 /// The name of the file that holds a training between two steps. It lies beside [`FILE`].
 pub const TRAINING_FILE: &str = "training.state";
 
+/// The name of the file that holds an evaluation between two layers. It lies in the run folder, without [`FILE`].
+pub const EVALUATION_FILE: &str = "evaluation.state";
+
+/// The same of the dense model that is compared with.
+pub const EVALUATION_FILE_OF_DENSE: &str = "evaluation.dense.state";
+
 /// The settings that may change where a training continues from its best state after its loss exploded.
 pub const OF_THE_RATE: [&str; 4] = ["lr", "max_grad_norm", "schedule", "warmup"];
 

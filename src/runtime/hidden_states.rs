@@ -6,8 +6,7 @@
 //! ranks it stays on its rank: samples are numbered within the rank, and [`HiddenStates::share`] knows their numbers in the run.
 
 use std::fs::File;
-use std::hash::{BuildHasher, RandomState};
-use std::io::ErrorKind;
+use std::io::{Read, Write};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -18,6 +17,7 @@ use half::{bf16, f16};
 use super::blocks::SampleBlocks;
 use super::engine::OutOfMemory;
 use super::share::SampleShare;
+use super::spill::spill_file;
 use crate::bytes::ByteSize;
 use crate::disk::positioned;
 use crate::failure::Failure;
@@ -229,9 +229,7 @@ impl HiddenStates {
 
     /// Returns the state of a sample in its stored dtype, where it is.
     pub fn stored(&mut self, sample: usize) -> Result<Tensor> {
-        let shape = self.shape_of(sample);
-        let elements = shape[0] * shape[1];
-        let at = self.offset(sample);
+        let (shape, at) = (self.shape_of(sample), self.offset(sample));
         match &mut self.store {
             Store::Ram(states) => states
                 .get(sample)
@@ -243,25 +241,41 @@ impl HiddenStates {
                     positioned::read_exact_at(file, bytes, at)
                         .context("reading hidden states from the spill file")
                 };
-                match self.dtype {
-                    DType::BF16 => {
-                        let mut values = vec![bf16::ZERO; elements];
-                        read(bytemuck::cast_slice_mut(&mut values))?;
-                        Ok(Tensor::from_vec(values, &shape, &Device::Cpu)?)
-                    }
-                    DType::F16 => {
-                        let mut values = vec![f16::ZERO; elements];
-                        read(bytemuck::cast_slice_mut(&mut values))?;
-                        Ok(Tensor::from_vec(values, &shape, &Device::Cpu)?)
-                    }
-                    _ => {
-                        let mut values = vec![0.0f32; elements];
-                        read(bytemuck::cast_slice_mut(&mut values))?;
-                        tensor::from_vec(values, &shape)
-                    }
-                }
+                state_from(self.dtype, shape, read)
             }
         }
+    }
+
+    /// Bytes of the states of this rank.
+    pub fn all_bytes(&self) -> u64 {
+        let elements =
+            (0..self.samples()).map(|sample| self.shape_of(sample).iter().product::<usize>());
+        (elements.sum::<usize>() * self.dtype.size_in_bytes()) as u64
+    }
+
+    /// Writes the states of this rank, sample by sample, in the stored dtype.
+    ///
+    /// # Errors
+    /// Fails when a state cannot be read, and when `file` cannot be written.
+    pub fn write_all(&mut self, file: &mut dyn Write) -> Result<()> {
+        for sample in 0..self.samples() {
+            let state = self.stored(sample)?.to_device(&Device::Cpu)?.contiguous()?;
+            tensor::with_bytes(&state, |bytes| file.write_all(bytes))??;
+        }
+        Ok(())
+    }
+
+    /// Replaces the states by states of [`HiddenStates::write_all`].
+    ///
+    /// # Errors
+    /// Fails when `file` is too short or cannot be read, and as [`HiddenStates::put`].
+    pub fn read_all(&mut self, file: &mut dyn Read) -> Result<()> {
+        for sample in 0..self.samples() {
+            let shape = self.shape_of(sample);
+            let read = |bytes: &mut [u8]| Ok(file.read_exact(bytes)?);
+            self.put(sample, state_from(self.dtype, shape, read)?)?;
+        }
+        Ok(())
     }
 
     /// Puts the state of a sample, `[seqlen, hidden_size]` in any dtype, as [`HiddenStates::put`] does. A device copies it unchanged.
@@ -349,52 +363,30 @@ impl HiddenStates {
     }
 }
 
-/// Checks that a spill file can be created in `folder`.
-///
-/// # Errors
-/// Fails when the folder or a file in it cannot be created.
-pub fn check_spill_folder(folder: &Path) -> Result<()> {
-    spill_file(folder, "check").map(drop)
-}
-
-/// Attempts to find an unused file name.
-const NAMES: usize = 16;
-
-/// Creates a spill file that only its owner can read. It never opens an existing file and never follows a link.
-pub fn spill_file(folder: &Path, stream: &str) -> Result<File> {
-    let refused = |error: std::io::Error| {
-        Failure::new(format!(
-            "cannot create a spill file in `{}`: {error}",
-            folder.display()
-        ))
-        .hint("name a folder that can be written to with --offload-folder, or use --hidden-states ram")
-    };
-    std::fs::create_dir_all(folder).map_err(refused)?;
-    let mut options = File::options();
-    options.read(true).write(true).create_new(true);
-    #[cfg(unix)]
-    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
-    let mut taken = None;
-    for _ in 0..NAMES {
-        let path = folder.join(format!("hidden-states-{stream}-{:016x}.spill", random()));
-        let file = match options.open(&path) {
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => {
-                taken = Some(error);
-                continue;
-            }
-            opened => opened.map_err(refused)?,
-        };
-        // An open file without a name disappears with the process, however the process ends.
-        #[cfg(unix)]
-        std::fs::remove_file(&path).map_err(refused)?;
-        return Ok(file);
+/// A state on the host from its bytes, which `read` fills in.
+fn state_from(
+    dtype: DType,
+    shape: [usize; 2],
+    read: impl FnOnce(&mut [u8]) -> Result<()>,
+) -> Result<Tensor> {
+    let elements = shape[0] * shape[1];
+    match dtype {
+        DType::BF16 => {
+            let mut values = vec![bf16::ZERO; elements];
+            read(bytemuck::cast_slice_mut(&mut values))?;
+            Ok(Tensor::from_vec(values, &shape, &Device::Cpu)?)
+        }
+        DType::F16 => {
+            let mut values = vec![f16::ZERO; elements];
+            read(bytemuck::cast_slice_mut(&mut values))?;
+            Ok(Tensor::from_vec(values, &shape, &Device::Cpu)?)
+        }
+        _ => {
+            let mut values = vec![0.0f32; elements];
+            read(bytemuck::cast_slice_mut(&mut values))?;
+            tensor::from_vec(values, &shape)
+        }
     }
-    Err(refused(taken.unwrap_or_else(|| ErrorKind::AlreadyExists.into())).into())
-}
-
-/// Returns a random number: the keys of the standard library's hash maps come from the system.
-fn random() -> u64 {
-    RandomState::new().hash_one(())
 }
 
 #[cfg(test)]
@@ -431,24 +423,6 @@ mod tests {
             #[cfg(unix)]
             assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
         }
-    }
-
-    #[test]
-    #[cfg(unix)]
-    fn a_spill_file_is_private_and_never_one_that_exists() {
-        use std::os::unix::fs::PermissionsExt;
-        let folder = tempfile::tempdir().unwrap();
-        let file = spill_file(folder.path(), "test").unwrap();
-        assert_eq!(file.metadata().unwrap().permissions().mode() & 0o777, 0o600);
-        assert_ne!(random(), random(), "names cannot be guessed");
-        // A folder that is a file: nothing can be created there.
-        let path = folder.path().join("file");
-        std::fs::write(&path, "kept").unwrap();
-        let error = check_spill_folder(&path).unwrap_err().to_string();
-        assert!(error.starts_with("cannot create a spill file in `"), "{error}");
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), "kept");
-        check_spill_folder(folder.path()).unwrap();
-        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //! | --- | --- |
 //! | `sweep` | the loop over the layers |
 //! | `layer_source`, `loader`, `layer_store` | a layer that is read; layers read ahead; the layers of a generating model |
-//! | `hidden_states` | the samples between two layers |
+//! | `hidden_states`, `spill` | the samples between two layers; files that go with the process |
 //! | `compute`, `pass` | a pass of all samples through a layer, on the CPU and on GPUs |
 //! | `blocks` | blocks of samples: the order of large sums |
 //! | `one_sample` | a pass of a single sample, forwards or backwards, for trainings |
@@ -33,15 +33,17 @@ mod pass;
 #[cfg(any(test, not(target_os = "linux")))]
 mod resident_set;
 pub mod share;
+mod spill;
 pub mod sweep;
 
 pub use clock::{Clock, Reporter};
 pub use compute::{Accumulation, Compute, GramsOnDevices, SweepReport};
 pub use devices::{Devices, Simulation};
-pub use hidden_states::{HiddenStates, PackedSamples, check_spill_folder};
+pub use hidden_states::{HiddenStates, PackedSamples};
 pub use layer_source::LayerSource;
 pub use layer_store::LayerStore;
 pub use loader::LayerLoader;
 pub use pass::ResultOrder;
 pub use share::SampleShare;
+pub use spill::{check_spill_folder, spill_file};
 pub use sweep::{Editor, Finished, Passenger, Side, Sweep};

@@ -93,6 +93,8 @@ pub struct Sweep<'a> {
     pub source: LayerSource,
     /// The layers of an earlier process; `None` to begin with the first layer.
     pub finished: Option<Finished>,
+    /// Layers that all passengers have passed in an earlier process.
+    pub passed: usize,
     /// Tokens per sample, at most.
     pub seqlen: usize,
     /// Settings that trade memory for time.
@@ -126,7 +128,7 @@ impl Sweep<'_> {
         let compute = self.devices.compute(config, self.seqlen, arithmetic, events)?;
         let mut compute =
             compute.with_coded_activations(self.activations).with_ranks(self.ranks.clone());
-        let mut first = 0;
+        let mut first = self.passed;
         if let Some(finished) = &self.finished {
             first = finished.layers;
             // The sides pass in turn, so that memory holds only the layer in use and the layer that is read ahead.

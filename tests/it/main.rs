@@ -15,6 +15,7 @@ mod differentiable;
 mod divergence;
 mod docs;
 mod errors;
+mod eval_resume;
 mod eval_weights;
 mod fallback;
 mod generate;

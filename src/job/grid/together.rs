@@ -171,7 +171,7 @@ fn pass(jobs: &[SettledCell], recorders: &[Recorder<'_>], outcomes: &mut Outcome
     }
     let passes = passes(first, fewest, streams);
     let passengers: &mut [&mut dyn Passenger] = &mut [&mut shared];
-    let work = SweepWork { finished: None, editor: None, passengers, passes };
+    let work = SweepWork { finished: None, editor: None, passengers, passes, passed: 0 };
     let swept = first.sweep(&devices, work, events);
     let ends: Vec<(Vec<LayerReport>, Option<anyhow::Error>)> =
         (shared.cells.into_iter()).map(|cell| (cell.pruner.into_layers(), cell.error)).collect();

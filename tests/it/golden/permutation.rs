@@ -192,6 +192,7 @@ impl Model {
         }
         let mut pruner = Pruner::new(technique, &targets, calibrator, output, Vec::new());
         let sweep = Sweep {
+            passed: 0,
             source: LayerSource::as_stored(Arc::clone(&self.source), Arc::clone(&self.config)),
             finished: None,
             seqlen,

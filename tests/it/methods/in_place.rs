@@ -194,6 +194,7 @@ fn run(place: &Place, devices: &Devices, settings: &str) -> Result<Seen> {
     let output = Output { observers: vec![&mut seen], ..Output::default() };
     let mut pruner = Pruner::new(&technique, &targets, calibrator, output, Vec::new());
     let sweep = Sweep {
+        passed: 0,
         source: LayerSource::as_stored(source, Arc::clone(&config)),
         finished: None,
         seqlen: SEQLEN,
