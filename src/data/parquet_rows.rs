@@ -37,29 +37,45 @@ pub(super) fn for_each(path: &Path, take: &mut dyn FnMut(&[u8]) -> Result<bool>)
     let projection = Type::group_type_builder(name).with_fields(known).build();
     let projection = projection.map_err(|error| file.damaged(&error))?;
     let mut unpacked = Unpacked::new(path, file.bytes, WRITE_LINES);
-    for group in 0..file.reader.num_row_groups() {
-        for &column in &columns {
-            file.check_pages(group, column)?;
-        }
-        let panicked = || file.damaged(&"the parquet library failed");
-        let reader = blaming(panicked(), || file.reader.get_row_group(group))?;
-        let reader = reader.map_err(|error| file.damaged(&error))?;
-        let rows = blaming(panicked(), || reader.get_row_iter(Some(projection.clone())))?;
-        let mut rows = rows.map_err(|error| file.damaged(&error))?;
-        while let Some(row) = blaming(panicked(), || rows.next())? {
-            let row = row.map_err(|error| file.damaged(&error))?;
-            let line = write_line(&object(&row, true).map_err(|why| file.damaged(&why))?)?;
-            unpacked.add(line.len() as u64)?;
-            if !take(&line)? {
-                return Ok(());
+    file.for_each_row(Some((projection, &columns)), &mut |row| {
+        let line = write_line(&object(&row, true).map_err(|why| file.damaged(&why))?)?;
+        unpacked.add(line.len() as u64)?;
+        take(&line)
+    })
+}
+
+impl ParquetFile<'_> {
+    /// Gives every row to `take`, in the file's order; of some columns if a schema and the numbers of its columns are given. `take` returns
+    /// false for enough.
+    pub(super) fn for_each_row(
+        &self,
+        columns: Option<(Type, &[usize])>,
+        take: &mut dyn FnMut(Row) -> Result<bool>,
+    ) -> Result<()> {
+        let (projection, columns) = columns.unzip();
+        let all = self.reader.metadata().file_metadata().schema_descr().num_columns();
+        let all: Vec<usize> = (0..all).collect();
+        for group in 0..self.reader.num_row_groups() {
+            for &column in columns.unwrap_or(&all) {
+                self.check_pages(group, column)?;
+            }
+            let panicked = || self.damaged(&"the parquet library failed");
+            let reader = blaming(panicked(), || self.reader.get_row_group(group))?;
+            let reader = reader.map_err(|error| self.damaged(&error))?;
+            let rows = blaming(panicked(), || reader.get_row_iter(projection.clone()))?;
+            let mut rows = rows.map_err(|error| self.damaged(&error))?;
+            while let Some(row) = blaming(panicked(), || rows.next())? {
+                if !take(row.map_err(|error| self.damaged(&error))?)? {
+                    return Ok(());
+                }
             }
         }
+        Ok(())
     }
-    Ok(())
 }
 
 /// A row as an object. Null fields of inner groups are left out: a group of columns has every field in every row.
-fn object(row: &Row, keeps_null: bool) -> Result<OrderedJson, String> {
+pub(super) fn object(row: &Row, keeps_null: bool) -> Result<OrderedJson, String> {
     let mut fields = Vec::with_capacity(row.len());
     for (name, field) in row.get_column_iter() {
         match json(field)? {

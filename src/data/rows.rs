@@ -7,18 +7,14 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use parquet::file::properties::ReaderProperties;
-use parquet::file::reader::{FileReader, SerializedFileReader};
-use parquet::file::serialized_reader::ReadOptionsBuilder;
-use parquet::record::{Field, Row};
 use serde_json::{Map, Value};
 
 use super::line_memory::LineMemory;
-use super::parquet_shape;
-use super::text_file::{for_each_line, open};
+use super::parquet_rows::object;
+use super::parquet_text::ParquetFile;
+use super::text_file::for_each_line;
 use crate::bytes::ByteSize;
-use crate::failure::{Failure, blaming};
-use crate::input::Expected;
+use crate::failure::Failure;
 
 /// The most bytes of a line, and of the values of a row.
 const LONGEST: u64 = 1 << 20;
@@ -115,82 +111,19 @@ fn parquet_rows(
     path: &Path,
     take: &mut dyn FnMut(RowPlace, Map<String, Value>) -> Result<()>,
 ) -> Result<()> {
-    let damaged = |why: &dyn fmt::Display| {
-        Failure::new(format!("cannot read `{}` as parquet: {why}", path.display()))
-            .hint("copy the file again")
-    };
-    let panicked = || damaged(&"the parquet library failed");
-    let file = open(path, Expected::Parquet)?;
-    parquet_shape::check_groups(&file).map_err(|why| damaged(&why))?;
-    let pages = file.try_clone().context("cannot reopen an open file")?;
-    let reader = blaming(panicked(), || {
-        let properties = ReaderProperties::builder().set_backward_compatible_lz4(false);
-        let options = ReadOptionsBuilder::new().with_reader_properties(properties.build());
-        SerializedFileReader::new_with_options(file, options.build())
-    })?
-    .map_err(|error| damaged(&error))?;
+    let file = ParquetFile::open(path)?;
     let mut number = 0;
-    for group in 0..reader.num_row_groups() {
-        let columns = blaming(panicked(), || {
-            let columns = reader.metadata().row_group(group).columns().iter();
-            columns.map(|of| (of.byte_range(), of.compression())).collect::<Vec<_>>()
-        })?;
-        for ((begin, length), packing) in columns {
-            parquet_shape::check_pages(&pages, begin, length, packing)
-                .map_err(|why| damaged(&why))?;
+    file.for_each_row(None, &mut |row| {
+        let place = RowPlace { path: path.to_path_buf(), number };
+        number += 1;
+        let row = object(&row, true).map_err(|why| place.failure(why))?;
+        let text = serde_json::to_string(&row).context("writing a row as JSON")?;
+        if text.len() as u64 > LONGEST {
+            return Err(too_long(&place, text.len() as u64).into());
         }
-        let group = blaming(panicked(), || reader.get_row_group(group))?;
-        let group = group.map_err(|error| damaged(&error))?;
-        let rows = blaming(panicked(), || group.get_row_iter(None))?;
-        let mut rows = rows.map_err(|error| damaged(&error))?;
-        while let Some(row) = blaming(panicked(), || rows.next())? {
-            let place = RowPlace { path: path.to_path_buf(), number };
-            let row = object(&row.map_err(|error| damaged(&error))?);
-            let bytes = row.values().map(text_bytes).sum::<u64>();
-            if bytes > LONGEST {
-                return Err(too_long(&place, bytes).into());
-            }
-            take(place, row)?;
-            number += 1;
-        }
-    }
-    Ok(())
-}
-
-/// Bytes of the texts in a value.
-fn text_bytes(value: &Value) -> u64 {
-    match value {
-        Value::String(text) => text.len() as u64,
-        Value::Array(values) => values.iter().map(text_bytes).sum(),
-        Value::Object(values) => values.values().map(text_bytes).sum(),
-        Value::Null | Value::Bool(_) | Value::Number(_) => 0,
-    }
-}
-
-fn object(row: &Row) -> Map<String, Value> {
-    row.get_column_iter().map(|(name, field)| (name.clone(), value(field))).collect()
-}
-
-/// A parquet field as JSON. Bytes, times and maps, which no task has, are their texts.
-fn value(field: &Field) -> Value {
-    match field {
-        Field::Null => Value::Null,
-        Field::Bool(value) => (*value).into(),
-        Field::Byte(value) => (*value).into(),
-        Field::Short(value) => (*value).into(),
-        Field::Int(value) => (*value).into(),
-        Field::Long(value) => (*value).into(),
-        Field::UByte(value) => (*value).into(),
-        Field::UShort(value) => (*value).into(),
-        Field::UInt(value) => (*value).into(),
-        Field::ULong(value) => (*value).into(),
-        Field::Float(value) => f64::from(*value).into(),
-        Field::Double(value) => (*value).into(),
-        Field::Str(text) => text.clone().into(),
-        Field::Group(row) => Value::Object(object(row)),
-        Field::ListInternal(list) => list.elements().iter().map(value).collect(),
-        other => other.to_string().into(),
-    }
+        take(place, serde_json::from_str(&text).context("reading a row as JSON")?)?;
+        Ok(true)
+    })
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! Single files of a repository, without a list of its files.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use anyhow::Result;
@@ -7,7 +8,11 @@ use anyhow::Result;
 use super::http::Hub;
 use super::id::HubRepo;
 use super::transfer::Transfer;
+use crate::failure::Failure;
 use crate::run::{Events, Meter};
+
+/// The branch of a data set that holds it as parquet.
+const PARQUET_BRANCH: &str = "refs/convert/parquet";
 
 impl Hub {
     /// Downloads a file of a dataset into the cache, unless it is there. Returns the folder in which its path begins.
@@ -25,14 +30,59 @@ impl Hub {
     /// # Errors
     /// Fails when the hub refuses, and where the cache has no file of the dataset.
     pub fn dataset_files(&self, id: &str, events: &dyn Events) -> Result<Vec<String>> {
-        let repo = HubRepo::dataset_named(id)?;
-        let transfer = Transfer::new(self, &repo, events);
+        self.files(&HubRepo::dataset_named(id)?, events)
+    }
+
+    /// Downloads the parquet files of a split into the cache, unless they are there. Returns their paths, in order.
+    ///
+    /// The hub keeps every data set as parquet in the branch `refs/convert/parquet`, as CONFIGURATION/SPLIT/0000.parquet
+    /// (<https://huggingface.co/docs/dataset-viewer/parquet>).
+    ///
+    /// # Arguments
+    /// * `config`: the configuration; `None` for the only configuration with this split
+    ///
+    /// # Errors
+    /// Fails as [`Hub::dataset_file`], and where the data set has no such split.
+    pub fn parquet_split(
+        &self,
+        id: &str,
+        config: Option<&str>,
+        split: &str,
+        events: &dyn Events,
+    ) -> Result<Vec<PathBuf>> {
+        let repo = HubRepo::dataset_named(id)?.at(PARQUET_BRANCH)?;
+        let mut by_config: BTreeMap<String, Vec<String>> = BTreeMap::new();
+        for file in self.files(&repo, events)? {
+            if let [of, in_split, name] = file.split('/').collect::<Vec<_>>()[..]
+                && in_split == split
+                && name.ends_with(".parquet")
+                && config.is_none_or(|config| config == of)
+            {
+                by_config.entry(of.to_string()).or_default().push(file.clone());
+            }
+        }
+        let named = config.map_or(String::new(), |config| format!("{config}/"));
+        let mut found = by_config.into_iter();
+        let (Some((_, mut files)), None) = (found.next(), found.next()) else {
+            return Err(Failure::new(format!(
+                "the dataset `{id}` has no single split {named}{split} in its branch {PARQUET_BRANCH}"
+            ))
+            .into());
+        };
+        files.sort();
+        let fetched = files.iter().map(|file| Ok(self.file(&repo, file, events)?.join(file)));
+        fetched.collect()
+    }
+
+    /// The names of the files of a repository. Where the hub is not asked or not reached, the files in the cache.
+    fn files(&self, repo: &HubRepo, events: &dyn Events) -> Result<Vec<String>> {
+        let transfer = Transfer::new(self, repo, events);
         let cached = || {
             let commit = transfer.cache.commit()?;
             let files = transfer.cache.files(&commit);
             (!files.is_empty()).then_some((commit, files))
         };
-        if self.settings.offline_for(&repo).is_some() {
+        if self.settings.offline_for(repo).is_some() {
             let (_, files) = cached().ok_or_else(|| transfer.not_cached(None))?;
             return Ok(files);
         }

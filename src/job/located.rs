@@ -24,6 +24,7 @@ use crate::packed::{self, PackedSource, PackedValues};
 use crate::quantized::{self, QuantizedSource};
 use crate::run::Events;
 use crate::settings::ModelSettings;
+use crate::tasks::HubSplit;
 
 /// A model that came from the hub, for the manifest.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -309,6 +310,30 @@ pub(super) fn dataset(
     found.map_err(|error| match dataset.to_string().starts_with("hub:") {
         true => error,
         false => with_path(error, dataset, role),
+    })
+}
+
+/// Downloads the files of a split of a task, unless they are in the cache.
+///
+/// # Errors
+/// Fails when the hub cannot be reached or refuses, and where the data set has no such split.
+pub(super) fn task_split(
+    split: &HubSplit<'_>,
+    cache_dir: Option<&Path>,
+    events: &dyn Events,
+) -> Result<Vec<PathBuf>> {
+    let found = hub(cache_dir)
+        .and_then(|hub| hub.parquet_split(split.repository, split.config, split.split, events));
+    found.map_err(|error| match error.downcast::<Failure>() {
+        Ok(failure) => {
+            let own = "name a folder with the files: --tasks-from DIR";
+            let hint = match &failure.hint {
+                Some(hint) => format!("{hint}; or {own}"),
+                None => own.to_string(),
+            };
+            failure.hint(hint).into()
+        }
+        Err(error) => error,
     })
 }
 

@@ -14,7 +14,9 @@ use crate::failure::Failure;
 use crate::model::Embedding;
 use crate::run::{Events, Phase};
 use crate::settings::{EvalSides, EvaluationSettings, Settings, TaskSettings};
-use crate::tasks::{self, PackShape, PackedTasks, TaskQuestions, TaskRequest, TaskTokens};
+use crate::tasks::{
+    self, HubSplit, PackShape, PackedTasks, TaskFiles, TaskQuestions, TaskRequest, TaskTokens,
+};
 
 /// The token ids of a run.
 #[derive(Default)]
@@ -66,7 +68,7 @@ impl TextSources {
         if settings.evaluation.needs_text() {
             evaluation = Some(find(eval_dataset, Role::Evaluation)?);
         }
-        let questions = questions(&settings.evaluation)?;
+        let questions = questions(settings, events)?;
         let sources = Self {
             calibration,
             evaluation,
@@ -254,15 +256,21 @@ impl TextSources {
 ///
 /// # Errors
 /// Fails for files that are missing or damaged, and for rows that are no questions of their task.
-fn questions(evaluation: &EvaluationSettings) -> Result<Option<Vec<TaskQuestions>>> {
+fn questions(settings: &Settings, events: &dyn Events) -> Result<Option<Vec<TaskQuestions>>> {
+    let evaluation = &settings.evaluation;
     if evaluation.eval == EvalSides::None || evaluation.tasks.is_empty() {
         return Ok(None);
     }
     let TaskSettings { tasks_from, num_fewshot, limit, .. } = &evaluation.tasks;
     let asked = evaluation.tasks.asked();
+    let cache_dir = settings.model.cache_dir.as_deref();
+    let download = |split: &HubSplit<'_>| located::task_split(split, cache_dir, events);
     let request = TaskRequest {
         tasks: &asked,
-        from: tasks_from.as_deref(),
+        files: match tasks_from {
+            Some(folder) => TaskFiles::Folder(folder),
+            None => TaskFiles::Hub(&download),
+        },
         num_fewshot: *num_fewshot,
         limit: *limit,
     };

@@ -21,7 +21,7 @@ pub struct TaskSettings {
     #[serde(serialize_with = "not_deciding")]
     pub tasks: Vec<TaskSpec>,
 
-    /// Folder of the tasks' files: a folder per task, with parquet or JSON lines per split
+    /// Folder of the tasks' files: a folder per task, with parquet or JSON lines per split [default: download them from the hub]
     #[arg(hide_short_help = true, long, value_name = "DIR")]
     #[serde(serialize_with = "not_deciding")]
     pub tasks_from: Option<PathBuf>,

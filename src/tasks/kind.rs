@@ -8,8 +8,10 @@ use crate::failure::Failure;
 pub struct TaskKind {
     /// The name on the command line, and of the folder of its files.
     pub name: &'static str,
-    /// The repository on the hub, and its configuration.
-    pub data: &'static str,
+    /// The repository of the data set on the hub.
+    pub repository: &'static str,
+    /// Its configuration; `None` where it has one, and where each subject is one.
+    pub config: Option<&'static str>,
     /// The split whose questions are asked.
     pub evaluated: &'static str,
     /// The split of examples.

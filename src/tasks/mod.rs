@@ -36,5 +36,5 @@ pub use pack::{
 };
 pub use request::{ScoredRequest, TaskTokens};
 pub use score::{RequestScore, reports};
-pub use source::{TaskQuestions, TaskRequest, bytes, read};
+pub use source::{HubSplit, TaskFiles, TaskQuestions, TaskRequest, bytes, read};
 pub use table::{QuestionLimit, TASKS, TaskSpec, ZERO_SHOT};

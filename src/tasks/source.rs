@@ -25,13 +25,33 @@ pub fn bytes(tasks: &[TaskQuestions]) -> usize {
         .sum()
 }
 
+/// The places of the files of tasks.
+#[derive(Clone, Copy)]
+pub enum TaskFiles<'a> {
+    /// A folder with a folder per task.
+    Folder(&'a Path),
+    /// A function that downloads the files of a split, unless they are there.
+    Hub(&'a dyn Fn(&HubSplit<'_>) -> Result<Vec<PathBuf>>),
+}
+
+/// A split of a data set on the hub.
+#[derive(Debug, Clone, Copy)]
+pub struct HubSplit<'a> {
+    /// The repository.
+    pub repository: &'static str,
+    /// The configuration; `None` for the only configuration.
+    pub config: Option<&'a str>,
+    /// The split.
+    pub split: &'static str,
+}
+
 /// Tasks as asked for.
-#[derive(Debug, Clone)]
+#[derive(Clone, Copy)]
 pub struct TaskRequest<'a> {
     /// The tasks, in the order of the table.
     pub tasks: &'a [TaskSpec],
-    /// The folder with a folder per task.
-    pub from: Option<&'a Path>,
+    /// The files of tasks of the table.
+    pub files: TaskFiles<'a>,
     /// Examples before each question.
     pub num_fewshot: usize,
     /// A limit of the questions of each task, and of each subject.
@@ -64,29 +84,25 @@ pub fn read(request: &TaskRequest<'_>) -> Result<Vec<TaskQuestions>> {
             all.push(questions(request, kind, &spec.name, None, [rows.clone(), rows])?);
             continue;
         }
-        let from = request.from.ok_or_else(|| no_folder(kind))?;
-        let folder = from.join(kind.name);
         if kind.draws != ExampleDraws::First {
-            let rows = splits(&folder, kind, request.num_fewshot)?;
+            let rows = splits(request, kind, None)?;
             all.push(questions(request, kind, kind.name, None, rows)?);
             continue;
         }
-        for (subject, group) in subjects(&folder, kind)? {
-            let rows = splits(&folder.join(&subject), kind, request.num_fewshot)?;
+        let subjects = match request.files {
+            TaskFiles::Folder(from) => subjects_in(&from.join(kind.name), kind)?,
+            TaskFiles::Hub(_) => mmlu::subjects(),
+        };
+        for (subject, group) in subjects {
+            let rows = splits(request, kind, Some(&subject))?;
             all.push(questions(request, kind, kind.name, Some((subject, group)), rows)?);
         }
     }
     Ok(all)
 }
 
-fn no_folder(kind: &TaskKind) -> Failure {
-    Failure::usage(format!("the questions of `{}` are in no folder", kind.name))
-        .detail(format!("its data set is {} on the hub", kind.data))
-        .hint("name the folder with --tasks-from; docs/evaluation.md says how it is filled")
-}
-
 /// The subjects of MMLU that have a folder, in the order of their names.
-fn subjects(folder: &Path, kind: &TaskKind) -> Result<Vec<(String, &'static str)>> {
+fn subjects_in(folder: &Path, kind: &TaskKind) -> Result<Vec<(String, &'static str)>> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
     let mut found: Vec<(String, &'static str)> =
@@ -99,20 +115,32 @@ fn subjects(folder: &Path, kind: &TaskKind) -> Result<Vec<(String, &'static str)
             folder.display()
         ))
         .detail("looked for a folder per subject, like `anatomy`")
-        .hint(format!("copy {} there", kind.data))
+        .hint(format!("copy {} there, or leave --tasks-from out to download it", kind.repository))
         .into());
     }
     Ok(found)
 }
 
 /// The rows of the evaluated split and of the split of examples; none of the latter where no examples are asked for.
-fn splits(folder: &Path, kind: &TaskKind, num_fewshot: usize) -> Result<[Vec<TaskRow>; 2]> {
-    let evaluated = rows(&files(folder, kind, kind.evaluated)?)?;
-    let examples = match num_fewshot {
-        0 => Vec::new(),
-        _ => rows(&files(folder, kind, kind.examples)?)?,
+fn splits(
+    request: &TaskRequest<'_>,
+    kind: &TaskKind,
+    subject: Option<&str>,
+) -> Result<[Vec<TaskRow>; 2]> {
+    let of = |split: &'static str| -> Result<Vec<TaskRow>> {
+        rows(&match request.files {
+            TaskFiles::Folder(from) => {
+                let folder = from.join(kind.name);
+                files(&subject.map_or(folder.clone(), |subject| folder.join(subject)), kind, split)?
+            }
+            TaskFiles::Hub(download) => {
+                let config = subject.or(kind.config);
+                download(&HubSplit { repository: kind.repository, config, split })?
+            }
+        })
     };
-    Ok([evaluated, examples])
+    let examples = if request.num_fewshot > 0 { of(kind.examples)? } else { Vec::new() };
+    Ok([of(kind.evaluated)?, examples])
 }
 
 /// The files of a split: `validation.parquet`, `validation.jsonl`, or parts as the hub names them (`validation-00000-of-00001.parquet`), in
@@ -144,7 +172,10 @@ fn files(folder: &Path, kind: &TaskKind, split: &str) -> Result<Vec<PathBuf>> {
     }
     Err(Failure::new(format!("no {split} split of `{}` in `{}`", kind.name, folder.display()))
         .detail(format!("looked for {split}.parquet, {split}.jsonl and {split}-*.parquet"))
-        .hint(format!("copy the files of {} there", kind.data))
+        .hint(format!(
+            "copy the files of {} there, or leave --tasks-from out to download them",
+            kind.repository
+        ))
         .into())
 }
 

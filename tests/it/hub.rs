@@ -22,9 +22,10 @@ use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::parser::parse_message_type;
 use prune::bytes::ByteSize;
 use prune::synthetic::RandomCheckpoint;
-use server::{COMMIT, Fault, sha256};
+use serde_json::Value;
+use server::{COMMIT, Fault, Seen, sha256};
 
-use crate::support::{Place, Ran, TEXTS, ran, words};
+use crate::support::{Place, Ran, TEXTS, ran, shared, words};
 pub(crate) use server::Server;
 
 const TOKEN: &str = "hf_TheTokenOfAPerson";
@@ -421,6 +422,46 @@ fn a_file_of_any_data_set_repository_is_read_and_again_offline() {
         "{}",
         ran.stderr
     );
+}
+
+#[test]
+fn questions_of_tasks_are_downloaded_once_and_asked_again_offline() {
+    let Some(shared) = shared() else { return };
+    let place = Place::new();
+    let server = Server::start();
+    let question = |task: &str, split: &str| {
+        let path = shared.join("data/tasks").join(task).join(format!("{split}.parquet"));
+        fs::read(path).expect("a split of the made-up data")
+    };
+    // Several configurations in a repository, and a repository with a single configuration.
+    for (split, name) in [("test", "0000.parquet"), ("train", "0000.parquet")] {
+        for (config, task) in [("ARC-Easy", "arc_easy"), ("ARC-Challenge", "arc_challenge")] {
+            let file = format!("{config}/{split}/{name}");
+            server.add("datasets/allenai/ai2_arc", &file, question(task, split));
+        }
+    }
+    let piqa = question("piqa", "validation");
+    server.add("datasets/baber/piqa", "plain_text/validation/0000.parquet", piqa);
+    let eval = "eval m --tasks arc_easy,piqa --limit 5 --use-cpu --json";
+    let asked = |arguments: &str, offline: &str| {
+        let ran = ran(command(&place, &server, arguments).env("HF_HUB_OFFLINE", offline));
+        assert_eq!(ran.code, 0, "offline {offline}: {}", ran.stderr);
+        let json: Value = serde_json::from_str(&ran.stdout).expect("a record");
+        json["tasks"].to_string()
+    };
+    let first = asked(eval, "0");
+    let is_asked = |seen: &Seen| seen.path.contains("refs%2Fconvert%2Fparquet");
+    assert!(server.seen().iter().any(is_asked));
+    assert_eq!(asked(eval, "1"), first);
+    assert!(server.seen().is_empty());
+    let from = shared.join("data/tasks").display().to_string();
+    assert_eq!(asked(&format!("{eval} --tasks-from '{from}'"), "1"), first);
+    let missing = "eval m --tasks boolq --use-cpu";
+    let missing = super::support::ran(command(&place, &server, missing).env("HF_HUB_OFFLINE", "1"));
+    assert_eq!(missing.code, 1, "{}", missing.stderr);
+    for text in ["`aps/super_glue`", "name a folder with the files: --tasks-from DIR"] {
+        assert!(missing.stderr.contains(text), "{}", missing.stderr);
+    }
 }
 
 #[test]

@@ -8,7 +8,7 @@ use prune::data::Tokenizer;
 use prune::run::Manifest;
 use prune::run::tasks::{Accuracy, TaskReport};
 use prune::tasks::{
-    QuestionLimit, ScoredRequest, TaskQuestions, TaskRequest, TaskSpec, TaskTokens, read,
+    QuestionLimit, ScoredRequest, TaskFiles, TaskQuestions, TaskRequest, TaskSpec, TaskTokens, read,
 };
 use serde_json::Value;
 
@@ -74,7 +74,7 @@ impl Golden {
         let from = shared.join("data/tasks");
         let request = TaskRequest {
             tasks: &tasks,
-            from: Some(&from),
+            files: TaskFiles::Folder(&from),
             num_fewshot: self.num_fewshot(),
             limit: self.limit(),
         };

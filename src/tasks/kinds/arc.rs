@@ -8,7 +8,8 @@ use crate::tasks::row::TaskRow;
 /// The easy questions.
 pub(in crate::tasks) const ARC_EASY: TaskKind = TaskKind {
     name: "arc_easy",
-    data: "allenai/ai2_arc (ARC-Easy)",
+    repository: "allenai/ai2_arc",
+    config: Some("ARC-Easy"),
     evaluated: "test",
     examples: "train",
     draws: ExampleDraws::Exactly,
@@ -18,7 +19,7 @@ pub(in crate::tasks) const ARC_EASY: TaskKind = TaskKind {
 
 /// The questions that word counts and retrieval do not answer.
 pub(in crate::tasks) const ARC_CHALLENGE: TaskKind =
-    TaskKind { name: "arc_challenge", data: "allenai/ai2_arc (ARC-Challenge)", ..ARC_EASY };
+    TaskKind { name: "arc_challenge", config: Some("ARC-Challenge"), ..ARC_EASY };
 
 fn question(row: &TaskRow) -> Result<Question, Failure> {
     let context = format!("Question: {}\nAnswer:", row.text("question")?);

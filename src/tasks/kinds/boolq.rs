@@ -7,7 +7,8 @@ use crate::tasks::row::TaskRow;
 /// The task.
 pub(in crate::tasks) const BOOLQ: TaskKind = TaskKind {
     name: "boolq",
-    data: "aps/super_glue (boolq)",
+    repository: "aps/super_glue",
+    config: Some("boolq"),
     evaluated: "validation",
     examples: "train",
     draws: ExampleDraws::OneMore,

@@ -8,7 +8,8 @@ use crate::tasks::row::TaskRow;
 /// The task.
 pub(in crate::tasks) const HELLASWAG: TaskKind = TaskKind {
     name: "hellaswag",
-    data: "Rowan/hellaswag",
+    repository: "Rowan/hellaswag",
+    config: None,
     evaluated: "validation",
     examples: "train",
     draws: ExampleDraws::OneMore,

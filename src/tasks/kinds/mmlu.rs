@@ -8,7 +8,8 @@ use crate::tasks::row::TaskRow;
 /// The task of a subject. Examples are the first rows of `dev`.
 pub(in crate::tasks) const MMLU: TaskKind = TaskKind {
     name: "mmlu",
-    data: "cais/mmlu (a folder per subject)",
+    repository: "cais/mmlu",
+    config: None,
     evaluated: "test",
     examples: "dev",
     draws: ExampleDraws::First,
@@ -40,6 +41,17 @@ pub(in crate::tasks) fn description(subject: &str) -> String {
 pub(in crate::tasks) fn group(subject: &str) -> Option<&'static str> {
     let of_group = |(_, subjects): &&(&str, &[&str])| subjects.contains(&subject);
     GROUPS.iter().find(of_group).map(|(group, _)| *group)
+}
+
+/// All subjects with their groups, in the order of their names.
+pub(in crate::tasks) fn subjects() -> Vec<(String, &'static str)> {
+    let of_group = |(group, subjects): &(&'static str, &[&str])| {
+        let group = *group;
+        subjects.iter().map(move |subject| (subject.to_string(), group)).collect::<Vec<_>>()
+    };
+    let mut all: Vec<(String, &'static str)> = GROUPS.iter().flat_map(of_group).collect();
+    all.sort();
+    all
 }
 
 /// The groups and their subjects, from lm-evaluation-harness.

@@ -7,7 +7,8 @@ use crate::tasks::row::TaskRow;
 /// The task.
 pub(in crate::tasks) const OPENBOOKQA: TaskKind = TaskKind {
     name: "openbookqa",
-    data: "allenai/openbookqa (main)",
+    repository: "allenai/openbookqa",
+    config: Some("main"),
     evaluated: "test",
     examples: "train",
     draws: ExampleDraws::Exactly,

@@ -7,7 +7,8 @@ use crate::tasks::row::TaskRow;
 /// The form of such tasks; the user names them. Examples, if asked for, come from the same file.
 pub(in crate::tasks) const OWN: TaskKind = TaskKind {
     name: "own",
-    data: "a file of yours",
+    repository: "",
+    config: None,
     evaluated: "",
     examples: "",
     draws: ExampleDraws::OneMore,

@@ -7,7 +7,8 @@ use crate::tasks::row::TaskRow;
 /// The task.
 pub(in crate::tasks) const PIQA: TaskKind = TaskKind {
     name: "piqa",
-    data: "baber/piqa",
+    repository: "baber/piqa",
+    config: None,
     evaluated: "validation",
     examples: "train",
     draws: ExampleDraws::OneMore,

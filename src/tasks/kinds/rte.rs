@@ -7,7 +7,8 @@ use crate::tasks::row::TaskRow;
 /// The task.
 pub(in crate::tasks) const RTE: TaskKind = TaskKind {
     name: "rte",
-    data: "nyu-mll/glue (rte)",
+    repository: "nyu-mll/glue",
+    config: Some("rte"),
     evaluated: "validation",
     examples: "train",
     draws: ExampleDraws::OneMore,

@@ -9,7 +9,8 @@ use crate::tasks::row::TaskRow;
 /// The task.
 pub(in crate::tasks) const WINOGRANDE: TaskKind = TaskKind {
     name: "winogrande",
-    data: "allenai/winogrande (winogrande_xl)",
+    repository: "allenai/winogrande",
+    config: Some("winogrande_xl"),
     evaluated: "validation",
     examples: "train",
     draws: ExampleDraws::OneMore,

@@ -235,7 +235,7 @@ impl Server {
             let Some(files) = repos.get(repo) else {
                 return not_found("RepoNotFound");
             };
-            if ![COMMIT, "main", "refs%2Fpr%2F1"].contains(&revision) {
+            if ![COMMIT, "main", "refs%2Fpr%2F1", "refs%2Fconvert%2Fparquet"].contains(&revision) {
                 return not_found("RevisionNotFound");
             }
             let siblings = files
