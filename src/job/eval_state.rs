@@ -5,8 +5,8 @@
 //! | `evaluation.state` | of the model |
 //! | `evaluation.dense.state` | of the dense model of `--against`, which passes first |
 //!
-//! A sealed file has a line of JSON ([`StatesHead`]) and the states, stream by stream. It is replaced after a layer where that costs at most a
-//! [`SHARE`]th of the time, and after the last layer. The head passes again.
+//! A sealed file has a line of JSON ([`StatesHead`]) and the states, stream by stream. It is replaced after a layer if all saves
+//! together take at most a [`SHARE`]th of the time, and small states after every layer. The head passes again.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -30,6 +30,9 @@ use crate::runtime::{Compute, HiddenStates, Passenger, Side};
 
 /// Saving takes at most this part of the time.
 const SHARE: u32 = 20;
+
+/// States of at most this size are saved after every layer.
+const SMALL: u64 = 4 << 20;
 
 /// Bytes per second of a first save: hashing without instructions for it. An estimate.
 const FIRST_RATE: f64 = 200e6;
@@ -116,10 +119,11 @@ pub(super) struct StateKeeper<'a> {
     settings: BTreeMap<String, String>,
     num_hidden_layers: usize,
     events: &'a dyn Events,
-    /// The end of the last save, or the beginning.
-    since: Instant,
+    began: Instant,
     /// The duration of the last save.
     took: Option<Duration>,
+    /// The duration of all saves.
+    spent: Duration,
 }
 
 impl<'a> StateKeeper<'a> {
@@ -144,8 +148,9 @@ impl<'a> StateKeeper<'a> {
             settings,
             num_hidden_layers: job.model.config.num_hidden_layers,
             events,
-            since: Instant::now(),
+            began: Instant::now(),
             took: None,
+            spent: Duration::ZERO,
         }))
     }
 
@@ -196,14 +201,13 @@ impl<'a> StateKeeper<'a> {
     fn passed(&mut self, layers: usize, states: &mut [&mut HiddenStates]) -> bool {
         let bytes: u64 = states.iter().map(|states| states.all_bytes()).sum();
         let takes = self.took.unwrap_or(Duration::from_secs_f64(bytes as f64 / FIRST_RATE));
-        let is_last = layers == self.num_hidden_layers;
-        if self.since.elapsed() < takes * SHARE && !is_last {
+        if bytes > SMALL && (self.spent + takes) * SHARE > self.began.elapsed() {
             return true;
         }
         let began = Instant::now();
         let saved = self.save(layers, bytes, states);
         self.took = Some(began.elapsed());
-        self.since = Instant::now();
+        self.spent += began.elapsed();
         if let Err(why) = &saved {
             self.events.warn(format!(
                 "an interruption would repeat this evaluation: its states are not saved ({why:#})"

@@ -61,7 +61,9 @@ pub(super) fn write(
     let mut write = || -> Result<()> {
         let file = File::options().create(true).truncate(false).write(true).open(&part)?;
         file.set_len(shape.bytes())?;
-        states.write_to(&file)
+        states.write_to(&file)?;
+        // The name must not outlive the bytes in a power cut.
+        Ok(file.sync_all()?)
     };
     write().with_context(|| {
         format!("writing the dense model's final states to `{}`", part.display())
