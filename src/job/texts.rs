@@ -118,8 +118,8 @@ impl TextSources {
             Ok(size) => size,
         };
         if let Some(questions) = &self.questions {
-            // Their texts, and the ids of every choice with its context.
-            let texts = ByteSize::of(tasks::bytes(questions), 2);
+            // Their texts and their ids. An id has 4 bytes and two letters at least, in text that tasks are made of.
+            let texts = ByteSize::of(tasks::bytes(questions), 3);
             memory.0 = footprint::load_tokenizer(size) + texts;
             memory.1 = footprint::retained(size, model.threads);
         }
@@ -200,11 +200,14 @@ impl TextSources {
             let packed = model.clock.measure(Phase::Tokenize, || -> Result<PackedTasks> {
                 let max_length = model.config.max_position_embeddings;
                 let tokens = TaskTokens { tokenizer, add_bos: tasks.add_bos, max_length };
-                let requests = tokens.requests(questions)?;
                 // GPUs have no attention to the rows of an earlier sequence.
                 let shares = model.gpu_names.is_empty() && settings.device.simulate.is_none();
                 let shape = PackShape { rows: seqlen, max_length, shares };
-                Ok(PackedTasks::new(questions, &requests, shape))
+                PackedTasks::new(
+                    questions,
+                    &|task, question| tokens.requests(task, question),
+                    shape,
+                )
             })?;
             model.check_ids(&packed.ids().collect::<Vec<_>>(), tokenizer, "tasks")?;
             texts.tasks = Some(packed);

@@ -5,6 +5,8 @@
 
 use std::ops::Range;
 
+use anyhow::Result;
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::request::ScoredRequest;
@@ -95,27 +97,35 @@ pub struct PackShape {
 }
 
 impl PackedTasks {
-    /// Packs the requests of tasks, `[task][question][choice]`.
+    /// Packs the requests of tasks. `requests` makes the requests of a question, one per choice; they are packed at once, so that the ids of
+    /// a context that choices share exist once.
+    ///
+    /// # Errors
+    /// Fails with the first error of `requests`.
     pub fn new(
         tasks: &[TaskQuestions],
-        requests: &[Vec<Vec<ScoredRequest>>],
+        requests: &(dyn Fn(&TaskQuestions, usize) -> Result<Vec<ScoredRequest>> + Sync),
         shape: PackShape,
-    ) -> Self {
+    ) -> Result<Self> {
         let mut packed = Self::default();
         let mut trees = Vec::new();
-        for (task, requests) in tasks.iter().zip(requests) {
+        for task in tasks {
+            let of_question = |question: usize| -> Result<(usize, Vec<RequestTree>)> {
+                let requests = requests(task, question)?;
+                let inputs = requests.iter().map(|request| request.input(shape.max_length).len());
+                Ok((inputs.sum(), RequestTree::of(&requests, shape)))
+            };
+            let asked = (0..task.questions.len()).into_par_iter().map(of_question);
+            let asked: Vec<(usize, Vec<RequestTree>)> = asked.collect::<Result<_>>()?;
             let mut questions = Vec::new();
-            for (question, requests) in task.questions.iter().zip(requests) {
-                let first_request = packed.requests;
-                packed.requests += requests.len();
-                packed.tokens += requests
-                    .iter()
-                    .map(|request| request.input(shape.max_length).len())
-                    .sum::<usize>();
-                trees.extend(RequestTree::of(requests, first_request, shape));
+            for (question, (tokens, of_question)) in task.questions.iter().zip(asked) {
+                let (first_request, choices) = (packed.requests, question.choices());
+                packed.requests += choices;
+                packed.tokens += tokens;
+                trees.extend(of_question.into_iter().map(|tree| tree.numbered_from(first_request)));
                 questions.push(AskedQuestion {
                     first_request,
-                    characters: (0..requests.len()).map(|at| question.characters(at)).collect(),
+                    characters: (0..choices).map(|at| question.characters(at)).collect(),
                     target: question.target,
                 });
             }
@@ -138,7 +148,7 @@ impl PackedTasks {
                 tree.join(pack);
             }
         }
-        packed
+        Ok(packed)
     }
 
     /// Rows of all packs.
@@ -205,11 +215,11 @@ struct Branch {
 
 impl RequestTree {
     /// The trees of a question's requests: a single tree where the beginnings are equal and long enough, else a tree per input.
-    fn of(requests: &[ScoredRequest], first: usize, shape: PackShape) -> Vec<Self> {
+    fn of(requests: &[ScoredRequest], shape: PackShape) -> Vec<Self> {
         let mut branches: Vec<Branch> = Vec::new();
         for (at, request) in requests.iter().enumerate() {
             let input = request.input(shape.max_length);
-            let asked = (first + at, request.continuation.clone());
+            let asked = (at, request.continuation.clone());
             match branches.iter_mut().find(|branch| branch.rest == input) {
                 Some(branch) => branch.requests.push(asked),
                 None => branches.push(Branch { rest: input, requests: vec![asked] }),
@@ -231,6 +241,14 @@ impl RequestTree {
         }
         let alone = |branch| Self { shared: Vec::new(), branches: vec![branch] };
         branches.into_iter().map(alone).collect()
+    }
+
+    /// The same with the numbers of its requests among those of all tasks.
+    fn numbered_from(mut self, first: usize) -> Self {
+        for (request, _) in self.branches.iter_mut().flat_map(|branch| &mut branch.requests) {
+            *request += first;
+        }
+        self
     }
 
     fn rows(&self) -> usize {
@@ -294,7 +312,7 @@ mod tests {
             has_acc_norm: false,
             questions: questions.collect(),
         };
-        PackedTasks::new(&[task], &[requests], shape)
+        PackedTasks::new(&[task], &|_, question| Ok(requests[question].clone()), shape).unwrap()
     }
 
     #[test]

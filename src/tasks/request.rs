@@ -4,10 +4,9 @@
 //! 2. The ids of K are the ids of C + K after as many as C has alone.
 //! 3. A request's input is the last `max_length` + 1 ids without the last id. Beginnings are dropped first.
 
-use anyhow::Result;
-use rayon::prelude::*;
+use anyhow::{Context, Result};
 
-use super::kind::{DELIMITER, Question};
+use super::kind::DELIMITER;
 use super::python_text::rstrip;
 use super::source::TaskQuestions;
 use crate::data::Tokenizer;
@@ -43,29 +42,18 @@ pub struct TaskTokens<'a> {
 }
 
 impl TaskTokens<'_> {
-    /// The requests of every question of the tasks, one per choice.
+    /// The requests of a question of a task, by its number, one per choice.
     ///
     /// # Errors
     /// Fails for a text that the tokenizer cannot express, a continuation without tokens, and one longer than the model's window.
-    pub fn requests(&self, tasks: &[TaskQuestions]) -> Result<Vec<Vec<Vec<ScoredRequest>>>> {
-        let of_task = |task: &TaskQuestions| -> Result<Vec<Vec<ScoredRequest>>> {
-            let questions = task.questions.par_iter().enumerate();
-            let requests = questions.map(|(number, question)| {
-                self.of_question(question)
-                    .map_err(|error| error.context(format!("question {number} of `{}`", task.task)))
-            });
-            requests.collect()
+    pub fn requests(&self, task: &TaskQuestions, number: usize) -> Result<Vec<ScoredRequest>> {
+        let question = &task.questions[number];
+        let of_choice = |choice| -> Result<ScoredRequest> {
+            let (context, answer) = question.choice(choice);
+            self.request(context, &format!("{DELIMITER}{answer}"))
         };
-        tasks.iter().map(of_task).collect()
-    }
-
-    fn of_question(&self, question: &Question) -> Result<Vec<ScoredRequest>> {
-        (0..question.choices())
-            .map(|choice| {
-                let (context, answer) = question.choice(choice);
-                self.request(context, &format!("{DELIMITER}{answer}"))
-            })
-            .collect()
+        let requests: Result<Vec<ScoredRequest>> = (0..question.choices()).map(of_choice).collect();
+        requests.with_context(|| format!("question {number} of `{}`", task.task))
     }
 
     fn request(&self, context: &str, continuation: &str) -> Result<ScoredRequest> {

@@ -96,8 +96,8 @@ impl TaskRow {
         first: i64,
         choices: usize,
     ) -> Result<usize, Failure> {
-        let index = usize::try_from(number - first).ok().filter(|index| *index < choices);
-        index.ok_or_else(|| {
+        let index = number.checked_sub(first).and_then(|index| usize::try_from(index).ok());
+        index.filter(|index| *index < choices).ok_or_else(|| {
             let last = first + choices as i64 - 1;
             self.failure(format!("`{name}` is {number}, and the choices are {first} to {last}"))
                 .hint("correct the label; a label of -1 marks a hidden answer")

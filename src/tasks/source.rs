@@ -13,16 +13,10 @@ use super::table::{QuestionLimit, TaskSpec};
 use crate::data::rows::for_each_row;
 use crate::failure::Failure;
 
-/// Bytes of the texts of questions, each choice with its context.
+/// Bytes of the texts of questions.
 pub fn bytes(tasks: &[TaskQuestions]) -> usize {
     let questions = tasks.iter().flat_map(|task| &task.questions);
-    let of_choice = |question: &Question, choice: usize| {
-        let (context, answer) = question.choice(choice);
-        context.len() + answer.len()
-    };
-    questions
-        .map(|question| (0..question.choices()).map(|at| of_choice(question, at)).sum::<usize>())
-        .sum()
+    questions.flat_map(|of| of.contexts.iter().chain(&of.answers)).map(String::len).sum()
 }
 
 /// The places of the files of tasks.
@@ -80,13 +74,17 @@ pub fn read(request: &TaskRequest<'_>) -> Result<Vec<TaskQuestions>> {
     for spec in request.tasks {
         let kind = spec.kind();
         if let Some(file) = &spec.file {
-            let rows = rows(std::slice::from_ref(file))?;
-            all.push(questions(request, kind, &spec.name, None, [rows.clone(), rows])?);
+            let file = std::slice::from_ref(file);
+            let split = TaskSplit {
+                evaluated: file.to_vec(),
+                examples: examples(request, || Ok(file.to_vec()))?,
+            };
+            all.push(questions(request, kind, &spec.name, None, split)?);
             continue;
         }
         if kind.draws != ExampleDraws::First {
-            let rows = splits(request, kind, None)?;
-            all.push(questions(request, kind, kind.name, None, rows)?);
+            let split = split(request, kind, None)?;
+            all.push(questions(request, kind, kind.name, None, split)?);
             continue;
         }
         let subjects = match request.files {
@@ -94,8 +92,8 @@ pub fn read(request: &TaskRequest<'_>) -> Result<Vec<TaskQuestions>> {
             TaskFiles::Hub(_) => mmlu::subjects(),
         };
         for (subject, group) in subjects {
-            let rows = splits(request, kind, Some(&subject))?;
-            all.push(questions(request, kind, kind.name, Some((subject, group)), rows)?);
+            let split = split(request, kind, Some(&subject))?;
+            all.push(questions(request, kind, kind.name, Some((subject, group)), split)?);
         }
     }
     Ok(all)
@@ -121,26 +119,43 @@ fn subjects_in(folder: &Path, kind: &TaskKind) -> Result<Vec<(String, &'static s
     Ok(found)
 }
 
-/// The rows of the evaluated split and of the split of examples; none of the latter where no examples are asked for.
-fn splits(
+/// The files of the evaluated split, and the rows of the split of examples.
+struct TaskSplit {
+    evaluated: Vec<PathBuf>,
+    examples: Vec<TaskRow>,
+}
+
+/// The rows that examples are drawn from; none where no examples are asked for.
+fn examples(
     request: &TaskRequest<'_>,
-    kind: &TaskKind,
-    subject: Option<&str>,
-) -> Result<[Vec<TaskRow>; 2]> {
-    let of = |split: &'static str| -> Result<Vec<TaskRow>> {
-        rows(&match request.files {
+    files: impl FnOnce() -> Result<Vec<PathBuf>>,
+) -> Result<Vec<TaskRow>> {
+    let mut rows = Vec::new();
+    if request.num_fewshot > 0 {
+        for_each(&files()?, &mut |row| {
+            rows.push(row);
+            Ok(())
+        })?;
+    }
+    Ok(rows)
+}
+
+/// The splits of a task, or of a subject.
+fn split(request: &TaskRequest<'_>, kind: &TaskKind, subject: Option<&str>) -> Result<TaskSplit> {
+    let of = |split: &'static str| -> Result<Vec<PathBuf>> {
+        match request.files {
             TaskFiles::Folder(from) => {
                 let folder = from.join(kind.name);
-                files(&subject.map_or(folder.clone(), |subject| folder.join(subject)), kind, split)?
+                files(&subject.map_or(folder.clone(), |subject| folder.join(subject)), kind, split)
             }
             TaskFiles::Hub(download) => {
                 let config = subject.or(kind.config);
-                download(&HubSplit { repository: kind.repository, config, split })?
+                download(&HubSplit { repository: kind.repository, config, split })
             }
-        })
+        }
     };
-    let examples = if request.num_fewshot > 0 { of(kind.examples)? } else { Vec::new() };
-    Ok([of(kind.evaluated)?, examples])
+    let examples = examples(request, || of(kind.examples))?;
+    Ok(TaskSplit { evaluated: of(kind.evaluated)?, examples })
 }
 
 /// The files of a split: `validation.parquet`, `validation.jsonl`, or parts as the hub names them (`validation-00000-of-00001.parquet`), in
@@ -179,19 +194,20 @@ fn files(folder: &Path, kind: &TaskKind, split: &str) -> Result<Vec<PathBuf>> {
         .into())
 }
 
-fn rows(files: &[PathBuf]) -> Result<Vec<TaskRow>> {
-    let mut rows = Vec::new();
+/// Gives every row of some files to `take`, and returns their number.
+fn for_each(files: &[PathBuf], take: &mut dyn FnMut(TaskRow) -> Result<()>) -> Result<usize> {
+    let mut rows = 0;
     for file in files {
         for_each_row(file, &mut |place, columns| {
-            rows.push(TaskRow::new(place, columns));
-            Ok(())
+            rows += 1;
+            take(TaskRow::new(place, columns))
         })?;
     }
-    match (rows.is_empty(), files.first()) {
-        (true, Some(file)) => Err(Failure::new(format!("`{}` has no rows", file.display()))
+    match files.first().filter(|_| rows == 0) {
+        Some(file) => Err(Failure::new(format!("`{}` has no rows", file.display()))
             .hint("name a file with a question per line")
             .into()),
-        _ => Ok(rows),
+        None => Ok(rows),
     }
 }
 
@@ -201,21 +217,30 @@ fn questions(
     kind: &TaskKind,
     name: &str,
     subject: Option<(String, &'static str)>,
-    [evaluated, examples]: [Vec<TaskRow>; 2],
+    TaskSplit { evaluated, examples }: TaskSplit,
 ) -> Result<TaskQuestions> {
-    let limit = request.limit.map_or(evaluated.len(), |limit| limit.of(evaluated.len()));
+    let limit = match request.limit {
+        None => usize::MAX,
+        // A share is a share of all rows.
+        Some(limit) => limit.of(for_each(&evaluated, &mut |_| Ok(()))?),
+    };
     let before = subject.as_ref().map(|(subject, _)| mmlu::description(subject));
     let before = before.unwrap_or_default();
     let mut examples = FewShotExamples::new(kind, name, &examples, request.num_fewshot)?;
-    let asked = evaluated.iter().take(limit).map(|row| -> Result<Question> {
-        let question = (kind.question)(row)?;
-        let few_shot = examples.before(row).context("drawing examples")?;
-        Ok(question.after(&format!("{before}{few_shot}")))
-    });
+    // Rows become questions one at a time: as JSON they take several times the memory.
+    let mut questions: Vec<Question> = Vec::new();
+    for_each(&evaluated, &mut |row| {
+        if questions.len() < limit {
+            let question = (kind.question)(&row)?;
+            let few_shot = examples.before(&row).context("drawing examples")?;
+            questions.push(question.after(&format!("{before}{few_shot}")));
+        }
+        Ok(())
+    })?;
     Ok(TaskQuestions {
         task: name.to_string(),
         subject,
         has_acc_norm: kind.has_acc_norm,
-        questions: asked.collect::<Result<_>>()?,
+        questions,
     })
 }
