@@ -14,7 +14,7 @@ use prune::pruning::methods::METHODS;
 use prune::ranks::{Ranks, threads};
 use prune::run::metric::Metric;
 use prune::run::{Manifest, Silent};
-use prune::settings::{GridSettings, GridShard};
+use prune::settings::{EvalSides, GridSettings, GridShard, Settings};
 use prune::synthetic::RandomCheckpoint;
 use serde_json::Value;
 
@@ -194,8 +194,7 @@ fn perplexity_on_several_ranks_has_the_bits_of_one() {
     let place = place();
     let line = line(&place, "--eval pruned --eval-windows 7");
     let eval = |ranks: &Ranks| {
-        let settings =
-            prune::settings::Settings { sparsity: None, calibration: None, ..settings_of(&line)? };
+        let settings = Settings { sparsity: None, calibration: None, ..settings_of(&line)? };
         job::eval_on(ranks, settings, &Silent)
     };
     let alone = eval(&Ranks::alone()).unwrap();
@@ -203,6 +202,47 @@ fn perplexity_on_several_ranks_has_the_bits_of_one() {
     for size in [2, 3, 4, 8] {
         for manifest in threads::run(size, eval) {
             assert_eq!(manifest.unwrap().perplexity, alone.perplexity, "{size}");
+        }
+    }
+}
+
+#[test]
+fn divergences_and_tasks_on_several_ranks_have_the_bits_of_one() {
+    let place = place();
+    let rows: String = (0..9)
+        .map(|at| {
+            let context = "the cat ".repeat(1 + at % 4);
+            format!("{{\"context\": \"{context}\", \"choices\": [\"sat\", \"a mat\"], \"label\": {}}}\n", at % 2)
+        })
+        .collect();
+    fs::write(place.path("own.jsonl"), rows).expect("written");
+    let tasks = format!("--eval-windows 7 --tasks own={}", place.path("own.jsonl").display());
+    // Everything that was measured.
+    let measured = |manifest: &Manifest| {
+        let against = manifest.against.as_ref().map(|of| of.perplexity);
+        (manifest.perplexity.clone(), against, manifest.tasks.clone())
+    };
+    let flags = format!("--prune-method magnitude --sparsity-ratio 0.5 --eval both {tasks}");
+    let pruned = measured(&prune(&place, 1, "out", &flags).remove(0).unwrap());
+    assert!(pruned.0.divergence.is_some() && pruned.2.is_some());
+    for size in [2, 3] {
+        for manifest in prune(&place, size, &format!("out-{size}"), &flags) {
+            assert_eq!(measured(&manifest.unwrap()), pruned, "{size}");
+        }
+    }
+    let line = line(&place, &tasks).replace("/m ", "/out/model ");
+    let eval = |ranks: &Ranks| {
+        let mut settings = Settings { sparsity: None, calibration: None, ..settings_of(&line)? };
+        settings.evaluation.eval = EvalSides::Dense;
+        settings.evaluation.against = Some(place.path("m"));
+        job::eval_on(ranks, settings, &Silent)
+    };
+    let alone = measured(&eval(&Ranks::alone()).unwrap());
+    assert_eq!(alone.0.divergence, pruned.0.divergence);
+    assert_eq!(alone.2, pruned.2);
+    for size in [2, 3, 8] {
+        for manifest in threads::run(size, eval) {
+            assert_eq!(measured(&manifest.unwrap()), alone, "{size}");
         }
     }
 }

@@ -366,8 +366,9 @@ fn tasks_have_a_table_and_a_gate() {
     assert_eq!(ran.code, 2);
     assert!(ran.stderr.contains("hint: name them, like --tasks "), "{}", ran.stderr);
     let ran = place.run("eval m --tasks boolq --use-cpu");
-    assert_eq!(ran.code, 2);
-    assert!(ran.stderr.contains("name the folder with --tasks-from"), "{}", ran.stderr);
+    assert_eq!(ran.code, 1, "without a network");
+    let hint = "or name a folder with the files: --tasks-from DIR";
+    assert!(ran.stderr.contains(hint), "{}", ran.stderr);
 }
 
 #[test]

@@ -89,7 +89,7 @@ fn metrics_that_no_cell_measures_are_refused() {
         &format!("{line} --metrics ''"),
         2,
         "error: --metrics is empty",
-        "hint: ",
+        "hint: write values separated by commas, like --metrics perplexity,kl,accuracy",
     );
 }
 
