@@ -119,7 +119,11 @@ impl Passenger for TaskAnswers<'_> {
         let phase = format!("head: {} tasks", self.side.name());
         events.emit(Event::PhaseStarted { phase, unit: "packs", steps });
         let own = clock.measure(Phase::Head, || self.predict(head, compute))?;
-        let by_rank = compute.ranks().all_gather_values(&own)?;
+        let by_rank = match compute.ranks().is_alone() {
+            // As JSON they take several times the memory.
+            true => vec![own],
+            false => compute.ranks().all_gather_values(&own)?,
+        };
         let all = SampleShare::in_order(self.packed.packs.len(), by_rank);
         let mut scores =
             vec![RequestScore { log_likelihood: 0.0, is_greedy: true }; self.packed.requests];
@@ -136,6 +140,12 @@ impl Passenger for TaskAnswers<'_> {
         Ok(())
     }
 }
+
+/// Bytes of a scored token at the head: while logits come, and its two numbers.
+pub const SCORING_BYTES: usize = size_of::<SeenPrediction>()
+    + size_of::<(usize, usize)>()
+    + size_of::<usize>()
+    + 4 * size_of::<f64>();
 
 /// A scored token after some of the vocabulary.
 #[derive(Debug, Clone, Copy, Default)]

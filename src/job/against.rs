@@ -76,7 +76,9 @@ pub(super) fn planned(
     shape.of_all_ranks = given.of_all_ranks(0, texts.windows());
     shape.seqlen = texts.longest(dense.seqlen);
     let packs = texts.task_rows().div_ceil(shape.seqlen);
-    shape.windows = given.samples_here(texts.windows()) + given.samples_here(packs);
+    let packs = given.samples_here(packs);
+    shape.windows = given.samples_here(texts.windows()) + packs;
+    shape.tasks = texts.task_shape(packs);
     let plan = planning.plan(&shape)?;
     Ok(Some((dense, plan)))
 }

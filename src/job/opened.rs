@@ -15,7 +15,7 @@ use crate::failure::Failure;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::{DecoderLayer, Dtypes, Embedding, Head, ModelConfig, WeightForms};
 use crate::packed::PackedSource;
-use crate::pipeline::{Flow, RunShape};
+use crate::pipeline::{Flow, RunShape, TaskShape};
 use crate::quantized::QuantizedSource;
 use crate::run::manifest::PerplexityReport;
 use crate::run::{Events, LayerDropReport, Moment, Phase, Plan, WidthDropReport};
@@ -304,6 +304,7 @@ impl OpenedModel {
             samples: 0,
             windows: 0,
             sides: &[],
+            tasks: TaskShape::default(),
             against: None,
             technique: None,
             of_all_ranks: None,

@@ -13,7 +13,7 @@ use crate::linalg::product::Kernel;
 use crate::linalg::{Products, StoredDtype};
 use crate::model::shapes::{self, SHAPES, Shape};
 use crate::model::{Dtypes, ModelConfig, WeightForms, footprint};
-use crate::pipeline::RunShape;
+use crate::pipeline::{RunShape, TaskShape};
 use crate::placement::device_map;
 use crate::placement::{Device, Inventory, Policy, planner};
 use crate::pruning::Technique;
@@ -115,6 +115,7 @@ pub(super) fn run_shape<'a>(
         samples: calibration.map_or(0, |calibration| calibration.nsamples as usize),
         windows: if sides.is_empty() { 0 } else { windows.max(1) },
         sides,
+        tasks: TaskShape::default(),
         against: None,
         technique,
         of_all_ranks: None,

@@ -67,7 +67,9 @@ impl Planning<'_> {
             // Packs of tasks take the memory and the time of windows with as many tokens.
             shape.seqlen = texts.longest(model.seqlen);
             let packs = texts.task_rows().div_ceil(shape.seqlen);
-            shape.windows = given.samples_here(texts.windows()) + given.samples_here(packs);
+            let packs = given.samples_here(packs);
+            shape.windows = given.samples_here(texts.windows()) + packs;
+            shape.tasks = texts.task_shape(packs);
         }
         if let (Some(trains), Some((examples, held))) = (&mut shape.trains, &texts.examples) {
             let held = held.as_ref().map_or(0, Examples::len);

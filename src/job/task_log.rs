@@ -67,7 +67,8 @@ fn lines<'a>(
     (ids, scores): (&'a [RequestIds], &'a [RequestScore]),
 ) -> impl Iterator<Item = AnsweredQuestion<'a>> {
     task.questions.iter().enumerate().map(move |(number, question)| {
-        let requests = question.first_request..question.first_request + question.characters.len();
+        let first = question.first_request;
+        let requests = first..first + question.choices as usize;
         let choices = requests.map(|request| ScoredChoice {
             input: ids[request].input.clone(),
             continuation: ids[request].continuation.clone(),
@@ -80,9 +81,9 @@ fn lines<'a>(
             subject: task.subject.as_ref().map(|(subject, _)| subject.as_str()),
             question: number,
             choices: choices.collect(),
-            target: question.target,
+            target: question.target as usize,
             acc_index: question.chosen(scores),
-            acc_norm_index: question.chosen_per_character(scores),
+            acc_norm_index: question.chosen_per_character(scores, task.characters(question)),
         }
     })
 }

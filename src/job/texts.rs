@@ -10,8 +10,10 @@ use crate::data::{
     self, Calibration, DatasetSpec, Draw, Evaluation, ExampleRequest, Examples, HeldOut,
     LineMemory, Packing, Role, Source, TextCache, Tokenizer,
 };
+use crate::eval::answers::SCORING_BYTES;
 use crate::failure::Failure;
 use crate::model::Embedding;
+use crate::pipeline::TaskShape;
 use crate::run::{Events, Phase};
 use crate::settings::{EvalSides, EvaluationSettings, Settings, TaskSettings};
 use crate::tasks::{
@@ -297,6 +299,16 @@ impl Texts {
     /// Rows of the tasks' packs.
     pub(super) fn task_rows(&self) -> usize {
         self.tasks.as_ref().map_or(0, PackedTasks::rows)
+    }
+
+    /// The packs of tasks in numbers, of which `windows` are counted as windows.
+    pub(super) fn task_shape(&self, windows: usize) -> TaskShape {
+        let tasks = self.tasks.as_ref();
+        tasks.map_or_else(TaskShape::default, |tasks| TaskShape {
+            windows,
+            kept: ByteSize::of(tasks.bytes(), 1),
+            scoring: ByteSize::of(tasks.predictions(), SCORING_BYTES),
+        })
     }
 
     /// Packs of the tasks.

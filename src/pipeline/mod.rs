@@ -53,4 +53,4 @@ pub use prune::Pruner;
 pub use save_masks::SaveMasks;
 pub use shared::{SharedPruning, SharingCell};
 pub use targets::{Selection, TargetPlan};
-pub use workload::{AgainstShape, Observed, RunShape, TeacherShape, TrainingShape};
+pub use workload::{AgainstShape, Observed, RunShape, TaskShape, TeacherShape, TrainingShape};

@@ -7,7 +7,7 @@ use crate::linalg::{Products, StoredDtype};
 use crate::model::on_device::DeviceGrams;
 use crate::model::shapes::shape;
 use crate::model::{Dtypes, ModelConfig, WeightForms};
-use crate::pipeline::{Flow, Propagation, RunShape};
+use crate::pipeline::{Flow, Propagation, RunShape, TaskShape};
 use crate::placement::device_map::Prefixes;
 use crate::placement::planner::least_that_works;
 use crate::placement::{
@@ -52,6 +52,7 @@ fn run(config: &ModelConfig, dtype: StoredDtype, threads: usize) -> RunShape<'_>
         samples: 128,
         windows: if config.vocab_size > 64_000 { 141 } else { 166 },
         sides: &[Side::Pruned],
+        tasks: TaskShape::default(),
         against: None,
         flow: crate::pipeline::Flow::default(),
         technique: crate::pruning::method("wanda").map(crate::pruning::Technique::of),

@@ -24,7 +24,7 @@ use crate::placement::{Demand, ExecutionOption, PhaseMemory, Processors, Workloa
 use crate::run::HiddenStatesStorage;
 use crate::run::memory_settings::{MemorySettings, WeightsHeld};
 use host::Host;
-pub use shape::{AgainstShape, Observed, RunShape, TeacherShape, TrainingShape};
+pub use shape::{AgainstShape, Observed, RunShape, TaskShape, TeacherShape, TrainingShape};
 
 impl RunShape<'_> {
     /// Bytes that a rank with the most samples of `of_all_ranks` sends in the whole run, where this many ranks share them.

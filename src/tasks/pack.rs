@@ -40,14 +40,14 @@ pub struct TaskPack {
 }
 
 /// A question without its texts.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AskedQuestion {
     /// Its first request; the requests of its choices follow.
     pub first_request: usize,
-    /// Characters of each choice.
-    pub characters: Vec<usize>,
+    /// The number of choices.
+    pub choices: u32,
     /// The right choice.
-    pub target: usize,
+    pub target: u32,
 }
 
 /// A task, or a subject of MMLU, without its texts.
@@ -61,6 +61,17 @@ pub struct AskedTask {
     pub has_acc_norm: bool,
     /// The questions, in their order.
     pub questions: Vec<AskedQuestion>,
+    /// Characters of every choice, question by question.
+    pub characters: Vec<u32>,
+}
+
+impl AskedTask {
+    /// Characters of the choices of a question.
+    pub fn characters(&self, question: &AskedQuestion) -> &[u32] {
+        let before = self.questions.first().map_or(0, |first| first.first_request);
+        let from = question.first_request - before;
+        &self.characters[from..from + question.choices as usize]
+    }
 }
 
 /// The requests of all tasks, packed.
@@ -108,47 +119,71 @@ impl PackedTasks {
         shape: PackShape,
     ) -> Result<Self> {
         let mut packed = Self::default();
-        let mut trees = Vec::new();
+        let mut trees = TreePool::default();
         for task in tasks {
             let of_question = |question: usize| -> Result<(usize, Vec<RequestTree>)> {
                 let requests = requests(task, question)?;
                 let inputs = requests.iter().map(|request| request.input(shape.max_length).len());
                 Ok((inputs.sum(), RequestTree::of(&requests, shape)))
             };
-            let asked = (0..task.questions.len()).into_par_iter().map(of_question);
-            let asked: Vec<(usize, Vec<RequestTree>)> = asked.collect::<Result<_>>()?;
-            let mut questions = Vec::new();
-            for (question, (tokens, of_question)) in task.questions.iter().zip(asked) {
-                let (first_request, choices) = (packed.requests, question.choices());
-                packed.requests += choices;
-                packed.tokens += tokens;
-                trees.extend(of_question.into_iter().map(|tree| tree.numbered_from(first_request)));
-                questions.push(AskedQuestion {
-                    first_request,
-                    characters: (0..choices).map(|at| question.characters(at)).collect(),
-                    target: question.target,
-                });
+            let count = task.questions.len();
+            let (mut questions, mut characters) = (Vec::with_capacity(count), Vec::new());
+            for first in (0..count).step_by(AT_ONCE) {
+                let block = first..(first + AT_ONCE).min(count);
+                let asked = block.clone().into_par_iter().map(of_question);
+                let asked: Vec<(usize, Vec<RequestTree>)> = asked.collect::<Result<_>>()?;
+                for (question, (tokens, of_question)) in task.questions[block].iter().zip(asked) {
+                    let (first_request, choices) = (packed.requests, question.choices());
+                    packed.requests += choices;
+                    packed.tokens += tokens;
+                    for tree in of_question {
+                        trees.add(tree, first_request);
+                    }
+                    characters.extend((0..choices).map(|at| question.characters(at) as u32));
+                    let (choices, target) = (choices as u32, question.target as u32);
+                    questions.push(AskedQuestion { first_request, choices, target });
+                }
             }
             packed.tasks.push(AskedTask {
                 task: task.task.clone(),
                 subject: task.subject.clone().map(|(name, group)| (name, group.to_string())),
                 has_acc_norm: task.has_acc_norm,
                 questions,
+                characters,
             });
         }
         // Stable: requests of equal length keep their order.
-        trees.sort_by_key(|tree| std::cmp::Reverse(tree.rows()));
-        for tree in trees {
-            let has_room =
-                |pack: &TaskPack| pack.tokens.len() + tree.rows() <= shape.rows.max(tree.rows());
+        trees.places.sort_by_key(|place| std::cmp::Reverse(place.rows));
+        for &place in &trees.places {
+            let rows = place.rows;
+            let has_room = |pack: &TaskPack| pack.tokens.len() + rows <= shape.rows.max(rows);
             if !packed.packs.last().is_some_and(has_room) {
                 packed.packs.push(TaskPack::default());
             }
             if let Some(pack) = packed.packs.last_mut() {
-                tree.join(pack);
+                trees.tree(place).join(pack);
             }
         }
+        for pack in &mut packed.packs {
+            pack.tokens.shrink_to_fit();
+            pack.predictions.shrink_to_fit();
+        }
         Ok(packed)
+    }
+
+    /// Scored tokens of all packs.
+    pub fn predictions(&self) -> usize {
+        self.packs.iter().map(|pack| pack.predictions.len()).sum()
+    }
+
+    /// Bytes in memory beyond the token ids of the rows.
+    pub fn bytes(&self) -> usize {
+        let segments = self.packs.iter().map(|pack| pack.segments.len()).sum::<usize>();
+        let questions = self.tasks.iter().map(|task| task.questions.len()).sum::<usize>();
+        self.predictions() * size_of::<Prediction>()
+            + segments * size_of::<Segment>()
+            + questions * size_of::<AskedQuestion>()
+            + self.requests * size_of::<u32>()
     }
 
     /// Rows of all packs.
@@ -201,6 +236,68 @@ impl PackedTasks {
     }
 }
 
+/// Questions whose requests are made before they join the pool.
+const AT_ONCE: usize = 64;
+
+/// The trees of all questions in a single list: small lists that stay would hold the memory of everything that was made between them.
+///
+/// A tree is several lists, each after its length: the shared beginning, the number of branches, and of each branch its ids, the numbers of its
+/// requests, and the continuation of each.
+#[derive(Default)]
+struct TreePool {
+    words: Vec<u32>,
+    places: Vec<TreePlace>,
+}
+
+/// The place of a tree in the pool.
+#[derive(Clone, Copy)]
+struct TreePlace {
+    at: usize,
+    rows: usize,
+    /// The number of the question's first request.
+    first_request: usize,
+}
+
+impl TreePool {
+    fn add(&mut self, tree: RequestTree, first_request: usize) {
+        self.places.push(TreePlace { at: self.words.len(), rows: tree.rows(), first_request });
+        let words = &mut self.words;
+        let mut add = |ids: &[u32]| {
+            words.push(ids.len() as u32);
+            words.extend_from_slice(ids);
+        };
+        add(&tree.shared);
+        add(&[tree.branches.len() as u32]);
+        for Branch { rest, requests } in &tree.branches {
+            add(rest);
+            let numbers: Vec<u32> = requests.iter().map(|(at, _)| *at as u32).collect();
+            add(&numbers);
+            for (_, continuation) in requests {
+                add(continuation);
+            }
+        }
+    }
+
+    fn tree(&self, place: TreePlace) -> RequestTree {
+        let mut words = &self.words[place.at..];
+        let mut next = || -> Vec<u32> {
+            let (length, rest) = words.split_first().map_or((0, words), |(of, rest)| (*of, rest));
+            let (ids, rest) = rest.split_at(length as usize);
+            words = rest;
+            ids.to_vec()
+        };
+        let shared = next();
+        let branches = next().first().copied().unwrap_or(0);
+        let branches = (0..branches).map(|_| {
+            let (rest, numbers) = (next(), next());
+            let number = |at: u32| place.first_request + at as usize;
+            let requests = numbers.into_iter().map(|at| (number(at), next())).collect();
+            Branch { rest, requests }
+        });
+        RequestTree { shared, branches: branches.collect() }
+    }
+}
+
 /// Requests that pass together: a shared beginning, which may be empty, and the rest of each different input.
 struct RequestTree {
     shared: Vec<u32>,
@@ -241,14 +338,6 @@ impl RequestTree {
         }
         let alone = |branch| Self { shared: Vec::new(), branches: vec![branch] };
         branches.into_iter().map(alone).collect()
-    }
-
-    /// The same with the numbers of its requests among those of all tasks.
-    fn numbered_from(mut self, first: usize) -> Self {
-        for (request, _) in self.branches.iter_mut().flat_map(|branch| &mut branch.requests) {
-            *request += first;
-        }
-        self
     }
 
     fn rows(&self) -> usize {

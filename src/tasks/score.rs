@@ -33,7 +33,7 @@ fn first_largest(values: impl Iterator<Item = f64>) -> usize {
 
 impl AskedQuestion {
     fn scores<'a>(&self, scores: &'a [RequestScore]) -> &'a [RequestScore] {
-        &scores[self.first_request..self.first_request + self.characters.len()]
+        &scores[self.first_request..self.first_request + self.choices as usize]
     }
 
     /// The choice with the largest log-likelihood.
@@ -42,11 +42,14 @@ impl AskedQuestion {
     }
 
     /// The choice with the largest log-likelihood per character. A choice without characters is never chosen.
-    pub fn chosen_per_character(&self, scores: &[RequestScore]) -> usize {
-        let per_character = self.scores(scores).iter().zip(&self.characters);
+    ///
+    /// # Arguments
+    /// * `characters`: of each choice
+    pub fn chosen_per_character(&self, scores: &[RequestScore], characters: &[u32]) -> usize {
+        let per_character = self.scores(scores).iter().zip(characters);
         first_largest(per_character.map(|(of, &characters)| match characters {
             0 => f64::NEG_INFINITY,
-            _ => of.log_likelihood / characters as f64,
+            _ => of.log_likelihood / f64::from(characters),
         }))
     }
 }
@@ -57,7 +60,7 @@ impl AskedTask {
         let right: Vec<f64> = self
             .questions
             .iter()
-            .map(|question| f64::from(u8::from(chosen(question) == question.target)))
+            .map(|question| f64::from(u8::from(chosen(question) == question.target as usize)))
             .collect();
         let value = right.iter().sum::<f64>() / count;
         let squares: f64 = right.iter().map(|right| (right - value).powi(2)).sum();
@@ -71,7 +74,10 @@ pub fn reports(packed: &PackedTasks, scores: &[RequestScore]) -> Vec<TaskReport>
     let mut reports: Vec<TaskReport> = Vec::new();
     for task in &packed.tasks {
         let acc = task.accuracy(|question| question.chosen(scores));
-        let of_norm = || task.accuracy(|question| question.chosen_per_character(scores));
+        let of_norm = || {
+            let characters = |question: &AskedQuestion| task.characters(question);
+            task.accuracy(|of| of.chosen_per_character(scores, characters(of)))
+        };
         let questions = task.questions.len();
         let Some((subject, group)) = &task.subject else {
             reports.push(TaskReport {

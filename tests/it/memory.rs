@@ -20,7 +20,7 @@ use prune::job;
 use prune::linalg::product::Kernel;
 use prune::linalg::{Products, StoredDtype};
 use prune::model::{Dtypes, ModelConfig, WeightForms};
-use prune::pipeline::RunShape;
+use prune::pipeline::{RunShape, TaskShape};
 use prune::placement::{ExecutionOption, PhaseMemory, Processors, Workload};
 use prune::pruning::Technique;
 use prune::run::plan::PartKind;
@@ -223,6 +223,7 @@ fn planned(place: &Place, dtype: StoredDtype, storage: HiddenStatesStorage) -> P
         samples: SAMPLES,
         windows: WINDOWS,
         sides: &[Side::Dense, Side::Pruned],
+        tasks: TaskShape::default(),
         against: None,
         observes: None,
         trains: None,

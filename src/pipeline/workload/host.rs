@@ -103,10 +103,11 @@ impl<'r> Host<'r> {
     /// Memory while logits are computed.
     pub(super) fn head(&self) -> PhaseMemory {
         let run = self.run;
-        let head =
-            footprint::head(run.config, run.dtypes, run.seqlen, run.windows, &self.option.settings);
+        let (windows, settings) = (run.text_windows(), &self.option.settings);
+        let head = footprint::head(run.config, run.dtypes, run.seqlen, windows, settings);
         let mut parts = self.samples(Alive::Windows);
-        parts.push(part(PartKind::HeadAndLogits, head + self.divergence()));
+        let scoring = run.tasks.scoring;
+        parts.push(part(PartKind::HeadAndLogits, head + scoring + self.divergence()));
         parts.push(self.context(true));
         parts.extend(self.in_flight());
         self.phase(Phase::Head, parts)
@@ -124,7 +125,8 @@ impl<'r> Host<'r> {
             }
             Some(AgainstShape::Kept) | None => ByteSize::ZERO,
         };
-        footprint::divergence(run.config, run.seqlen, run.windows, settings) + second
+        let windows = run.text_windows();
+        footprint::divergence(run.config, run.seqlen, windows, settings) + second
     }
 
     /// A phase with `parts` in addition to the program.
@@ -209,7 +211,7 @@ impl<'r> Host<'r> {
         let waiting = match (windows, self.option.storage) {
             (0, _) => ByteSize::ZERO,
             (_, HiddenStatesStorage::Disk) => run.waiting_states(1),
-            (_, _) => run.waiting_states(run.windows),
+            (_, _) => run.waiting_states(run.text_windows()),
         };
         let mut states = match self.option.storage {
             // A state is on its way to its GPU.
@@ -233,7 +235,7 @@ impl<'r> Host<'r> {
         states.bytes = states.bytes + waiting;
         vec![
             part(PartKind::TokenizerPattern, run.retained),
-            part(PartKind::TokenIds, ByteSize::of(tokens, size_of::<u32>())),
+            part(PartKind::TokenIds, ByteSize::of(tokens, size_of::<u32>()) + run.tasks.kept),
             states,
         ]
     }

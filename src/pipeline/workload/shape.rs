@@ -35,6 +35,8 @@ pub struct RunShape<'a> {
     pub samples: usize,
     /// Evaluation windows of a side.
     pub windows: usize,
+    /// The packs of tasks.
+    pub tasks: TaskShape,
     /// The samples and windows of all ranks. `samples` and `windows` count the largest share of a rank then. `None` for a run of a single
     /// process.
     pub of_all_ranks: Option<[usize; 2]>,
@@ -64,6 +66,17 @@ pub struct RunShape<'a> {
     pub retained: ByteSize,
     /// Settings given by the user; `None` leaves the choice to the plan.
     pub settings: Option<MemorySettings>,
+}
+
+/// The packs of tasks in numbers. They are also counted as windows with as many tokens.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct TaskShape {
+    /// The windows that are packs.
+    pub windows: usize,
+    /// Memory of packs and questions until the run ends, beyond the token ids.
+    pub kept: ByteSize,
+    /// Memory of scored tokens at the head.
+    pub scoring: ByteSize,
 }
 
 /// A dense model that has passed the windows, whose final states wait for the windows of the model.
@@ -324,6 +337,11 @@ impl RunShape<'_> {
     /// Returns whether the states of two models meet at their heads.
     pub(super) fn compares(&self) -> bool {
         self.against.is_some() || (self.sides.len() > 1 && self.technique.is_some())
+    }
+
+    /// Windows of a side that are no packs of tasks.
+    pub(super) fn text_windows(&self) -> usize {
+        self.windows.saturating_sub(self.tasks.windows)
     }
 
     /// Windows of all sides and runs.
