@@ -69,7 +69,7 @@ pub(super) enum Command {
     Demo(demo::DemoArgs),
     /// Measure the perplexity of a checkpoint, layer by layer
     #[command(after_help = eval::EXAMPLES)]
-    Eval(eval::EvalArgs),
+    Eval(Box<eval::EvalArgs>),
     /// Continue a prompt with one checkpoint, or compare two
     #[command(after_help = generate::EXAMPLES, mut_arg("device_map", |map| map.hide(true)))]
     Generate(generate::GenerateArgs),

@@ -350,21 +350,22 @@ fn end(
             .hint("sweep.json has their errors; the same command runs them again and leaves finished cells alone")
             .into());
     }
-    let at_most = |limit: f64, value: f64| value.is_finite() && value <= limit;
-    let at_least = |limit: f64, value: f64| value >= limit;
-    let gates: [(&str, Option<f64>, Metric, fn(f64, f64) -> bool); 3] = [
-        ("--max-perplexity", evaluation.max_perplexity, Metric::Perplexity, at_most),
-        ("--max-kl", evaluation.max_kl, Metric::Kl, at_most),
-        ("--min-accuracy", evaluation.tasks.min_accuracy, Metric::Accuracy, at_least),
+    let gates = [
+        ("--max-perplexity", evaluation.max_perplexity, Metric::Perplexity),
+        ("--max-kl", evaluation.max_kl, Metric::Kl),
+        ("--min-accuracy", evaluation.tasks.min_accuracy, Metric::Accuracy),
     ];
     let mut end = Outcome::Done;
-    for (flag, limit, metric, is_met) in gates {
+    for (flag, limit, metric) in gates {
         let Some(limit) = limit else {
             continue;
         };
+        let is_met = |value: f64| match metric.is_loss() {
+            true => value.is_finite() && value <= limit,
+            false => value >= limit,
+        };
         let cells = outcome.record.cells.iter();
-        let missed =
-            cells.filter(|of| of.value(&metric).is_some_and(|value| !is_met(limit, value)));
+        let missed = cells.filter(|of| of.value(&metric).is_some_and(|value| !is_met(value)));
         let missed: Vec<&str> = missed.map(|cell| cell.name.as_str()).collect();
         if !missed.is_empty() {
             console
