@@ -19,6 +19,7 @@ use crate::pruning::{METHODS, Pattern, REFINEMENTS};
 use crate::ranks::Ranks;
 use crate::report;
 use crate::run::Events;
+use crate::run::gate::meets;
 use crate::run::metric::Metric;
 use crate::settings::{EvalSides, EvaluationSettings, GridSettings, GridShard, Settings};
 
@@ -98,8 +99,8 @@ pub struct SweepArgs {
     /// Metrics of the table, like perplexity,kl,accuracy [default: perplexity]
     ///
     /// `kl` is the mean divergence from the dense model in nat and `same_top` the share of equal top tokens; both need --eval both. `accuracy` is
-    /// the mean over --tasks, and the name of a task is its accuracy. sweep.json has all of them. With --table, those of the last table are shown
-    /// unless the flag names others.
+    /// the mean over --tasks. The name of a task stands for the accuracy of this task. sweep.json has all metrics. With --table and without this flag,
+    /// the table keeps its metrics.
     #[arg(long, value_name = "LIST", help_heading = "Sweep")]
     metrics: Option<String>,
 
@@ -360,12 +361,9 @@ fn end(
         let Some(limit) = limit else {
             continue;
         };
-        let is_met = |value: f64| match metric.is_loss() {
-            true => value.is_finite() && value <= limit,
-            false => value >= limit,
-        };
         let cells = outcome.record.cells.iter();
-        let missed = cells.filter(|of| of.value(&metric).is_some_and(|value| !is_met(value)));
+        let missed =
+            cells.filter(|of| of.value(&metric).is_some_and(|value| !meets(&metric, limit, value)));
         let missed: Vec<&str> = missed.map(|cell| cell.name.as_str()).collect();
         if !missed.is_empty() {
             console

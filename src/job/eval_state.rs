@@ -197,7 +197,7 @@ impl<'a> StateKeeper<'a> {
         Ok(Some((serde_json::from_slice(&line)?, file)))
     }
 
-    /// Saves the states after a layer, if it is time. Returns false where they cannot be saved: the evaluation goes on without.
+    /// Saves the states after a layer, if it is time. Returns false where they cannot be saved; then the evaluation continues without saving.
     fn passed(&mut self, layers: usize, states: &mut [&mut HiddenStates]) -> bool {
         let bytes: u64 = states.iter().map(|states| states.all_bytes()).sum();
         let takes = self.took.unwrap_or(Duration::from_secs_f64(bytes as f64 / FIRST_RATE));

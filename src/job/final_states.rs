@@ -19,7 +19,7 @@ use crate::linalg::StoredDtype;
 use crate::model::on_device::candle_dtype;
 use crate::ranks::Ranks;
 use crate::run::divergence::KlPositions;
-use crate::runtime::HiddenStates;
+use crate::runtime::{HiddenStates, random};
 use crate::settings::{EvalSides, Settings};
 
 /// The states of all windows in numbers.
@@ -37,7 +37,7 @@ impl StatesShape {
     }
 }
 
-/// Writes the states of this rank's windows, and names the file when those of all ranks are in it.
+/// Writes the states of this rank's windows. The file gets its name when the states of all ranks are in it.
 ///
 /// # Errors
 /// Fails when the file cannot be written, and when a rank has left.
@@ -48,16 +48,16 @@ pub(super) fn write(
     ranks: &Ranks,
 ) -> Result<()> {
     let states = windows.states();
-    // Several processes may write the file of one sweep. Ranks write it together.
-    let own = std::process::id();
+    // Several processes, also of several machines, may write the file of one sweep. Ranks write it together.
     let name = match ranks.is_first() {
         true => {
-            ranks.tell_others(&own)?;
-            own
+            let name = format!("{:016x}.part", random());
+            ranks.tell_others(&name)?;
+            name
         }
         false => ranks.hear_first()?,
     };
-    let part = path.with_extension(format!("{name}.part"));
+    let part = path.with_extension(name);
     let mut write = || -> Result<()> {
         let file = File::options().create(true).truncate(false).write(true).open(&part)?;
         file.set_len(shape.bytes())?;

@@ -4,6 +4,13 @@ use serde::{Deserialize, Serialize};
 
 use super::divergence::DivergenceReport;
 use super::measured::{PerplexityReport, null_is_nan};
+use super::metric::Metric;
+
+/// Returns whether a value meets its limit: at most the limit for a loss, at least the limit otherwise. NaN and infinity meet no limit, not
+/// even an infinite limit.
+pub fn meets(metric: &Metric, limit: f64, value: f64) -> bool {
+    value.is_finite() && if metric.is_loss() { value <= limit } else { value >= limit }
+}
 
 /// A limit of a measured value, and its outcome.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -30,7 +37,7 @@ impl LimitReport {
             limit,
             name: "the mean accuracy".to_string(),
             value,
-            is_met: value >= limit,
+            is_met: meets(&Metric::Accuracy, limit, value),
         })
     }
 
@@ -42,7 +49,7 @@ impl LimitReport {
             limit,
             name: "mean KL".to_string(),
             value,
-            is_met: value.is_finite() && value <= limit,
+            is_met: meets(&Metric::Kl, limit, value),
         })
     }
 }
@@ -70,8 +77,7 @@ impl GateReport {
         Self {
             max_perplexity,
             perplexity,
-            // NaN and infinity meet no limit, not even an infinite limit.
-            is_met: perplexity.is_finite() && perplexity <= max_perplexity,
+            is_met: meets(&Metric::Perplexity, max_perplexity, perplexity),
         }
     }
 }

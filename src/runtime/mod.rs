@@ -45,5 +45,5 @@ pub use layer_store::LayerStore;
 pub use loader::LayerLoader;
 pub use pass::ResultOrder;
 pub use share::SampleShare;
-pub use spill::{check_spill_folder, spill_file};
+pub use spill::{check_spill_folder, random, spill_file};
 pub use sweep::{Editor, Finished, Passenger, Side, Sweep};

@@ -53,7 +53,7 @@ pub fn spill_file(folder: &Path, stream: &str) -> Result<File> {
 }
 
 /// Returns a random number: the keys of the standard library's hash maps come from the system.
-fn random() -> u64 {
+pub fn random() -> u64 {
     RandomState::new().hash_one(())
 }
 

@@ -176,11 +176,12 @@ impl PackedTasks {
         self.packs.iter().map(|pack| pack.predictions.len()).sum()
     }
 
-    /// Bytes in memory beyond the token ids of the rows.
+    /// Bytes in memory.
     pub fn bytes(&self) -> usize {
         let segments = self.packs.iter().map(|pack| pack.segments.len()).sum::<usize>();
         let questions = self.tasks.iter().map(|task| task.questions.len()).sum::<usize>();
-        self.predictions() * size_of::<Prediction>()
+        self.rows() * size_of::<u32>()
+            + self.predictions() * size_of::<Prediction>()
             + segments * size_of::<Segment>()
             + questions * size_of::<AskedQuestion>()
             + self.requests * size_of::<u32>()

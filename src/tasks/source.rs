@@ -221,8 +221,8 @@ fn questions(
 ) -> Result<TaskQuestions> {
     let limit = match request.limit {
         None => usize::MAX,
-        // A share is a share of all rows.
-        Some(limit) => limit.of(for_each(&evaluated, &mut |_| Ok(()))?),
+        Some(limit) if limit.is_share() => limit.of(for_each(&evaluated, &mut |_| Ok(()))?),
+        Some(limit) => limit.of(usize::MAX),
     };
     let before = subject.as_ref().map(|(subject, _)| mmlu::description(subject));
     let before = before.unwrap_or_default();

@@ -85,9 +85,14 @@ impl Serialize for TaskSpec {
 pub struct QuestionLimit(f64);
 
 impl QuestionLimit {
+    /// The limit needs the number of all questions: it is a share.
+    pub fn is_share(self) -> bool {
+        self.0 < 1.0
+    }
+
     /// The questions that are asked of this many.
     pub fn of(self, questions: usize) -> usize {
-        let limit = match self.0 < 1.0 {
+        let limit = match self.is_share() {
             true => (questions as f64 * self.0).ceil(),
             false => self.0.floor(),
         };

@@ -10,10 +10,7 @@ const LINE: &str = "eval other/model --against m --tasks own=own.jsonl --save ou
 
 fn place() -> Place {
     let place = Place::new();
-    let rows = r#"{"context": "the cat", "choices": ["sat", "a a a"], "label": 0}
-{"context": "a dog", "choices": ["cat", "the mat"], "label": 1}
-"#;
-    fs::write(place.path("own.jsonl"), rows).expect("written");
+    place.write_questions();
     place.prune("--model m --prune-method magnitude --sparsity-ratio 0.5 --eval none --save other");
     place
 }

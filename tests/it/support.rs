@@ -110,6 +110,16 @@ impl Place {
         shape.write(&self.path(name), &Silent).expect("the shape is a Llama's");
     }
 
+    /// Writes `own.jsonl`: a question twice, with both answers. A model is right once.
+    pub(crate) fn write_questions(&self) {
+        let row = |label: u32| {
+            format!(
+                "{{\"context\": \"the cat\", \"choices\": [\"sat\", \"a mat\"], \"label\": {label}}}\n"
+            )
+        };
+        fs::write(self.path("own.jsonl"), row(0) + &row(1)).expect("written");
+    }
+
     /// The absolute path of a name in the folder.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)

@@ -201,7 +201,7 @@ impl<'r> Host<'r> {
     fn samples(&self, alive: Alive) -> Vec<MemoryPart> {
         let run = self.run;
         // Every rank has all token ids.
-        let tokens = run.of_all_ranks.unwrap_or([run.samples, run.windows]);
+        let tokens = run.of_all_ranks.unwrap_or([run.samples, run.text_windows()]);
         let tokens = tokens.iter().sum::<usize>() * run.seqlen;
         let (samples, windows) = match alive {
             Alive::All => (run.sample_states(), run.evaluated_windows()),

@@ -73,7 +73,7 @@ pub struct RunShape<'a> {
 pub struct TaskShape {
     /// The windows that are packs.
     pub windows: usize,
-    /// Memory of packs and questions until the run ends, beyond the token ids.
+    /// Memory of packs and questions until the run ends, token ids included. Every rank has all of them.
     pub kept: ByteSize,
     /// Memory of scored tokens at the head.
     pub scoring: ByteSize,

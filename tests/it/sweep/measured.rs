@@ -11,10 +11,7 @@ const GRID: &str =
 
 fn place() -> Place {
     let place = Place::new();
-    let rows = r#"{"context": "the cat", "choices": ["sat", "a a a"], "label": 0}
-{"context": "a dog", "choices": ["cat", "the mat"], "label": 1}
-"#;
-    fs::write(place.path("own.jsonl"), rows).expect("written");
+    place.write_questions();
     place
 }
 
@@ -104,9 +101,11 @@ fn gates_hold_for_divergences_and_tasks() {
     let both = "wanda-0.5-seed0, magnitude-0.5-seed0";
     let missed = format!("gate missed: --max-kl 0.000001 is not met by {both}");
     assert!(ran.stderr.contains(&missed), "{}", ran.stderr);
-    let tasks = place.manifest("out/wanda-0.5-seed0").tasks.expect("measured");
-    let accuracy = tasks.of_result()[0].acc.value;
-    let met = sweep(&place, &format!("--max-kl 1000 --min-accuracy {}", accuracy.min(0.0)));
+    let ran = sweep(&place, "--min-accuracy 0.6");
+    assert_eq!(ran.code, 4, "half of the answers are right: {}", ran.stderr);
+    let missed = format!("gate missed: --min-accuracy 0.6 is not met by {both}");
+    assert!(ran.stderr.contains(&missed), "{}", ran.stderr);
+    let met = sweep(&place, "--max-kl 1000 --min-accuracy 0.5");
     assert_eq!(met.code, 0, "{}", met.stderr);
 }
 
@@ -136,7 +135,7 @@ fn the_dense_model_passes_once_and_its_states_go_with_the_last_cell() {
     assert_eq!(sweep(&place, "").code, 0);
     assert_eq!(table(&place), expected);
     assert!(states(&place).is_empty());
-    // Without the file's bytes a cell fails, and the same command says how it goes on.
+    // A cell fails where the file is damaged, and the error names the fix.
     fs::remove_dir_all(place.path("out/wanda-0.5-seed0")).expect("removed");
     fs::write(place.path("out/dense/final_states"), "short").expect("written");
     let ran = sweep(&place, "");
