@@ -33,26 +33,35 @@ impl Hub {
         self.files(&HubRepo::dataset_named(id)?, events)
     }
 
-    /// Downloads the parquet files of a split into the cache, unless they are there. Returns their paths, in order.
+    /// The names of the parquet files of a dataset, as [`Hub::dataset_files`] returns names.
     ///
     /// The hub keeps every data set as parquet in the branch `refs/convert/parquet`, as CONFIGURATION/SPLIT/0000.parquet
     /// (<https://huggingface.co/docs/dataset-viewer/parquet>).
     ///
+    /// # Errors
+    /// Fails as [`Hub::dataset_files`].
+    pub fn parquet_files(&self, id: &str, events: &dyn Events) -> Result<Vec<String>> {
+        self.files(&HubRepo::dataset_named(id)?.at(PARQUET_BRANCH)?, events)
+    }
+
+    /// Downloads the parquet files of a split into the cache, unless they are there. Returns their paths, in order.
+    ///
     /// # Arguments
+    /// * `all`: the names of all parquet files of the dataset
     /// * `config`: the configuration; `None` for the only configuration with this split
     ///
     /// # Errors
     /// Fails as [`Hub::dataset_file`], and where the data set has no such split.
     pub fn parquet_split(
         &self,
-        id: &str,
+        (id, all): (&str, &[String]),
         config: Option<&str>,
         split: &str,
         events: &dyn Events,
     ) -> Result<Vec<PathBuf>> {
         let repo = HubRepo::dataset_named(id)?.at(PARQUET_BRANCH)?;
         let mut by_config: BTreeMap<String, Vec<String>> = BTreeMap::new();
-        for file in self.files(&repo, events)? {
+        for file in all {
             if let [of, in_split, name] = file.split('/').collect::<Vec<_>>()[..]
                 && in_split == split
                 && name.ends_with(".parquet")

@@ -2,6 +2,7 @@
 //!
 //! A local folder always comes first; `owner/name` is asked of the hub only where no such folder exists.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -313,17 +314,27 @@ pub(super) fn dataset(
     })
 }
 
+/// The names of the parquet files of data sets, by repository. The hub is asked once for each: MMLU has 57 subjects.
+pub(super) type ListedFiles = BTreeMap<&'static str, Vec<String>>;
+
 /// Downloads the files of a split of a task, unless they are in the cache.
 ///
 /// # Errors
 /// Fails when the hub cannot be reached or refuses, and where the data set has no such split.
 pub(super) fn task_split(
     split: &HubSplit<'_>,
+    listed: &mut ListedFiles,
     cache_dir: Option<&Path>,
     events: &dyn Events,
 ) -> Result<Vec<PathBuf>> {
-    let found = hub(cache_dir)
-        .and_then(|hub| hub.parquet_split(split.repository, split.config, split.split, events));
+    let HubSplit { repository, config, split } = *split;
+    let found = hub(cache_dir).and_then(|hub| {
+        if !listed.contains_key(repository) {
+            listed.insert(repository, hub.parquet_files(repository, events)?);
+        }
+        let all = listed.get(repository).map_or(&[][..], Vec::as_slice);
+        hub.parquet_split((repository, all), config, split, events)
+    });
     found.map_err(|error| match error.downcast::<Failure>() {
         Ok(failure) => {
             let own = "name a folder with the files: --tasks-from DIR";

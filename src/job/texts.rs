@@ -1,5 +1,7 @@
 //! The texts of a run: found before anything else works, then turned into token ids.
 
+use std::cell::RefCell;
+
 use anyhow::Result;
 
 use super::located;
@@ -269,7 +271,10 @@ fn questions(settings: &Settings, events: &dyn Events) -> Result<Option<Vec<Task
     let TaskSettings { tasks_from, num_fewshot, limit, .. } = &evaluation.tasks;
     let asked = evaluation.tasks.asked();
     let cache_dir = settings.model.cache_dir.as_deref();
-    let download = |split: &HubSplit<'_>| located::task_split(split, cache_dir, events);
+    let listed = RefCell::default();
+    let download = |split: &HubSplit<'_>| {
+        located::task_split(split, &mut listed.borrow_mut(), cache_dir, events)
+    };
     let request = TaskRequest {
         tasks: &asked,
         files: match tasks_from {

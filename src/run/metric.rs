@@ -34,22 +34,24 @@ impl Metric {
         let measured = &manifest.perplexity;
         let tasks = || manifest.tasks.as_ref().map(TaskResults::of_result);
         match self {
-            Self::Perplexity => match manifest.command.as_str() {
-                "eval" => measured.dense.map(|of| of.perplexity),
-                _ => measured.pruned.map(|of| of.perplexity),
-            },
+            Self::Perplexity => manifest.perplexity_of_result(),
             Self::Kl => measured.divergence.map(|of| of.kl_mean.value),
             Self::SameTop => measured.divergence.map(|of| of.same_top.value),
             Self::Accuracy | Self::Task(_) => self.of_tasks(tasks()?),
         }
     }
 
-    /// The value of the dense model that a run started from or was compared with; `None` where it was not measured, and for divergences.
+    /// The value of the dense model of a run that prunes; `None` where it was not measured, for every other run, and for divergences.
     pub fn of_dense(&self, manifest: &Manifest) -> Option<f64> {
         match self {
             Self::Perplexity => manifest.dense_perplexity(),
             Self::Kl | Self::SameTop => None,
-            Self::Accuracy | Self::Task(_) => self.of_tasks(&manifest.tasks.as_ref()?.dense),
+            Self::Accuracy | Self::Task(_) => {
+                // As with perplexities: before the training of a recovery, no model is dense.
+                let prunes = manifest.pruning.is_some() && manifest.recovery.is_none();
+                let tasks = manifest.tasks.as_ref().filter(|_| prunes)?;
+                self.of_tasks(&tasks.dense)
+            }
         }
     }
 

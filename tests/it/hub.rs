@@ -442,7 +442,7 @@ fn questions_of_tasks_are_downloaded_once_and_asked_again_offline() {
     }
     let piqa = question("piqa", "validation");
     server.add("datasets/baber/piqa", "plain_text/validation/0000.parquet", piqa);
-    let eval = "eval m --tasks arc_easy,piqa --limit 5 --use-cpu --json";
+    let eval = "eval m --tasks arc_easy,arc_challenge,piqa --limit 5 --use-cpu --json";
     let asked = |arguments: &str, offline: &str| {
         let ran = ran(command(&place, &server, arguments).env("HF_HUB_OFFLINE", offline));
         assert_eq!(ran.code, 0, "offline {offline}: {}", ran.stderr);
@@ -450,8 +450,8 @@ fn questions_of_tasks_are_downloaded_once_and_asked_again_offline() {
         json["tasks"].to_string()
     };
     let first = asked(eval, "0");
-    let is_asked = |seen: &Seen| seen.path.contains("refs%2Fconvert%2Fparquet");
-    assert!(server.seen().iter().any(is_asked));
+    let is_list = |seen: &&Seen| seen.path.contains("/revision/refs%2Fconvert%2Fparquet");
+    assert_eq!(server.seen().iter().filter(is_list).count(), 2, "a list per repository");
     assert_eq!(asked(eval, "1"), first);
     assert!(server.seen().is_empty());
     let from = shared.join("data/tasks").display().to_string();
