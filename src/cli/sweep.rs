@@ -362,8 +362,9 @@ fn end(
             continue;
         };
         let cells = outcome.record.cells.iter();
-        let missed =
-            cells.filter(|of| of.value(&metric).is_some_and(|value| !meets(&metric, limit, value)));
+        let missed = cells.filter(|of| {
+            of.value(&metric).is_some_and(|value| !meets(metric.is_loss(), limit, value))
+        });
         let missed: Vec<&str> = missed.map(|cell| cell.name.as_str()).collect();
         if !missed.is_empty() {
             console
