@@ -21,6 +21,7 @@ use rayon::prelude::*;
 use super::bitmask::{WORD, gather, kept, mark, mask_bytes, scatter};
 use super::buffer_pool::grow;
 use super::int8;
+use super::large_pages::Buffer;
 use super::parts::{TASK_BYTES, rows_at_once};
 use super::product::{RestoredWeight, RowBuffer, Values};
 use super::stored::{StoredDtype, StoredMatrix};
@@ -56,7 +57,7 @@ pub struct CompactPart {
     /// Words of a row's mask.
     words: usize,
     /// `[rows, words]`, or `[words]` that all rows share: 1 = kept, the lowest bit is the lowest column. Bits behind the last column are 0.
-    masks: Vec<u64>,
+    masks: Buffer<u64>,
     keeps_all: bool,
     /// The first value of each row, and the end of the last row.
     starts: Vec<u32>,
@@ -66,18 +67,18 @@ pub struct CompactPart {
 /// The kept values of a part, row by row, and behind them a window of unused values.
 #[derive(Debug)]
 pub(super) enum KeptValues {
-    F32(Vec<f32>),
-    F16(Vec<f16>),
-    Bf16(Vec<bf16>),
+    F32(Buffer<f32>),
+    F16(Buffer<f16>),
+    Bf16(Buffer<bf16>),
     Codes(Codes),
 }
 
 /// 8-bit codes and their scales.
 #[derive(Debug)]
 pub(super) struct Codes {
-    pub values: Vec<i8>,
+    pub values: Buffer<i8>,
     /// `[rows, blocks]`
-    scales: Vec<f16>,
+    scales: Buffer<f16>,
     /// Blocks of a row.
     blocks: usize,
 }
@@ -353,7 +354,7 @@ impl CompactPart {
     /// Fails without memory.
     ///
     /// # Panics
-    /// Panics when the parts do not have the sizes of the shape.
+    /// Panics when the parts do not have the sizes of the shape, and when offsets and masks disagree.
     pub fn of_kept(
         shape: [usize; 2],
         form: KeptForm,
@@ -376,15 +377,23 @@ impl CompactPart {
         assert_eq!(offsets.len(), rows + 1, "an offset for every row");
         let keeps_all = form == KeptForm::AllCodes;
         let of_masks = if keeps_all { words } else { rows * words };
-        let mut wide_masks = Vec::with_capacity(of_masks);
-        for mask in masks.iter().flat_map(|masks| masks.chunks_exact(mask_bytes(columns).max(1))) {
-            wide_masks.extend(mask.chunks(8).map(|bytes| {
-                let mut word = [0; 8];
-                word[..bytes.len()].copy_from_slice(bytes);
-                u64::from_le_bytes(word)
-            }));
+        let mut wide_masks = Buffer::zeros(of_masks)?;
+        let of_rows = masks.iter().flat_map(|masks| masks.chunks_exact(mask_bytes(columns).max(1)));
+        assert_eq!(of_rows.clone().count() * words, of_masks, "a mask for every row, or for all");
+        for (words, mask) in wide_masks.chunks_exact_mut(words.max(1)).zip(of_rows) {
+            for (word, bytes) in words.iter_mut().zip(mask.chunks(8)) {
+                let mut all = [0; 8];
+                all[..bytes.len()].copy_from_slice(bytes);
+                *word = u64::from_le_bytes(all);
+            }
         }
-        assert_eq!(wide_masks.len(), of_masks, "a mask for every row, or for all");
+        // Kernels step over values by the bits of masks.
+        let bits = |mask: &[u64]| mask.iter().map(|word| word.count_ones() as usize).sum::<usize>();
+        let mut of_rows = offsets.windows(2).enumerate();
+        let of_row = |row: usize| &wide_masks[if keeps_all { 0 } else { row * words }..][..words];
+        let agrees =
+            of_rows.all(|(row, ends)| ends[1].checked_sub(ends[0]) == Some(bits(of_row(row))));
+        assert!(agrees && offsets[0] == 0, "offsets that agree with the masks");
         let kept = offsets[rows];
         let starts = offsets.iter().map(|&at| at as u32).collect();
         let values = match form {
@@ -393,13 +402,8 @@ impl CompactPart {
             KeptForm::Stored(StoredDtype::Bf16) => KeptValues::Bf16(joined(values, kept)?),
             KeptForm::Codes | KeptForm::AllCodes => {
                 let blocks = columns.div_ceil(int8::GROUP);
-                let mut of_scales = joined(scales, rows * blocks)?;
-                of_scales.truncate(rows * blocks);
-                KeptValues::Codes(Codes {
-                    values: joined(values, kept)?,
-                    scales: of_scales,
-                    blocks,
-                })
+                let (values, scales) = (joined(values, kept)?, joined(scales, rows * blocks)?);
+                KeptValues::Codes(Codes { values, scales, blocks })
             }
         };
         Ok(Self { rows, words, masks: wide_masks, keeps_all, starts, values })
@@ -462,13 +466,8 @@ struct Slab {
 ///
 /// # Panics
 /// Panics when there are not `count` elements.
-fn joined<E: bytemuck::Pod>(slices: &[&[u8]], count: usize) -> Result<Vec<E>> {
-    let mut out: Vec<E> = Vec::new();
-    out.try_reserve_exact(count + int8::GROUP).map_err(|_| {
-        let bytes = ByteSize::of(count + int8::GROUP, size_of::<E>());
-        Failure::new(format!("cannot allocate {bytes} for the kept values of a weight matrix"))
-    })?;
-    out.resize(count + int8::GROUP, E::zeroed());
+fn joined<E: bytemuck::Pod>(slices: &[&[u8]], count: usize) -> Result<Buffer<E>> {
+    let mut out = Buffer::zeros(count + int8::GROUP)?;
     let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut out[..count]);
     assert_eq!(slices.iter().map(|slice| slice.len()).sum::<usize>(), bytes.len(), "all elements");
     let mut rest = bytes;

@@ -23,6 +23,7 @@
 //! | `gram` | Gram matrices G = XᵀX of rows that arrive in parts, in f32 |
 //! | `int8` | 8-bit codes of kept weights, with a scale for each row and 128 columns |
 //! | `kernel` | CPU features of the products |
+//! | `large_pages` | large pages for buffers of weights |
 //! | `linear` | a linear layer with its weight in the stored dtype: y = x·Wᵀ + b |
 //! | `low_rank` | a weight with a low-rank change that keeps its zeros, for training |
 //! | `matmul` | dense products with strides, by the `gemm` crate |
@@ -63,6 +64,7 @@ pub mod gradient;
 pub mod gram;
 pub mod int8;
 pub mod kernel;
+mod large_pages;
 pub mod linear;
 pub mod low_rank;
 pub mod matmul;

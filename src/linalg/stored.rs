@@ -14,6 +14,7 @@ use safetensors::Dtype;
 
 use clap::ValueEnum;
 
+use super::large_pages::ask_for_large_pages;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 
@@ -138,11 +139,10 @@ macro_rules! typed {
 fn allocate<T: Clone + bytemuck::Zeroable>(count: usize) -> Result<Vec<T>> {
     let mut values = Vec::new();
     values.try_reserve_exact(count).map_err(|_| {
-        Failure::new(format!(
-            "cannot allocate {} for a weight matrix",
-            ByteSize::of(count, size_of::<T>())
-        ))
+        let bytes = ByteSize::of(count, size_of::<T>());
+        Failure::new(format!("cannot allocate {bytes} for a weight matrix"))
     })?;
+    ask_for_large_pages(&mut values);
     values.resize(count, T::zeroed());
     Ok(values)
 }

@@ -218,6 +218,7 @@ impl Step<bf16, Parted> for Avx2 {
 
 impl Vectors for Avx2 {
     type Sums = [__m256; 4];
+    const ROWS: usize = 2;
 
     #[inline(always)]
     fn zero(self) -> Self::Sums {

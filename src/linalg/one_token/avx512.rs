@@ -11,7 +11,7 @@ use std::mem::transmute;
 use half::{bf16, f16};
 
 use super::avx2::Avx2;
-use super::vectors::{CODES, CodeFactors, GROUP, Step, Vectors};
+use super::vectors::{CODES, CodeFactors, CodedInput, GROUP, SHIFT, Step, Vectors};
 
 /// Proof that the CPU has AVX-512 with its byte, double-word and length extensions, and what `L` proves.
 #[derive(Clone, Copy)]
@@ -114,6 +114,7 @@ widen!(i8, |at: *const i8| {
 
 impl<L: CodeSums> Vectors for Avx512<L> {
     type Sums = [__m512; 4];
+    const ROWS: usize = 4;
 
     #[inline(always)]
     fn zero(self) -> Self::Sums {
@@ -150,10 +151,10 @@ impl<L: CodeSums> Vectors for Avx512<L> {
         unsafe {
             let mut parts = L::none();
             let mut codes = factors.codes.as_ptr();
-            for (kept, x) in kept.into_iter().zip(factors.x.codes.as_chunks::<GROUP>().0) {
+            for (half, kept) in kept.into_iter().enumerate() {
                 // 64 columns of 128 at a time; the second half begins after at most 64 codes.
                 let weights = self.0.spread(codes, kept);
-                parts = self.0.plus_products(parts, weights, load(x));
+                parts = self.0.plus_products(parts, weights, factors.x, half);
                 codes = codes.add(kept.count_ones() as usize);
             }
             let sum = _mm512_cvtepi32_ps(self.0.sums(parts));
@@ -199,8 +200,14 @@ pub(super) trait CodeSums: Copy {
         unsafe { [_mm512_setzero_si512(); 2] }
     }
 
-    /// sums + weights·x over 64 columns.
-    fn plus_products(self, sums: [__m512i; 2], weights: __m512i, x: __m512i) -> [__m512i; 2];
+    /// sums + weights·x over the 64 columns of the first or the second half of a block.
+    fn plus_products(
+        self,
+        sums: [__m512i; 2],
+        weights: __m512i,
+        x: &CodedInput,
+        half: usize,
+    ) -> [__m512i; 2];
 
     /// The sums of products from both vectors.
     fn sums(self, of: [__m512i; 2]) -> __m512i;
@@ -247,8 +254,10 @@ impl CodeSums for Base {
         self,
         [even_sums, odd_sums]: [__m512i; 2],
         weights: __m512i,
-        x: __m512i,
+        x: &CodedInput,
+        half: usize,
     ) -> [__m512i; 2] {
+        let x = load(&x.codes.as_chunks().0[half]);
         // SAFETY: the value exists, so the CPU has the instructions.
         unsafe {
             let even = |bytes| _mm512_srai_epi16::<8>(_mm512_slli_epi16::<8>(bytes));
@@ -275,12 +284,13 @@ impl CodeSums for Vnni {
         self,
         [with_shift, of_shift]: [__m512i; 2],
         weights: __m512i,
-        x: __m512i,
+        x: &CodedInput,
+        half: usize,
     ) -> [__m512i; 2] {
+        let shifted = load(bytemuck::cast_ref(&x.shifted.as_chunks::<GROUP>().0[half]));
         // SAFETY: the value exists, so the CPU has the instructions.
         unsafe {
-            let shift = _mm512_set1_epi8(i8::MIN);
-            let shifted = _mm512_xor_si512(x, shift);
+            let shift = _mm512_set1_epi8(SHIFT.cast_signed());
             [
                 _mm512_dpbusd_epi32(with_shift, shifted, weights),
                 _mm512_dpbusd_epi32(of_shift, shift, weights),
@@ -303,8 +313,14 @@ impl CodeSums for Bf16Pairs {
     }
 
     #[inline(always)]
-    fn plus_products(self, sums: [__m512i; 2], weights: __m512i, x: __m512i) -> [__m512i; 2] {
-        self.0.plus_products(sums, weights, x)
+    fn plus_products(
+        self,
+        sums: [__m512i; 2],
+        weights: __m512i,
+        x: &CodedInput,
+        half: usize,
+    ) -> [__m512i; 2] {
+        self.0.plus_products(sums, weights, x, half)
     }
 
     #[inline(always)]

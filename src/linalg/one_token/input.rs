@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use super::super::buffer_pool::grow;
 use super::super::int8::{code_of, largest};
-use super::vectors::{CODES, CodedInput, GROUP, Parted};
+use super::vectors::{CODES, CodedInput, GROUP, Parted, SHIFT};
 
 /// The form of the input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,7 +31,9 @@ pub(in super::super) struct Input {
     wide: Vec<InputGroup<f32>>,
     parted: Vec<InputGroup<Parted>>,
     pairs: Vec<InputGroup<bf16>>,
-    codes: Vec<(CodedInput, f32)>,
+    codes: Vec<CodedInput>,
+    /// The scale of each block of codes.
+    scales: Vec<f32>,
     /// Many tokens, rounded to codes and restored.
     rounded: Vec<f32>,
 }
@@ -43,6 +45,7 @@ impl Input {
         self.parted.clear();
         self.pairs.clear();
         self.codes.clear();
+        self.scales.clear();
         if has(InputForm::Wide) {
             self.wide.extend(x.chunks(GROUP).map(|x| group(x, |x| x)));
         }
@@ -53,7 +56,10 @@ impl Input {
             self.pairs.extend(x.chunks(GROUP).map(|x| group(x, bf16::from_f32)));
         }
         if has(InputForm::Codes) {
-            self.codes.extend(x.chunks(CODES).map(coded));
+            for (codes, scale) in x.chunks(CODES).map(coded) {
+                self.codes.push(codes);
+                self.scales.push(scale);
+            }
         }
     }
 
@@ -89,8 +95,9 @@ impl Input {
         &self.pairs
     }
 
-    pub(super) fn codes(&self) -> impl Iterator<Item = (&CodedInput, f32)> {
-        self.codes.iter().map(|(codes, scale)| (codes, *scale))
+    /// The blocks of codes, and their scales.
+    pub(super) fn codes(&self) -> (&[CodedInput], &[f32]) {
+        (&self.codes, &self.scales)
     }
 }
 
@@ -122,10 +129,13 @@ fn code_scale(x: &[f32]) -> (f32, f32) {
 /// The codes of a block and their scale.
 fn coded(x: &[f32]) -> (CodedInput, f32) {
     let (inverse, scale) = code_scale(x);
-    let mut coded = CodedInput { codes: [0; CODES] };
+    let mut coded = CodedInput { codes: [0; CODES], shifted: [0; CODES] };
     for (code, x) in coded.codes.iter_mut().zip(x) {
         // The code of a number that is not finite has no meaning: its block has a scale of NaN.
         *code = code_of(x * inverse);
+    }
+    for (shifted, code) in coded.shifted.iter_mut().zip(coded.codes) {
+        *shifted = code.cast_unsigned() ^ SHIFT;
     }
     (coded, scale)
 }

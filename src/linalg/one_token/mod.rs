@@ -9,15 +9,19 @@
 //! | file | content |
 //! | --- | --- |
 //! | `input` | the input in the forms that rows multiply |
-//! | `rows` | the loops over rows on one thread, and the choice of the instructions |
+//! | `rows` | the choice of the instructions, and the loop over dense rows on one thread |
+//! | `kept` | the loops over rows of compact weights |
+//! | `ahead` | software prefetches |
 //! | `vectors` | sums of 64 columns at a time: the traits, and the implementation for any CPU |
 //! | `avx2`, `avx512` | the implementations for x86 |
 
+mod ahead;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod input;
+mod kept;
 mod rows;
 #[cfg(test)]
 mod tests;
@@ -28,9 +32,10 @@ use rayon::prelude::*;
 use super::compact::CompactMatrix;
 use super::parts::TASK_BYTES;
 use super::stored::{StoredDtype, StoredMatrix};
+pub(super) use ahead::ask_for;
 pub(super) use input::{Input, InputForm};
-pub(super) use rows::ask_for;
-use rows::{Instructions, PartRows, RowTask, Rows};
+use kept::PartRows;
+use rows::{Instructions, RowTask, Rows};
 pub(super) use vectors::StoredWeight;
 
 /// Returns whether this CPU multiplies bf16 pairs in the products of one token.

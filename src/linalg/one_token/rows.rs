@@ -1,4 +1,4 @@
-//! Products of rows with the input, on one thread: the loops over [`Vectors`], and the choice of the instructions.
+//! Products of rows with the input, on one thread: the choice of the instructions, and the loop over dense rows.
 
 #![cfg_attr(
     target_arch = "x86_64",
@@ -12,21 +12,19 @@ use std::sync::OnceLock;
 
 use half::{bf16, f16};
 
-use super::super::compact::{Codes, CompactPart, KeptValues};
-use super::super::int8::wide_scale;
+use super::super::compact::KeptValues;
 use super::super::product::Values;
+use super::ahead::{LINE, ask_for, reads_by_row};
 #[cfg(target_arch = "x86_64")]
 use super::avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
 use super::avx512::{self, Avx512};
 use super::input::{Input, InputForm, InputGroup};
-use super::vectors::{CODES, CodeFactors, GROUP, Portable, Step, Vectors};
+use super::kept::{PartRows, codes_by_codes, codes_by_floats, kept};
+use super::vectors::{GROUP, Portable, Step};
 
 /// Bytes between the weights that are multiplied and the weights that are asked for.
 const AHEAD: usize = 2 << 10;
-/// The same for masks, which are read 8 to 32 times as slowly.
-const MASKS_AHEAD: usize = 512;
-const LINE: usize = 64;
 
 /// Rows of a weight.
 #[derive(Clone, Copy)]
@@ -35,13 +33,6 @@ pub(super) enum Rows<'a> {
     Dense(Values<'a>),
     /// Rows of a compact matrix.
     Kept(PartRows<'a>),
-}
-
-/// Rows of a part of a compact matrix, from the row `first` of the part on.
-#[derive(Clone, Copy)]
-pub(super) struct PartRows<'a> {
-    pub part: &'a CompactPart,
-    pub first: usize,
 }
 
 /// Rows, the input, and the memory for a product per row.
@@ -218,19 +209,8 @@ where
     }
 }
 
-/// Asks for the cache line at a distance behind a reference. The address need not exist.
-#[inline(always)]
-pub(in super::super) fn ask_for<T: ?Sized>(from: &T, bytes: usize) {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: a prefetch of any address reads nothing.
-    unsafe {
-        let at = std::ptr::from_ref(from).cast::<u8>().wrapping_add(bytes);
-        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast());
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = (from, bytes);
-}
-
+/// As many rows as `Vectors::ROWS` pass at once, so that activations that fill the first-level cache are read once for all of them; on Intel's
+/// CPUs each row passes alone.
 #[inline(always)]
 fn dense<V: Step<E, X>, E: Copy + Default, X>(
     v: V,
@@ -240,126 +220,57 @@ fn dense<V: Step<E, X>, E: Copy + Default, X>(
     out: &mut [f32],
 ) {
     assert_eq!(x.len(), columns.div_ceil(GROUP), "the input has another form");
-    let asks = asks_for_dense();
-    for (y, row) in out.iter_mut().zip(values.chunks_exact(columns)) {
-        let (groups, rest) = row.as_chunks::<GROUP>();
-        let mut sums = v.zero();
-        for (weights, x) in groups.iter().zip(x) {
-            if asks {
-                (0..size_of_val(weights)).step_by(LINE).for_each(|at| ask_for(weights, AHEAD + at));
-            }
-            sums = v.dense(sums, weights, &x.0);
-        }
-        if let (false, Some(x)) = (rest.is_empty(), x.get(groups.len())) {
-            let mut last = [E::default(); GROUP];
-            last[..rest.len()].copy_from_slice(rest);
-            sums = v.dense(sums, &last, &x.0);
-        }
-        *y = v.total(sums);
+    if reads_by_row() {
+        return dense_rows::<V, E, X, 1, true>(v, values, columns, x, out);
+    }
+    let whole = out.len() / V::ROWS * V::ROWS;
+    let (values, last) = values.split_at(whole * columns);
+    let (out, last_out) = out.split_at_mut(whole);
+    // Calls by name, which are compiled for the instructions of their caller.
+    match V::ROWS {
+        4 => dense_rows::<V, E, X, 4, false>(v, values, columns, x, out),
+        2 => dense_rows::<V, E, X, 2, false>(v, values, columns, x, out),
+        _ => dense_rows::<V, E, X, 1, false>(v, values, columns, x, out),
+    }
+    if !last_out.is_empty() {
+        dense_rows::<V, E, X, 1, false>(v, last, columns, x, last_out);
     }
 }
 
-/// Software prefetches of dense rows make Intel's CPUs 15 % faster (Cascade Lake), and AMD's 10 to 20 % slower (Zen 4).
-fn asks_for_dense() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    {
-        // A virtual machine leaves its guest for this instruction, which takes as long as some rows.
-        static IS_INTEL: OnceLock<bool> = OnceLock::new();
-        *IS_INTEL.get_or_init(|| {
-            // "GenuineIntel", in the order of the registers.
-            let of = std::arch::x86_64::__cpuid(0);
-            [of.ebx, of.edx, of.ecx] == [0x756e_6547, 0x4965_6e69, 0x6c65_746e]
-        })
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    false
-}
-
+/// [`dense`] for a multiple of `N` rows, with software prefetches if `ASKS`.
 #[inline(always)]
-fn kept<V: Step<E, X>, E, X>(
+fn dense_rows<V: Step<E, X>, E: Copy + Default, X, const N: usize, const ASKS: bool>(
     v: V,
-    PartRows { part, first }: PartRows<'_>,
     values: &[E],
+    columns: usize,
     x: &[InputGroup<X>],
     out: &mut [f32],
 ) {
-    for (y, row) in out.iter_mut().zip(first..) {
-        let mut at = part.start(row);
-        let mut sums = v.zero();
-        let mask = part.mask(row);
-        assert_eq!(x.len(), mask.len(), "the input has another form");
-        for (kept, x) in mask.iter().zip(x) {
-            let window = window::<E, GROUP>(values, at);
-            ask_for(kept, MASKS_AHEAD);
-            (0..size_of_val(window))
-                .step_by(2 * LINE)
-                .for_each(|line| ask_for(window, AHEAD + line));
-            sums = v.kept(sums, window, *kept, &x.0);
-            at += kept.count_ones() as usize;
-        }
-        *y = v.total(sums);
-    }
-}
-
-/// Products of 8-bit codes with activations in f32. With `ALL` the masks are constant, so that nothing is expanded; behind the last column
-/// the activations are zeros.
-#[inline(always)]
-fn codes_by_floats<V: Step<i8, f32>, const ALL: bool>(
-    v: V,
-    PartRows { part, first }: PartRows<'_>,
-    codes: &Codes,
-    x: &[InputGroup<f32>],
-    out: &mut [f32],
-) {
-    for (y, row) in out.iter_mut().zip(first..) {
-        let mut at = part.start(row);
-        let mut sums = v.zero();
-        let blocks = part.mask(row).chunks(2).zip(x.chunks(2));
-        for ((kept, x), scale) in blocks.zip(codes.scales_of(row)) {
-            let mut block = v.zero();
-            ask_for(&codes.values[at], AHEAD);
-            for (kept, x) in kept.iter().zip(x) {
-                let kept = if ALL { u64::MAX } else { *kept };
-                block = v.kept(block, window(&codes.values, at), kept, &x.0);
-                at += kept.count_ones() as usize;
+    let rows = values.chunks_exact(N * columns);
+    for (out, rows) in out.as_chunks_mut::<N>().0.iter_mut().zip(rows) {
+        let rows: [(&[[E; GROUP]], &[E]); N] =
+            std::array::from_fn(|row| rows[row * columns..][..columns].as_chunks());
+        let groups = columns / GROUP;
+        let (whole, last) = x.split_at(groups);
+        let mut sums = [v.zero(); N];
+        for (group, x) in whole.iter().enumerate() {
+            for (sums, (row, _)) in sums.iter_mut().zip(&rows) {
+                let weights = &row[group];
+                if ASKS {
+                    (0..size_of_val(weights))
+                        .step_by(LINE)
+                        .for_each(|at| ask_for(weights, AHEAD + at));
+                }
+                *sums = v.dense(*sums, weights, &x.0);
             }
-            sums = v.plus_scaled(sums, block, wide_scale(*scale));
         }
-        *y = v.total(sums);
-    }
-}
-
-/// Products of 8-bit codes with activations as 8-bit codes. `ALL` as for [`codes_by_floats`].
-#[inline(always)]
-fn codes_by_codes<V: Vectors, const ALL: bool>(
-    v: V,
-    PartRows { part, first }: PartRows<'_>,
-    codes: &Codes,
-    input: &Input,
-    out: &mut [f32],
-) {
-    for (y, row) in out.iter_mut().zip(first..) {
-        let mut at = part.start(row);
-        let mut sums = v.zero();
-        let blocks = part.mask(row).chunks(2).zip(input.codes());
-        for ((kept, (x, x_scale)), scale) in blocks.zip(codes.scales_of(row)) {
-            let window = window::<i8, CODES>(&codes.values, at);
-            ask_for(kept, MASKS_AHEAD);
-            ask_for(window, AHEAD);
-            let kept = match ALL {
-                true => [u64::MAX; 2],
-                false => [kept[0], kept.get(1).copied().unwrap_or(0)],
-            };
-            let scale = wide_scale(*scale) * x_scale;
-            sums = v.plus_codes(sums, kept, CodeFactors { codes: window, x, scale });
-            at += (kept[0].count_ones() + kept[1].count_ones()) as usize;
+        for ((y, mut sums), (_, rest)) in out.iter_mut().zip(sums).zip(rows) {
+            if let [x] = last {
+                let mut weights = [E::default(); GROUP];
+                weights[..rest.len()].copy_from_slice(rest);
+                sums = v.dense(sums, &weights, &x.0);
+            }
+            *y = v.total(sums);
         }
-        *y = v.total(sums);
     }
-}
-
-/// The values from `at` on. Parts end with values that are not used, so that the last row has a window.
-#[inline(always)]
-fn window<E, const N: usize>(values: &[E], at: usize) -> &[E; N] {
-    values[at..].first_chunk().expect("a part ends with a window of unused values")
 }

@@ -23,6 +23,9 @@ pub(super) trait Vectors: Copy {
     /// Four vectors of partial sums.
     type Sums: Copy;
 
+    /// Rows whose sums fit into registers together: 1, 2 or 4.
+    const ROWS: usize;
+
     fn zero(self) -> Self::Sums;
 
     /// sums + scale·part
@@ -45,7 +48,12 @@ pub(super) struct Parted(pub f32);
 #[repr(align(64))]
 pub(in super::super) struct CodedInput {
     pub codes: [i8; CODES],
+    /// The codes plus 128, for an instruction that takes an unsigned factor.
+    pub shifted: [u8; CODES],
 }
+
+/// The bit of a code that changes when 128 is added.
+pub(super) const SHIFT: u8 = 1 << 7;
 
 /// The factors of a product of 8-bit codes.
 #[derive(Clone, Copy)]
@@ -133,6 +141,7 @@ fn multiply_add(a: f32, b: f32, c: f32) -> f32 {
 
 impl Vectors for Portable {
     type Sums = [[f32; LANES]; 4];
+    const ROWS: usize = 1;
 
     fn zero(self) -> Self::Sums {
         [[0.0; LANES]; 4]

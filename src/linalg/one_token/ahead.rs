@@ -1,0 +1,41 @@
+//! What is asked for ahead of its use: software prefetches.
+
+#![cfg_attr(
+    target_arch = "x86_64",
+    expect(unsafe_code, reason = "an instruction that reads nothing")
+)]
+
+use std::sync::OnceLock;
+
+/// Bytes of a cache line.
+pub(super) const LINE: usize = 64;
+
+/// Asks for the cache line at a distance behind a reference. The address need not exist.
+#[inline(always)]
+pub(in super::super) fn ask_for<T: ?Sized>(from: &T, bytes: usize) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch of any address reads nothing.
+    unsafe {
+        let at = std::ptr::from_ref(from).cast::<u8>().wrapping_add(bytes);
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (from, bytes);
+}
+
+/// Returns whether dense rows are read one by one, with software prefetches. They make Intel's CPUs 15 % faster (Cascade Lake), and AMD's 10
+/// to 20 % slower (Zen 4). There, four rows at once are up to 1.7 times as fast as one where activations fill the first-level cache.
+pub(super) fn reads_by_row() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        // A virtual machine leaves its guest for this instruction, which takes as long as some rows.
+        static IS_INTEL: OnceLock<bool> = OnceLock::new();
+        *IS_INTEL.get_or_init(|| {
+            // "GenuineIntel", in the order of the registers.
+            let of = std::arch::x86_64::__cpuid(0);
+            [of.ebx, of.edx, of.ecx] == [0x756e_6547, 0x4965_6e69, 0x6c65_746e]
+        })
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
