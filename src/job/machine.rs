@@ -142,21 +142,19 @@ pub(super) fn products(dtype: ComputeDtype, stored: StoredDtype) -> Result<Produ
             .detail("Intel's have them from Sapphire Rapids on, and Linux grants them from 5.16 on")
             .hint("use --dtype f32, or leave --dtype out")
             .into()),
-        (ComputeDtype::Bf16, StoredDtype::Bf16) => bf16().ok_or_else(|| {
+        (ComputeDtype::Bf16, _) => bf16().ok_or_else(|| {
             Failure::new("--dtype bf16: this CPU has no bf16 products that are faster than f32's")
                 .detail("they need AMX tiles (Intel from Sapphire Rapids on, Linux from 5.16 on) or AVX-512 of AMD from Zen 4 on")
                 .hint("use --dtype f32, or leave --dtype out")
                 .into()
         }),
-        (ComputeDtype::Bf16, _) => Err(other_checkpoint(StoredDtype::Bf16, stored).into()),
-        (ComputeDtype::F16, _) => Err(other_checkpoint(StoredDtype::F16, stored).into()),
-    }
-}
-
-fn other_checkpoint(dtype: StoredDtype, stored: StoredDtype) -> Failure {
-    let (dtype, stored) = (dtype.name(), stored.name());
-    Failure::usage(format!("--dtype {dtype} is for {dtype} checkpoints, and this one is {stored}"))
+        (ComputeDtype::F16, _) => Err(Failure::usage(format!(
+            "--dtype f16 is for f16 checkpoints, and this one is {}",
+            stored.name()
+        ))
         .hint("use --dtype f32, or leave --dtype out")
+        .into()),
+    }
 }
 
 /// The devices of this build, the products and the vector features of this CPU, as three lines for `--version`.

@@ -337,7 +337,8 @@ fn gpu_dtype(
             events.note("a GPU here has no bf16: layers are computed in f32".to_string());
             StoredDtype::F32
         }
-        ComputeDtype::Auto | ComputeDtype::Bf16 | ComputeDtype::F16 => stored,
+        ComputeDtype::Bf16 => StoredDtype::Bf16,
+        ComputeDtype::Auto | ComputeDtype::F16 => stored,
     }
 }
 

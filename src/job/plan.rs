@@ -5,7 +5,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::opened::check_seqlen;
-use super::planned::plan as plan_run;
+use super::planned::{faster_dtype, plan as plan_run};
 use super::{located, machine};
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
@@ -66,7 +66,11 @@ pub fn plan(settings: &PlanSettings, events: &dyn Events) -> Result<PlanRecord> 
     let subject = Subject::of_settings(settings, events)?;
     let shape = run_shape(settings, &subject, inventory.cpu.threads)?;
     let policy = machine::policy(&settings.run.device)?;
-    let plan = plan_run(&shape, &inventory, &policy)?;
+    let mut plan = plan_run(&shape, &inventory, &policy)?;
+    if settings.inventory.is_none() {
+        let dtype = settings.run.model.dtype;
+        plan.notes.extend(faster_dtype(dtype, &plan, &shape, (&inventory, &policy)));
+    }
     let parameters = footprint::parameters(&subject.config);
     let dtype = subject.dtypes.layers;
     Ok(PlanRecord {
@@ -140,7 +144,7 @@ fn products(settings: &PlanSettings, stored: StoredDtype) -> Result<Products> {
             Ok(Products::F32)
         }
         (ComputeDtype::Bf16x3, _, Some(_)) => Ok(Products::Split),
-        (ComputeDtype::Bf16, StoredDtype::Bf16, Some(_)) => {
+        (ComputeDtype::Bf16, _, Some(_)) => {
             Ok(Products::Bf16(Kernel::best_bf16().unwrap_or(Kernel::Amx)))
         }
         _ => machine::products(dtype, stored),

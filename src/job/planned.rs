@@ -10,12 +10,15 @@ use anyhow::Result;
 use super::machine;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
+use crate::linalg::Products;
+use crate::linalg::product::Kernel;
 use crate::pipeline::RunShape;
 use crate::placement::{self, Inventory, PlanFailure, Policy, Shortage};
 use crate::ranks::Ranks;
+use crate::report::plan::duration;
 use crate::run::{Events, HiddenStatesStorage, Plan};
 use crate::runtime::check_spill_folder;
-use crate::settings::{DeviceSettings, HiddenStatesChoice};
+use crate::settings::{ComputeDtype, DeviceSettings, HiddenStatesChoice};
 
 /// The planner of a run on this machine.
 pub(super) struct Planning<'a> {
@@ -44,6 +47,21 @@ impl<'a> Planning<'a> {
     /// Fails where it does not fit, with the shortage and flags that do.
     pub(super) fn plan(&self, shape: &RunShape<'_>) -> Result<Plan> {
         Ok(plan(shape, &self.inventory()?, &self.policy)?)
+    }
+
+    /// Names a much faster `--dtype` in the notes of a plan, if there is one.
+    ///
+    /// # Errors
+    /// Fails where the memory of this machine is unknown.
+    pub(super) fn name_faster_dtype(
+        &self,
+        dtype: ComputeDtype,
+        plan: &mut Plan,
+        shape: &RunShape<'_>,
+    ) -> Result<()> {
+        let machine = (&self.inventory()?, &self.policy);
+        plan.notes.extend(faster_dtype(dtype, plan, shape, machine));
+        Ok(())
     }
 
     fn inventory(&self) -> Result<Inventory> {
@@ -94,6 +112,31 @@ pub(super) fn plan(
     placement::plan(shape, inventory, policy).map_err(|failure| match failure {
         PlanFailure::DoesNotFit(shortages) => refusal(&shortages, shape, inventory, policy),
         PlanFailure::Unusable(failure) => failure,
+    })
+}
+
+/// Runs that take less are not worth another dtype, in seconds.
+const WORTH_ANOTHER_DTYPE: f64 = 60.0;
+/// The least gain of a dtype that is named, as a ratio of times.
+const NAMED_GAIN: f64 = 1.5;
+
+/// Names the `--dtype` that computes a planned run much faster on this CPU than `auto`, with its time. `None` where there is none.
+pub(super) fn faster_dtype(
+    dtype: ComputeDtype,
+    plan: &Plan,
+    shape: &RunShape<'_>,
+    (inventory, policy): (&Inventory, &Policy),
+) -> Option<String> {
+    let is_chosen = dtype == ComputeDtype::Auto && !matches!(shape.products, Products::Bf16(_));
+    let kernel = Kernel::best_bf16().filter(|_| is_chosen && plan.computing() == "cpu")?;
+    let in_bf16 = RunShape { products: Products::Bf16(kernel), ..shape.clone() };
+    let other = placement::plan(&in_bf16, inventory, policy).ok()?;
+    let (now, then) = (plan.time.seconds, other.time.seconds);
+    (now >= WORTH_ANOTHER_DTYPE && now >= NAMED_GAIN * then).then(|| {
+        format!(
+            "--dtype bf16 takes about {} instead: it rounds the factors of products to bf16",
+            duration(then)
+        )
     })
 }
 

@@ -92,6 +92,7 @@ impl Planning<'_> {
                 plan = self.plan(&shape)?;
             }
         }
+        self.name_faster_dtype(settings.model.dtype, &mut plan, &shape)?;
         Ok((Arc::new(texts), plan, resident))
     }
 }

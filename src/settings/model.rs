@@ -37,7 +37,8 @@ pub struct ModelSettings {
     ///
     /// Never changes the dtype of the output, which is the source's. On a CPU with bf16 products (AMD from Zen 4, Intel from
     /// Sapphire Rapids on) `auto` multiplies bf16 weights by activations rounded to bf16, accumulating in f32, which is several
-    /// times as fast as f32; masks differ in some near-ties. Everything else is f32: on a CPU with AMX tiles (Intel from Sapphire
+    /// times as fast as f32; masks differ in some near-ties. `bf16` does so for checkpoints of any dtype: scores and the saved
+    /// weights are still made from the stored weights. Everything else is f32: on a CPU with AMX tiles (Intel from Sapphire
     /// Rapids on) by sums of bf16 products, about as exact as f32's own and faster, and with `f32` by one chain of multiply-adds,
     /// which gives the same bits on every CPU that has them fused. PyTorch's names mean the same: float32, float16, bfloat16.
     #[arg(hide_short_help = true, long, value_name = "DTYPE", default_value = "auto")]
@@ -63,7 +64,7 @@ pub enum ComputeDtype {
     F32,
     /// Single precision as sums of products of bf16 parts, three of an activation, on AMX tiles
     Bf16x3,
-    /// bf16 products with f32 accumulation, for bf16 checkpoints
+    /// bf16 products with f32 accumulation; weights of other checkpoints are rounded for the products only
     #[value(aliases = ["bfloat16", "torch.bfloat16"])]
     Bf16,
     /// For f16 checkpoints: f16 on GPUs; the CPU computes them in single precision

@@ -255,7 +255,7 @@ fn check_device(settings: &Settings) -> Result<()> {
     if settings.model.dtype == ComputeDtype::F16 {
         return Err(Failure::usage("training in f16 is refused: its gradients underflow")
             .detail("f16 ends at 6e-8, and gradients of deep layers are smaller")
-            .hint("use --dtype bf16 for a bf16 checkpoint, or --dtype f32")
+            .hint("use --dtype bf16, or --dtype f32")
             .into());
     }
     let keeps = settings.recovery.as_ref();

@@ -7,13 +7,15 @@
 
 use super::packed::{Factors, Line, TILE, TILE_DEPTH as DEPTH, TILE_LINES};
 use std::arch::x86_64::{
-    __m256i, __m512, __m512bh, __m512i, _mm512_and_si512, _mm512_castsi512_ps,
+    __m256i, __m512, __m512bh, __m512i, _mm256_loadu_si256, _mm512_and_si512, _mm512_castsi512_ps,
     _mm512_castsi512_si256, _mm512_cmpeq_epi16_mask, _mm512_cvtepu16_epi32, _mm512_cvtne2ps_pbh,
-    _mm512_dpbf16_ps, _mm512_extracti64x4_epi64, _mm512_loadu_ps, _mm512_permutexvar_epi16,
-    _mm512_set1_epi16, _mm512_set1_epi32, _mm512_setzero_ps, _mm512_slli_epi32, _mm512_storeu_ps,
-    _mm512_sub_ps,
+    _mm512_cvtph_ps, _mm512_dpbf16_ps, _mm512_extracti64x4_epi64, _mm512_loadu_ps,
+    _mm512_permutexvar_epi16, _mm512_set1_epi16, _mm512_set1_epi32, _mm512_setzero_ps,
+    _mm512_setzero_si512, _mm512_slli_epi32, _mm512_storeu_ps, _mm512_sub_ps,
 };
 use std::mem::transmute;
+
+use half::f16;
 
 /// Rows of a block: half a tile.
 const ROWS: usize = 8;
@@ -59,29 +61,106 @@ fn round_steps<const PARTS: usize>(
     in_tile: usize,
     lines: &mut [Line],
 ) -> bool {
-    let exponent = _mm512_set1_epi16(0x7f80);
     let mut special = 0;
     let steps = lines.chunks_exact_mut(PARTS * TILE_LINES);
     for (values, lines) in values.iter().zip(steps) {
         let (low, high) = values.split_at(TILE);
         // SAFETY: either half is 16 elements.
-        let mut rest = unsafe { [_mm512_loadu_ps(low.as_ptr()), _mm512_loadu_ps(high.as_ptr())] };
-        for part in 0..PARTS {
+        let wide = unsafe { [_mm512_loadu_ps(low.as_ptr()), _mm512_loadu_ps(high.as_ptr())] };
+        let (parts, specials) = parts_of::<PARTS>(wide);
+        special |= specials;
+        for (part, bits) in parts.into_iter().enumerate() {
             // SAFETY: both are 64 bytes without invalid values.
-            let bits: __m512i = unsafe { transmute(_mm512_cvtne2ps_pbh(rest[1], rest[0])) };
-            let line = &mut lines[part * TILE_LINES + in_tile].0;
-            // SAFETY: both are 64 bytes without invalid values.
-            *line = unsafe { transmute::<__m512i, [u16; DEPTH]>(bits) };
-            if PARTS > 1 && part == 0 {
-                special |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(bits, exponent), exponent);
-            }
-            if part + 1 < PARTS {
-                rest[0] = _mm512_sub_ps(rest[0], widened(_mm512_castsi512_si256(bits)));
-                rest[1] = _mm512_sub_ps(rest[1], widened(_mm512_extracti64x4_epi64::<1>(bits)));
-            }
+            lines[part * TILE_LINES + in_tile].0 =
+                unsafe { transmute::<__m512i, [u16; DEPTH]>(bits) };
         }
     }
     special != 0
+}
+
+/// The bits of the parts of 32 numbers, and a bit for each number whose first part is not finite, where numbers are split.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+fn parts_of<const PARTS: usize>(mut rest: [__m512; 2]) -> ([__m512i; PARTS], u32) {
+    let exponent = _mm512_set1_epi16(0x7f80);
+    let mut special = 0;
+    let mut parts = [_mm512_setzero_si512(); PARTS];
+    for (part, taken) in parts.iter_mut().enumerate() {
+        // SAFETY: both are 64 bytes without invalid values.
+        let bits: __m512i = unsafe { transmute(_mm512_cvtne2ps_pbh(rest[1], rest[0])) };
+        *taken = bits;
+        if PARTS > 1 && part == 0 {
+            special = _mm512_cmpeq_epi16_mask(_mm512_and_si512(bits, exponent), exponent);
+        }
+        if part + 1 < PARTS {
+            rest[0] = _mm512_sub_ps(rest[0], widened(_mm512_castsi512_si256(bits)));
+            rest[1] = _mm512_sub_ps(rest[1], widened(_mm512_extracti64x4_epi64::<1>(bits)));
+        }
+    }
+    (parts, special)
+}
+
+/// Elements that are widened to f32, 16 at a time.
+pub(super) trait Widened: Copy {
+    /// # Safety
+    /// The CPU has AVX-512, and 16 elements can be read.
+    unsafe fn sixteen(at: *const Self) -> __m512;
+}
+
+impl Widened for f32 {
+    #[inline(always)]
+    unsafe fn sixteen(at: *const Self) -> __m512 {
+        // SAFETY: as the function's own.
+        unsafe { _mm512_loadu_ps(at) }
+    }
+}
+
+impl Widened for f16 {
+    #[inline(always)]
+    unsafe fn sixteen(at: *const Self) -> __m512 {
+        // SAFETY: as the function's own.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(at.cast())) }
+    }
+}
+
+/// Rounds or splits a tile of a matrix that is read by rows: 16 pairs of elements for each of 16 rows and each part. Returns false if a
+/// number to split is not finite, or rounds to infinity: then the tile is not complete.
+///
+/// # Arguments
+/// * `values`: [`TILE`] rows of [`DEPTH`] elements, `stride` apart
+///
+/// # Panics
+/// Panics when a slice is shorter than its shape.
+pub(super) fn round_tile<E: Widened, const PARTS: usize>(
+    values: &[E],
+    stride: usize,
+    parts: &mut [[[u32; TILE]; TILE]; PARTS],
+) -> bool {
+    assert!(can_round());
+    // SAFETY: the features were just detected.
+    unsafe { round_rows(values, stride, parts) }
+}
+
+/// The loop of [`round_tile`].
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+fn round_rows<E: Widened, const PARTS: usize>(
+    values: &[E],
+    stride: usize,
+    parts: &mut [[[u32; TILE]; TILE]; PARTS],
+) -> bool {
+    let mut special = 0;
+    for row in 0..TILE {
+        let (low, high) = values[row * stride..][..DEPTH].split_at(TILE);
+        // SAFETY: either half is 16 elements.
+        let wide = unsafe { [E::sixteen(low.as_ptr()), E::sixteen(high.as_ptr())] };
+        let (taken, specials) = parts_of::<PARTS>(wide);
+        special |= specials;
+        for (part, bits) in parts.iter_mut().zip(taken) {
+            // SAFETY: both are 64 bytes without invalid values.
+            part[row] = unsafe { transmute::<__m512i, [u32; TILE]>(bits) };
+        }
+    }
+    special == 0
 }
 
 /// Rounds or splits a tile of a matrix that is read by columns: pairs of elements (k, column), (k + 1, column) for even k, a line of 16
@@ -93,14 +172,14 @@ fn round_steps<const PARTS: usize>(
 ///
 /// # Panics
 /// Panics when a slice is shorter than its shape.
-pub(super) fn round_pairs<const PARTS: usize>(
-    values: &[f32],
+pub(super) fn round_pairs<E: Widened, const PARTS: usize>(
+    values: &[E],
     stride: usize,
     lines: &mut [[u32; TILE]],
 ) -> bool {
     assert!(can_round() && lines.len() == PARTS * TILE_LINES);
     // SAFETY: the features were just detected.
-    unsafe { round_lines::<PARTS>(values, stride, lines) }
+    unsafe { round_lines::<E, PARTS>(values, stride, lines) }
 }
 
 /// Positions of the words of two halves, a word of each half in turn.
@@ -117,12 +196,11 @@ const IN_TURN: [u16; DEPTH] = {
 
 /// The loop of [`round_pairs`].
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-fn round_lines<const PARTS: usize>(
-    values: &[f32],
+fn round_lines<E: Widened, const PARTS: usize>(
+    values: &[E],
     stride: usize,
     lines: &mut [[u32; TILE]],
 ) -> bool {
-    let exponent = _mm512_set1_epi16(0x7f80);
     // SAFETY: both are 64 bytes without invalid values.
     let in_turn: __m512i = unsafe { transmute(IN_TURN) };
     let mut special = 0;
@@ -130,21 +208,14 @@ fn round_lines<const PARTS: usize>(
         let even = &values[2 * pair * stride..][..TILE];
         let odd = &values[(2 * pair + 1) * stride..][..TILE];
         // SAFETY: both rows have 16 elements.
-        let mut rest = unsafe { [_mm512_loadu_ps(even.as_ptr()), _mm512_loadu_ps(odd.as_ptr())] };
-        for part in 0..PARTS {
-            // SAFETY: both are 64 bytes without invalid values.
-            let bits: __m512i = unsafe { transmute(_mm512_cvtne2ps_pbh(rest[1], rest[0])) };
+        let wide = unsafe { [E::sixteen(even.as_ptr()), E::sixteen(odd.as_ptr())] };
+        let (parts, specials) = parts_of::<PARTS>(wide);
+        special |= specials;
+        for (part, bits) in parts.into_iter().enumerate() {
             // SAFETY: both are 64 bytes without invalid values.
             lines[part * TILE_LINES + pair] = unsafe {
                 transmute::<__m512i, [u32; TILE]>(_mm512_permutexvar_epi16(in_turn, bits))
             };
-            if PARTS > 1 && part == 0 {
-                special |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(bits, exponent), exponent);
-            }
-            if part + 1 < PARTS {
-                rest[0] = _mm512_sub_ps(rest[0], widened(_mm512_castsi512_si256(bits)));
-                rest[1] = _mm512_sub_ps(rest[1], widened(_mm512_extracti64x4_epi64::<1>(bits)));
-            }
         }
     }
     special == 0

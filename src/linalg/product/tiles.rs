@@ -284,6 +284,21 @@ fn pack_straight<const PARTS: usize>(
         turn(&rows, lines);
         return;
     }
+    #[cfg(target_arch = "x86_64")]
+    if (present, some) == (TILE, DEPTH) && super::avx512::can_round() {
+        let mut parts = [[[0u32; TILE]; TILE]; PARTS];
+        let is_complete = match columns.values {
+            Values::F32(values) => super::avx512::round_tile(values, columns.stride, &mut parts),
+            Values::F16(values) => super::avx512::round_tile(values, columns.stride, &mut parts),
+            Values::Bf16(_) => false,
+        };
+        if is_complete {
+            for (part, lines) in parts.iter().zip(lines.chunks_exact_mut(TILE_LINES)) {
+                turn(part, lines);
+            }
+            return;
+        }
+    }
     if present < TILE {
         lines.iter_mut().for_each(|line| line.fill(0));
     }
@@ -312,7 +327,12 @@ fn pack_transposed<const PARTS: usize>(
         Values::F32(values)
             if is_whole
                 && super::avx512::can_round()
-                && super::avx512::round_pairs::<PARTS>(values, columns.stride, lines) => {}
+                && super::avx512::round_pairs::<_, PARTS>(values, columns.stride, lines) => {}
+        #[cfg(target_arch = "x86_64")]
+        Values::F16(values)
+            if is_whole
+                && super::avx512::can_round()
+                && super::avx512::round_pairs::<_, PARTS>(values, columns.stride, lines) => {}
         Values::Bf16(values) if is_whole && PARTS == 1 => {
             for (pair, line) in lines.iter_mut().enumerate() {
                 let even: [bf16; TILE] = of_length(&values[2 * pair * columns.stride..]);
@@ -390,6 +410,8 @@ pub(super) fn rounded(value: f32) -> u16 {
 
 #[cfg(test)]
 mod tests {
+    use half::f16;
+
     use super::*;
 
     /// Both packed forms of a matrix by columns, and of the same matrix turned, by rows.
@@ -433,11 +455,17 @@ mod tests {
             };
             let halves = [narrow(&straight), narrow(&turned)];
             let halves = [Values::Bf16(&halves[0]), Values::Bf16(&halves[1])];
+            let half_precision = [&straight, &turned].map(|values| -> Vec<f16> {
+                values.iter().map(|&value| f16::from_f32(value)).collect()
+            });
+            let f16s = [Values::F16(&half_precision[0]), Values::F16(&half_precision[1])];
             for [columns, rows] in [
                 both::<1>(f32s, [rows, inner]),
                 both::<3>(f32s, [rows, inner]),
                 both::<1>(halves, [rows, inner]),
                 both::<2>(halves, [rows, inner]),
+                both::<1>(f16s, [rows, inner]),
+                both::<2>(f16s, [rows, inner]),
             ] {
                 assert!(columns.iter().zip(&rows).all(|(column, row)| column.0 == row.0));
             }

@@ -167,3 +167,44 @@ fn packed_rows_have_the_bits_of_a_loop_over_elements() {
     parts_are_taken_one_by_one::<1>();
     parts_are_taken_one_by_one::<3>();
 }
+
+/// Every packing of columns on this CPU gives the bits of [`take_part`] for all stored dtypes, or zero for a subnormal number.
+fn parts_of_columns_are_taken_one_by_one<const PARTS: usize>() {
+    // Three whole steps and the beginning of a fourth; more columns than a tile, fewer than two.
+    let (columns, inner) = (19, 3 * 32 + 5);
+    let mut numbers = numbers(columns * inner, 12);
+    let odd = [0.0, -0.0, 65504.0, 1e9, f32::MAX, f32::INFINITY, f32::NAN, 6e-8, 1e-45, 1e-38];
+    for (at, odd) in odd.into_iter().enumerate() {
+        numbers[at * inner + 7 * at % 96] = odd;
+    }
+    let halves: Vec<f16> = numbers.iter().map(|&value| f16::from_f32(value)).collect();
+    let brains = stored(&numbers);
+    let steps = inner.div_ceil(32);
+    for values in [Values::F32(&numbers), Values::F16(&halves), Values::Bf16(&brains)] {
+        let mut lines = vec![Line([7; 32]); 2 * steps * PARTS * 16];
+        let strided = Strided::rows(values, inner);
+        super::tiles::pack_columns::<PARTS>(strided, columns, inner, 2, &mut lines);
+        let mut wide = vec![0.0; numbers.len()];
+        values.widen(0, &mut wide);
+        for (column, at) in (0..32).flat_map(|column| (0..32 * steps).map(move |at| (column, at))) {
+            let is_there = column < columns && at < inner;
+            let value = if is_there { wide[column * inner + at] } else { 0.0 };
+            let mut rest = value;
+            for part in 0..PARTS {
+                let wanted = bf16::from_bits(take_part::<PARTS>(&mut rest));
+                let line = ((column / 16 * steps + at / 32) * PARTS + part) * 16 + at % 32 / 2;
+                let got = bf16::from_bits(lines[line].0[2 * (column % 16) + at % 2]);
+                let is_same = got.to_bits() == wanted.to_bits() || got.is_nan() && wanted.is_nan();
+                let is_tiny = got == bf16::ZERO && wanted.to_f32().abs() <= f32::MIN_POSITIVE;
+                assert!(is_same || is_tiny, "{value}, part {part}: {got} {wanted}");
+            }
+        }
+    }
+}
+
+#[test]
+fn packed_columns_have_the_bits_of_a_loop_over_elements() {
+    parts_of_columns_are_taken_one_by_one::<1>();
+    parts_of_columns_are_taken_one_by_one::<2>();
+    parts_of_columns_are_taken_one_by_one::<3>();
+}
