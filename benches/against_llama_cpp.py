@@ -98,6 +98,14 @@ def ours(model, count, *flags):
     return json.loads(run(*words))["tokens_per_second"]
 
 
+def has_bf16():
+    return "bf16 products" in run(prune, "--version")
+
+
+def in_bf16(model, weights):
+    return lambda count: ours(model, count, "--weights", weights, "--dtype", "bf16")
+
+
 def theirs(model, count):
     words = [llama / "llama-bench", "-m", model, "-t", count, "-p", 0, "-n", tokens, "-r", 1, "-o", "json"]
     return json.loads(run(*words))[0]["avg_ts"]
@@ -131,6 +139,7 @@ def main():
         "dense": lambda count: ours(dense, count, "--weights", "dense"),
         "compact": lambda count: ours(pruned, count, "--weights", "compact"),
         "int8": lambda count: ours(pruned, count, "--weights", "int8"),
+        **({"dense, bf16": in_bf16(dense, "dense"), "compact, bf16": in_bf16(pruned, "compact")} if has_bf16() else {}),
         "llama.cpp, bf16": lambda count: theirs(stored, count),
         "llama.cpp, Q8_0": lambda count: theirs(coded, count),
     }

@@ -120,7 +120,7 @@ impl ValueFormatter for OfPeak {
 /// f32, f32 by parts and bf16 where the CPU has them.
 fn arithmetics() -> Vec<Products> {
     let split = Kernel::has_split().then_some(Products::Split);
-    let bf16 = Kernel::best_bf16().map(Products::Bf16);
+    let bf16 = Kernel::best_bf16().map(Products::AllBf16);
     [Some(Products::F32), split, bf16].into_iter().flatten().collect()
 }
 
@@ -150,13 +150,7 @@ fn products_of(criterion: &mut Criterion<OfPeak>, products: Products) {
                 bencher.iter(|| matmul(&mut y, out, 1.0, lhs, rhs, Threads::All));
             });
         }
-        let dtypes: &[StoredDtype] = match products {
-            Products::F32 | Products::Split => {
-                &[StoredDtype::F32, StoredDtype::Bf16, StoredDtype::F16]
-            }
-            Products::Bf16(_) => &[StoredDtype::Bf16],
-        };
-        for &dtype in dtypes {
+        for dtype in [StoredDtype::F32, StoredDtype::Bf16, StoredDtype::F16] {
             against(products.kernel(dtype));
             let weight = StoredMatrix::from_f32(dtype, out, inner, &weight);
             let linear = Linear::new(weight, None).reused();

@@ -131,7 +131,7 @@ pub(super) fn gpus() -> Vec<Gpu> {
 /// # Errors
 /// Fails when the CPU or the checkpoint lacks what the dtype asks for.
 pub(super) fn products(dtype: ComputeDtype, stored: StoredDtype) -> Result<Products> {
-    let bf16 = || Kernel::best_bf16().map(Products::Bf16);
+    let bf16 = || Kernel::best_bf16().map(|kernel| bf16_products(kernel, stored));
     match (dtype, stored) {
         (ComputeDtype::F32, _) => Ok(Products::F32),
         (ComputeDtype::Auto, StoredDtype::Bf16) => Ok(bf16().unwrap_or_default()),
@@ -154,6 +154,15 @@ pub(super) fn products(dtype: ComputeDtype, stored: StoredDtype) -> Result<Produ
         ))
         .hint("use --dtype f32, or leave --dtype out")
         .into()),
+    }
+}
+
+/// The bf16 products of a kernel for a checkpoint whose widest matrices are `stored`. Of a bf16 checkpoint, a matrix in another dtype keeps
+/// its own.
+pub(super) fn bf16_products(kernel: Kernel, stored: StoredDtype) -> Products {
+    match stored {
+        StoredDtype::Bf16 => Products::Bf16(kernel),
+        StoredDtype::F32 | StoredDtype::F16 => Products::AllBf16(kernel),
     }
 }
 

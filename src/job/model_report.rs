@@ -75,7 +75,7 @@ pub(super) fn arithmetic(model: &OpenedModel, device: &DeviceSettings, plan: &Pl
         _ if on_gpus => (model.gpu_dtype.name(), "cuBLAS".to_string()),
         Products::F32 => ("f32", Kernel::Fused.name().to_string()),
         Products::Split => ("f32", Kernel::split(model.dtype()).name().to_string()),
-        Products::Bf16(kernel) => ("bf16", kernel.name().to_string()),
+        Products::Bf16(kernel) | Products::AllBf16(kernel) => ("bf16", kernel.name().to_string()),
     };
     Arithmetic {
         device: computing,

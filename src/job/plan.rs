@@ -144,8 +144,9 @@ fn products(settings: &PlanSettings, stored: StoredDtype) -> Result<Products> {
             Ok(Products::F32)
         }
         (ComputeDtype::Bf16x3, _, Some(_)) => Ok(Products::Split),
-        (ComputeDtype::Bf16, _, Some(_)) => {
-            Ok(Products::Bf16(Kernel::best_bf16().unwrap_or(Kernel::Amx)))
+        (ComputeDtype::Bf16, stored, Some(_)) => {
+            let kernel = Kernel::best_bf16().unwrap_or(Kernel::Amx);
+            Ok(machine::bf16_products(kernel, stored))
         }
         _ => machine::products(dtype, stored),
     }

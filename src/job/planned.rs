@@ -127,9 +127,9 @@ pub(super) fn faster_dtype(
     shape: &RunShape<'_>,
     (inventory, policy): (&Inventory, &Policy),
 ) -> Option<String> {
-    let is_chosen = dtype == ComputeDtype::Auto && !matches!(shape.products, Products::Bf16(_));
+    let is_chosen = dtype == ComputeDtype::Auto && !shape.products.are_bf16();
     let kernel = Kernel::best_bf16().filter(|_| is_chosen && plan.computing() == "cpu")?;
-    let in_bf16 = RunShape { products: Products::Bf16(kernel), ..shape.clone() };
+    let in_bf16 = RunShape { products: Products::AllBf16(kernel), ..shape.clone() };
     let other = placement::plan(&in_bf16, inventory, policy).ok()?;
     let (now, then) = (plan.time.seconds, other.time.seconds);
     (now >= WORTH_ANOTHER_DTYPE && now >= NAMED_GAIN * then).then(|| {

@@ -136,6 +136,7 @@ mod tests {
         for kernel in super::super::product::Kernel::all() {
             if kernel.is_bf16() {
                 all.push((Products::Bf16(kernel), 1.0 / 256.0));
+                all.push((Products::AllBf16(kernel), 1.0 / 128.0));
             }
         }
         if super::super::product::Kernel::has_split() {

@@ -55,7 +55,7 @@ pub fn f32_kernel() -> Kernel {
 /// rows, like the products of the layer.
 pub fn kernel_of(products: Products) -> Kernel {
     match products {
-        Products::Bf16(kernel) => kernel,
+        Products::Bf16(kernel) | Products::AllBf16(kernel) => kernel,
         Products::F32 | Products::Split => f32_kernel(),
     }
 }

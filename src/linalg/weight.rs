@@ -62,13 +62,15 @@ pub enum Products {
     Split,
     /// bf16 products with sums in f32; activations are rounded to bf16. Weights that are not bf16 have f32 products.
     Bf16(Kernel),
+    /// The same for weights of any dtype, which are rounded to bf16 while they are packed.
+    AllBf16(Kernel),
 }
 
 impl Products {
     /// The kernel for weights of this dtype.
     pub fn kernel(self, dtype: StoredDtype) -> Kernel {
         match (self, dtype) {
-            (Self::Bf16(kernel), StoredDtype::Bf16) => kernel,
+            (Self::Bf16(kernel), StoredDtype::Bf16) | (Self::AllBf16(kernel), _) => kernel,
             (Self::Split, dtype) => Kernel::split(dtype),
             (Self::F32 | Self::Bf16(_), _) => Kernel::Fused,
         }
@@ -87,8 +89,13 @@ impl Products {
         match self {
             Self::F32 => Kernel::Fused,
             Self::Split => Kernel::split(StoredDtype::F32),
-            Self::Bf16(kernel) => kernel,
+            Self::Bf16(kernel) | Self::AllBf16(kernel) => kernel,
         }
+    }
+
+    /// Returns whether activations are rounded to bf16.
+    pub fn are_bf16(self) -> bool {
+        matches!(self, Self::Bf16(_) | Self::AllBf16(_))
     }
 }
 
@@ -341,7 +348,7 @@ impl Weight {
 
     /// The form in which the product of one token takes its input. `None` for a weight at rest.
     pub(super) fn one_token_form(&self, context: &ProductContext) -> Option<InputForm> {
-        let rounds = matches!(context.products, Products::Bf16(_));
+        let rounds = context.products.are_bf16();
         match self {
             Self::Held(matrix) => Some(one_token::form_of(matrix.dtype(), rounds)),
             Self::Compact(matrix) => Some(match (matrix.form(), context.activations) {

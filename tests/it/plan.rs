@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use prune::bytes::ByteSize;
 use prune::linalg::StoredDtype;
+use prune::linalg::product::Kernel;
 use prune::run::{HiddenStatesStorage, Plan};
 use prune::synthetic::RandomCheckpoint;
 use serde_json::{Value, json};
@@ -35,6 +36,27 @@ fn a_shape_is_planned_without_a_checkpoint() {
     let text = place.run("plan --shape llama-2-7b --max-memory cpu=24GiB").stdout;
     for part in ["6.74 billion parameters", "hidden states", "calibrate", "head", "about "] {
         assert!(text.contains(part), "{part}: {text}");
+    }
+}
+
+#[test]
+fn a_plan_names_a_dtype_that_is_much_faster_on_this_cpu() {
+    let place = Place::empty();
+    let plan = |flags: &str| {
+        let base = "plan --shape llama-2-7b --threads 2 --max-memory cpu=24GiB --json";
+        plan_of(&place.run(&format!("{base} {flags}")))
+    };
+    let names = |plan: &Plan| plan.notes.iter().any(|note| note.contains("--dtype bf16 takes"));
+    let has_bf16 = Kernel::best_bf16().is_some();
+    let automatic = plan("");
+    assert_eq!(names(&automatic), has_bf16, "{:?}", automatic.notes);
+    assert!(!names(&plan("--dtype f32")), "f32 was asked for");
+    fs::write(place.path("machine.json"), r#"{"cpu": {"memory": "24GiB", "threads": 2}}"#).unwrap();
+    let elsewhere = place.run("plan --shape llama-2-7b --inventory machine.json --json");
+    assert!(!names(&plan_of(&elsewhere)), "the CPU of a described machine is unknown");
+    if has_bf16 {
+        let in_bf16 = plan("--dtype bf16");
+        assert!(!names(&in_bf16) && automatic.time.seconds > 1.5 * in_bf16.time.seconds);
     }
 }
 

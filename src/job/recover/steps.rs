@@ -398,7 +398,7 @@ impl<'a> Training<'a> {
 /// The dtype of stored hidden states: the dtype of the arithmetic.
 pub(super) fn states_dtype(products: Products) -> StoredDtype {
     match products {
-        Products::Bf16(_) => StoredDtype::Bf16,
+        Products::Bf16(_) | Products::AllBf16(_) => StoredDtype::Bf16,
         Products::F32 | Products::Split => StoredDtype::F32,
     }
 }

@@ -8,7 +8,7 @@ use half::f16;
 
 use super::super::compact::{Codes, CompactPart};
 use super::super::int8::wide_scale;
-use super::ahead::{LINE, ask_for, reads_by_row};
+use super::ahead::{LINE, ask_for, rows_at_once};
 use super::input::{Input, InputGroup};
 use super::vectors::{CODES, CodeFactors, Step, Vectors};
 
@@ -39,7 +39,7 @@ pub(super) fn kept<V: Step<E, X>, E, X>(
     out: &mut [f32],
 ) {
     let rows = match size_of::<X>() {
-        4 if !reads_by_row() => V::ROWS,
+        4 => rows_at_once(x, V::ROWS),
         _ => 1,
     };
     let whole = out.len() / rows * rows;

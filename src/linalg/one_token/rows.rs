@@ -14,7 +14,7 @@ use half::{bf16, f16};
 
 use super::super::compact::KeptValues;
 use super::super::product::Values;
-use super::ahead::{LINE, ask_for, reads_by_row};
+use super::ahead::{LINE, ask_for, asks_for_dense, rows_at_once};
 #[cfg(target_arch = "x86_64")]
 use super::avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
@@ -209,8 +209,7 @@ where
     }
 }
 
-/// As many rows as `Vectors::ROWS` pass at once, so that activations that fill the first-level cache are read once for all of them; on Intel's
-/// CPUs each row passes alone.
+/// Dense rows, as many at once as [`rows_at_once`] says.
 #[inline(always)]
 fn dense<V: Step<E, X>, E: Copy + Default, X>(
     v: V,
@@ -220,16 +219,15 @@ fn dense<V: Step<E, X>, E: Copy + Default, X>(
     out: &mut [f32],
 ) {
     assert_eq!(x.len(), columns.div_ceil(GROUP), "the input has another form");
-    if reads_by_row() {
-        return dense_rows::<V, E, X, 1, true>(v, values, columns, x, out);
-    }
-    let whole = out.len() / V::ROWS * V::ROWS;
+    let rows = rows_at_once(x, V::ROWS);
+    let whole = out.len() / rows * rows;
     let (values, last) = values.split_at(whole * columns);
     let (out, last_out) = out.split_at_mut(whole);
     // Calls by name, which are compiled for the instructions of their caller.
-    match V::ROWS {
+    match rows {
         4 => dense_rows::<V, E, X, 4, false>(v, values, columns, x, out),
         2 => dense_rows::<V, E, X, 2, false>(v, values, columns, x, out),
+        _ if asks_for_dense() => dense_rows::<V, E, X, 1, true>(v, values, columns, x, out),
         _ => dense_rows::<V, E, X, 1, false>(v, values, columns, x, out),
     }
     if !last_out.is_empty() {

@@ -48,6 +48,7 @@ fn logits(generator: &mut Generator) -> Result<Vec<Vec<f32>>> {
 fn logits_have_the_same_bits_without_stored_zeros() -> Result<()> {
     let mut products = vec![Products::F32];
     products.extend(Kernel::best_bf16().map(Products::Bf16));
+    products.extend(Kernel::best_bf16().map(Products::AllBf16));
     for dtype in [StoredDtype::F32, StoredDtype::F16, StoredDtype::Bf16] {
         for sparsity in ["--sparsity-ratio 0.5", "--sparsity-ratio 0.5 --sparsity-type 2:4"] {
             let shape = RandomCheckpoint {
