@@ -68,6 +68,7 @@ pub fn write_packed(folder: &Path) {
     let mut settings = Settings::pruning(folder.join("m"));
     if let Some(sparsity) = &mut settings.sparsity {
         sparsity.prune_method = "magnitude".to_string();
+        sparsity.selection.sparsity_ratio = Some(0.5);
     }
     settings.evaluation.eval = EvalSides::None;
     settings.output.save_model = Some(halved.clone());
