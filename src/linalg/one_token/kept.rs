@@ -8,7 +8,7 @@ use half::f16;
 
 use super::super::compact::{Codes, CompactPart};
 use super::super::int8::wide_scale;
-use super::ahead::{LINE, ask_for, rows_at_once};
+use super::ahead::{LINE, ask_for, rows_together};
 use super::input::{Input, InputGroup};
 use super::vectors::{CODES, CodeFactors, Step, Vectors};
 
@@ -28,7 +28,7 @@ pub(super) struct PartRows<'a> {
     pub first: usize,
 }
 
-/// Kept values, by as many rows at once as [`dense`] where activations are f32. Activations in bf16 leave room in the first-level cache,
+/// Kept values, by as many rows at once as dense rows where activations are f32. Activations in bf16 leave room in the first-level cache,
 /// and a single row is read faster.
 #[inline(always)]
 pub(super) fn kept<V: Step<E, X>, E, X>(
@@ -39,7 +39,7 @@ pub(super) fn kept<V: Step<E, X>, E, X>(
     out: &mut [f32],
 ) {
     let rows = match size_of::<X>() {
-        4 => rows_at_once(x, V::ROWS),
+        4 => rows_together(x, V::ROWS),
         _ => 1,
     };
     let whole = out.len() / rows * rows;

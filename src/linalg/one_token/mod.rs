@@ -11,7 +11,7 @@
 //! | `input` | the input in the forms that rows multiply |
 //! | `rows` | the choice of the instructions, and the loop over dense rows on one thread |
 //! | `kept` | the loops over rows of compact weights |
-//! | `ahead` | software prefetches |
+//! | `ahead` | software prefetches, and the choice of rows that pass at once |
 //! | `vectors` | sums of 64 columns at a time: the traits, and the implementation for any CPU |
 //! | `avx2`, `avx512` | the implementations for x86 |
 

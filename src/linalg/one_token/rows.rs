@@ -4,7 +4,7 @@
     target_arch = "x86_64",
     expect(
         unsafe_code,
-        reason = "calls of functions that are compiled for instructions the CPU has, and prefetches"
+        reason = "calls of functions that are compiled for instructions the CPU has"
     )
 )]
 
@@ -14,7 +14,7 @@ use half::{bf16, f16};
 
 use super::super::compact::KeptValues;
 use super::super::product::Values;
-use super::ahead::{LINE, ask_for, asks_for_dense, rows_at_once};
+use super::ahead::{LINE, ask_for, asks_for_dense, rows_together};
 #[cfg(target_arch = "x86_64")]
 use super::avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
@@ -209,7 +209,7 @@ where
     }
 }
 
-/// Dense rows, as many at once as [`rows_at_once`] says.
+/// Dense rows, as many at once as [`rows_together`] says.
 #[inline(always)]
 fn dense<V: Step<E, X>, E: Copy + Default, X>(
     v: V,
@@ -219,7 +219,7 @@ fn dense<V: Step<E, X>, E: Copy + Default, X>(
     out: &mut [f32],
 ) {
     assert_eq!(x.len(), columns.div_ceil(GROUP), "the input has another form");
-    let rows = rows_at_once(x, V::ROWS);
+    let rows = rows_together(x, V::ROWS);
     let whole = out.len() / rows * rows;
     let (values, last) = values.split_at(whole * columns);
     let (out, last_out) = out.split_at_mut(whole);
