@@ -89,7 +89,8 @@ fn with_large_layers() -> RandomCheckpoint {
 #[test]
 fn the_memory_of_compact_layers_is_as_planned_and_less_than_of_dense_layers() {
     let place = pruned(&with_large_layers(), "--sparsity-ratio 0.7");
-    let of = |more: &str| eval(&place, &format!("out/model {TEXT} --eval-windows 1 {more}")).0;
+    // With a single window, a layer may have passed before the next one is read: then only one is in memory.
+    let of = |more: &str| eval(&place, &format!("out/model {TEXT} --eval-windows 8 {more}")).0;
     let peak = |of: &Manifest| of.plan.as_ref().and_then(Plan::cpu).expect("a plan").peak.0 as f64;
     let dense = peak(&of("--weights dense"));
     for form in ["compact", "int8"] {
