@@ -24,11 +24,27 @@ pub(super) fn of_file(path: &Path) -> io::Result<String> {
 
 /// SHA-256 of ids written as int32, little endian: what `torch.tensor(ids).int().numpy().tobytes()` hashes to.
 pub fn of_ids(ids: &[u32]) -> String {
-    let mut hasher = Sha256::new();
-    for chunk in ids.chunks(4096) {
-        hasher.update(little_endian(chunk));
+    let mut hasher = IdHasher::default();
+    hasher.add(ids);
+    hasher.hex()
+}
+
+/// The hash of ids that come in parts, as [`of_ids`] computes it of all.
+#[derive(Default)]
+pub struct IdHasher(Sha256);
+
+impl IdHasher {
+    /// Adds the next ids.
+    pub fn add(&mut self, ids: &[u32]) {
+        for chunk in ids.chunks(4096) {
+            self.0.update(little_endian(chunk));
+        }
     }
-    hex(&hasher.finalize())
+
+    /// The hash of all ids.
+    pub fn hex(self) -> String {
+        hex(&self.0.finalize())
+    }
 }
 
 /// Ids as bytes of a file.

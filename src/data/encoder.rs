@@ -171,7 +171,7 @@ impl<'a> Encoder<'a> {
             pieces => {
                 let workers = match &mut self.workers {
                     Some(workers) => workers,
-                    none => none.insert(new_workers()?),
+                    none => none.insert(tokenizing_threads()?),
                 };
                 workers.install(|| {
                     pieces.par_iter().map(|(piece, _)| tokenizer.encode_bare(piece)).collect()
@@ -209,8 +209,12 @@ pub(super) fn worker_count() -> usize {
     rayon::current_num_threads().min(MOST_WORKERS)
 }
 
-/// Threads for one text. The library keeps tables per thread and frees them only with the thread, so these threads end with the text.
-fn new_workers() -> Result<ThreadPool> {
+/// Threads that tokenize. The library keeps up to 10,000 words per thread and frees them only with the thread, so these threads end with
+/// their work.
+///
+/// # Errors
+/// Fails when the system starts no thread.
+pub fn tokenizing_threads() -> Result<ThreadPool> {
     rayon::ThreadPoolBuilder::new()
         .num_threads(worker_count())
         .thread_name(|index| format!("tokenize-{index}"))

@@ -237,6 +237,14 @@ pub fn tokenize(
     load_tokenizer(tokenizer).max(kept(tokenizer) + tenths(IDS, size) + working)
 }
 
+/// The peak of loading a tokenizer and tokenizing questions, of which texts of `texts` bytes are in memory together.
+pub fn tokenize_questions(tokenizer: TokenizerSize, texts: ByteSize, threads: usize) -> ByteSize {
+    let workers = threads.clamp(1, MOST_WORKERS) as u64;
+    // An id has 4 bytes, and two letters at least, in text that questions are made of.
+    let working = ByteSize(3 * texts.0) + ByteSize(WORDS.0 * workers);
+    load_tokenizer(tokenizer).max(kept(tokenizer) + working + retained(tokenizer, threads))
+}
+
 /// The memory that stays after the tokenizer is dropped, until the run ends: the tables of its pattern.
 pub fn retained(tokenizer: TokenizerSize, threads: usize) -> ByteSize {
     let workers = threads.clamp(1, MOST_WORKERS) as u64;

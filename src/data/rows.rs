@@ -4,7 +4,8 @@
 //! at most 1 MiB: data of a task are sentences.
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use serde_json::{Map, Value};
@@ -22,7 +23,7 @@ const LONGEST: u64 = 1 << 20;
 /// The place of a row.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RowPlace {
-    path: PathBuf,
+    path: Arc<Path>,
     /// Lines count from 1, rows of parquet from 0.
     number: u64,
 }
@@ -64,10 +65,10 @@ fn json_lines(
     path: &Path,
     take: &mut dyn FnMut(RowPlace, Map<String, Value>) -> Result<()>,
 ) -> Result<()> {
-    let mut number = 0;
+    let (mut number, shared) = (0, Arc::from(path));
     for_each_line(path, LineMemory::UNBOUNDED, &mut |line| {
         number += 1;
-        let place = RowPlace { path: path.to_path_buf(), number };
+        let place = RowPlace { path: Arc::clone(&shared), number };
         if line.trim().is_empty() {
             return Ok(());
         }
@@ -112,9 +113,9 @@ fn parquet_rows(
     take: &mut dyn FnMut(RowPlace, Map<String, Value>) -> Result<()>,
 ) -> Result<()> {
     let file = ParquetFile::open(path)?;
-    let mut number = 0;
+    let (mut number, shared) = (0, Arc::from(path));
     file.for_each_row(None, &mut |row| {
-        let place = RowPlace { path: path.to_path_buf(), number };
+        let place = RowPlace { path: Arc::clone(&shared), number };
         number += 1;
         let row = object(&row, true).map_err(|why| place.failure(why))?;
         let text = serde_json::to_string(&row).context("writing a row as JSON")?;

@@ -16,7 +16,7 @@ use crate::model::{DecoderLayer, Head, Segment};
 use crate::run::phase::in_layer;
 use crate::run::{Event, Phase};
 use crate::runtime::{Compute, HiddenStates, Passenger, Reporter, SampleShare, Side};
-use crate::tasks::{PackedTasks, RequestScore, TaskPack};
+use crate::tasks::{PackedTasks, Prediction, RequestScore, TaskPack};
 
 /// A stream of packs, passed through the model.
 pub struct TaskAnswers<'a> {
@@ -29,9 +29,12 @@ pub struct TaskAnswers<'a> {
 }
 
 /// The sequences of the packs that a rank has.
-pub fn own_segments(packed: &PackedTasks, share: &SampleShare) -> Vec<Arc<[Segment]>> {
+///
+/// # Errors
+/// Fails where the packs cannot be read.
+pub fn own_segments(packed: &PackedTasks, share: &SampleShare) -> Result<Vec<Arc<[Segment]>>> {
     let own = share.own().iter();
-    own.map(|&pack| Arc::from(packed.packs[pack].segments.as_slice())).collect()
+    own.map(|&pack| Ok(Arc::from(packed.pack(pack)?.segments))).collect()
 }
 
 impl<'a> TaskAnswers<'a> {
@@ -61,18 +64,47 @@ impl<'a> TaskAnswers<'a> {
         self.scores.as_deref()
     }
 
-    /// Passes the packs of this rank through the head. Returns two numbers per prediction: ln p, and 1 for the largest logit.
-    fn predict(&mut self, head: &Head, compute: &mut Compute<'_>) -> Result<Vec<Vec<f64>>> {
-        let events = self.reporter.events;
+    /// Passes the packs of this rank through the head. Returns the scores of the requests in them.
+    fn predict(&mut self, head: &Head, compute: &mut Compute<'_>) -> Result<Vec<NumberedScore>> {
         let own = self.hidden.share().own().to_vec();
-        let mut seen: Vec<PackPredictions> =
-            own.iter().map(|&pack| PackPredictions::of(&self.packed.packs[pack])).collect();
+        let mut scores = Vec::new();
+        let (mut first, mut seen, mut scored) = (0, Vec::new(), 0);
+        for (at, &pack) in own.iter().enumerate() {
+            let of_pack = PackPredictions::of(self.packed.pack(pack)?);
+            if scored > 0 && scored + of_pack.seen.len() > SCORED_AT_ONCE {
+                self.predict_together(
+                    head,
+                    compute,
+                    first,
+                    std::mem::take(&mut seen),
+                    &mut scores,
+                )?;
+                (first, scored) = (at, 0);
+            }
+            scored += of_pack.seen.len();
+            seen.push(of_pack);
+        }
+        self.predict_together(head, compute, first, seen, &mut scores)?;
+        Ok(scores)
+    }
+
+    /// Passes packs from the place `first` on through the head, and adds their scores.
+    fn predict_together(
+        &mut self,
+        head: &Head,
+        compute: &mut Compute<'_>,
+        first: usize,
+        mut seen: Vec<PackPredictions>,
+        scores: &mut Vec<NumberedScore>,
+    ) -> Result<()> {
+        let events = self.reporter.events;
         let parts = head.chunks().len();
+        let packs = seen.len();
         for (part, rows) in head.chunks().enumerate() {
             let chunk = head.chunk(rows.clone())?;
             for (at, of_pack) in seen.iter_mut().enumerate() {
                 events.check()?;
-                let state = self.hidden.get(at)?;
+                let state = self.hidden.get(first + at)?;
                 let hidden_size = state.dim(1)?;
                 let scored = tensor::with_slice(&state, |state| -> Vec<f32> {
                     let rows = of_pack.rows.iter();
@@ -85,11 +117,11 @@ impl<'a> TaskAnswers<'a> {
                     of_pack.see(first, logits, &rows);
                     Ok(())
                 })?;
-                let passed = (part * own.len() + at + 1) / parts;
+                let passed = first + (part * packs + at + 1) / parts;
                 events.emit(Event::Progress { done: passed as u64 });
             }
         }
-        seen.iter().map(PackPredictions::numbers).collect()
+        seen.iter().try_for_each(|of_pack| of_pack.add_scores(scores))
     }
 }
 
@@ -124,15 +156,10 @@ impl Passenger for TaskAnswers<'_> {
             true => vec![own],
             false => compute.ranks().all_gather_values(&own)?,
         };
-        let all = SampleShare::in_order(self.packed.packs.len(), by_rank);
-        let mut scores =
-            vec![RequestScore { log_likelihood: 0.0, is_greedy: true }; self.packed.requests];
-        for (pack, numbers) in self.packed.packs.iter().zip(&all) {
-            for (prediction, numbers) in pack.predictions.iter().zip(numbers.as_chunks::<2>().0) {
-                let score = &mut scores[prediction.request as usize];
-                score.log_likelihood += numbers[0];
-                score.is_greedy &= numbers[1] == 1.0;
-            }
+        let none = RequestScore { log_likelihood: 0.0, is_greedy: true };
+        let mut scores = vec![none; self.packed.layout.requests];
+        for (request, score) in by_rank.into_iter().flatten() {
+            scores[request as usize] = score;
         }
         self.scores = Some(scores);
         // No later layer needs the packs.
@@ -141,11 +168,17 @@ impl Passenger for TaskAnswers<'_> {
     }
 }
 
-/// Bytes of a scored token at the head: while logits come, and its two numbers.
+/// A request's number and its score.
+type NumberedScore = (u32, RequestScore);
+
+/// Scored tokens that the head sees together. With more of them, a head that is read in parts is read again.
+pub const SCORED_AT_ONCE: usize = 1 << 15;
+
+/// Bytes of a scored token while logits come.
 pub const SCORING_BYTES: usize = size_of::<SeenPrediction>()
     + size_of::<(usize, usize)>()
     + size_of::<usize>()
-    + 4 * size_of::<f64>();
+    + size_of::<Prediction>();
 
 /// A scored token after some of the vocabulary.
 #[derive(Debug, Clone, Copy, Default)]
@@ -162,17 +195,16 @@ struct PackPredictions {
     /// The place of each prediction's row among them, and its token.
     places: Vec<(usize, usize)>,
     seen: Vec<SeenPrediction>,
+    predictions: Vec<Prediction>,
 }
 
 impl PackPredictions {
-    fn of(pack: &TaskPack) -> Self {
-        let mut rows: Vec<usize> = pack.predictions.iter().map(|of| of.row as usize).collect();
-        rows.sort_unstable();
-        rows.dedup();
+    fn of(pack: TaskPack) -> Self {
+        let rows = pack.scored_rows();
         let place = |row: u32| rows.partition_point(|&other| other < row as usize);
         let places = pack.predictions.iter().map(|of| (place(of.row), of.token as usize)).collect();
         let seen = vec![SeenPrediction::default(); pack.predictions.len()];
-        Self { places, seen, rows }
+        Self { places, seen, rows, predictions: pack.predictions }
     }
 
     /// Takes logits `[tokens, rows.len()]` of the rows from place `first` on.
@@ -193,31 +225,37 @@ impl PackPredictions {
         });
     }
 
-    fn numbers(&self) -> Result<Vec<f64>> {
-        let mut numbers = Vec::with_capacity(2 * self.seen.len());
-        for seen in &self.seen {
-            // Ids were checked against the embedding, which has as many rows as there are logits.
-            let loss = seen.next.loss().context("a token is beyond the head's vocabulary")?;
-            numbers.extend([-loss, f64::from(u8::from(seen.is_top))]);
+    /// Adds the scores of the requests, whose tokens follow each other.
+    fn add_scores(&self, scores: &mut Vec<NumberedScore>) -> Result<()> {
+        let mut tokens = self.predictions.iter().zip(&self.seen).peekable();
+        while let Some((first, _)) = tokens.peek() {
+            let request = first.request;
+            let mut score = RequestScore { log_likelihood: 0.0, is_greedy: true };
+            while let Some((_, seen)) = tokens.next_if(|(of, _)| of.request == request) {
+                // Ids were checked against the embedding, which has as many rows as there are logits.
+                let loss = seen.next.loss().context("a token is beyond the head's vocabulary")?;
+                score.log_likelihood -= loss;
+                score.is_greedy &= seen.is_top;
+            }
+            scores.push((request, score));
         }
-        Ok(numbers)
+        Ok(())
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tasks::Prediction;
 
     #[test]
     fn a_row_may_have_several_tokens_and_the_first_of_equal_logits_is_greedy() {
-        let prediction = |row, token| Prediction { row, token, request: 0 };
-        let predictions = vec![prediction(7, 1), prediction(7, 2), prediction(3, 0)];
+        let prediction = |row, token, request| Prediction { row, token, request };
+        let predictions = vec![prediction(7, 1, 4), prediction(7, 2, 5), prediction(3, 0, 6)];
         let pack = TaskPack { predictions, ..TaskPack::default() };
         // Row 3: p = (1/4, 3/4 …); row 7: tokens 1 and 2 have the same logit.
         let logits = [0.0, 3f32.ln(), -1e9, -1e9, 0.0, 2.0, 2.0, 0.0];
         for at_once in [1, 2, 4] {
-            let mut seen = PackPredictions::of(&pack);
+            let mut seen = PackPredictions::of(pack.clone());
             assert_eq!(seen.rows, [3, 7]);
             for start in (0..4).step_by(at_once) {
                 let rows = start..start + at_once;
@@ -225,10 +263,12 @@ mod tests {
                     logits.chunks(4).flat_map(|row| row[rows.clone()].to_vec()).collect();
                 seen.see(0, &part, &rows);
             }
-            let numbers = seen.numbers().unwrap();
-            assert_eq!([numbers[1], numbers[3], numbers[5]], [1.0, 0.0, 0.0], "{at_once}");
-            assert!((numbers[4] - 0.25f64.ln()).abs() < 1e-6, "f32 logits: {numbers:?}");
-            assert_eq!(numbers[0], numbers[2]);
+            let mut scores = Vec::new();
+            seen.add_scores(&mut scores).unwrap();
+            let [(4, one), (5, two), (6, three)] = scores[..] else { panic!("{scores:?}") };
+            assert_eq!([one.is_greedy, two.is_greedy, three.is_greedy], [true, false, false]);
+            assert!((three.log_likelihood - 0.25f64.ln()).abs() < 1e-6, "f32 logits: {three:?}");
+            assert_eq!(one.log_likelihood, two.log_likelihood);
         }
     }
 }

@@ -21,7 +21,7 @@ use super::prune::sweep;
 use super::resolved::{Pruning, allocates};
 use super::settle::smaller;
 use super::settled_run::{RunTask, SettledRun};
-use super::texts::Texts;
+use super::texts::{Texts, id_file};
 use super::{
     against, allocate, eval, layer_drop, rank_reports, same_run, target_size, weight_choice,
 };
@@ -33,7 +33,7 @@ use crate::ranks::Ranks;
 use crate::run::manifest::SweepMeasurements;
 use crate::run::{Event, Events, Manifest, Plan, RunState, Unfinished};
 use crate::settings::{Settings, WeightChoice};
-use crate::tasks::PackedTasks;
+use crate::tasks::{PackedTasks, TaskLayout};
 
 /// The message of the first rank before the sweep.
 #[derive(Serialize, Deserialize)]
@@ -49,7 +49,8 @@ pub(super) enum Start {
 pub(super) struct SharedRun {
     calibration: Option<Calibration>,
     windows: Option<Evaluation>,
-    tasks: Option<PackedTasks>,
+    /// The parts of the file of their token ids follow.
+    tasks: Option<TaskLayout>,
     plan: Plan,
     /// The plan of the dense model that it is compared with.
     against: Option<Plan>,
@@ -91,7 +92,7 @@ pub(super) fn share(job: &SettledRun, outputs: &Outputs<'_>) -> Result<()> {
     let shared = SharedRun {
         calibration: job.texts.calibration.clone(),
         windows: job.texts.windows.clone(),
-        tasks: job.texts.tasks.clone(),
+        tasks: job.texts.task_layout().cloned(),
         plan: job.plan.clone(),
         against: job.against.as_ref().map(|dense| dense.plan.clone()),
         state: RunState {
@@ -110,7 +111,9 @@ pub(super) fn share(job: &SettledRun, outputs: &Outputs<'_>) -> Result<()> {
         },
         deciding: same_run::late(&job.texts, &job.model, &job.settings.device, &job.plan),
     };
-    job.ranks.tell_others(&Start::Run(Box::new(shared)))
+    job.ranks.tell_others(&Start::Run(Box::new(shared)))?;
+    let tasks = job.texts.tasks.iter();
+    tasks.flat_map(PackedTasks::parts).try_for_each(|part| job.ranks.tell_others(&part?))
 }
 
 /// Tells the other ranks that the run had finished already.
@@ -161,6 +164,9 @@ impl SharedRun {
     /// Settles the run on this rank. It opens no file of the run: the first rank writes.
     fn settle(self, settings: Settings, ranks: &Ranks, events: &dyn Events) -> Result<SettledRun> {
         let mut settings = settings;
+        let tasks = self.tasks.map(|layout| {
+            PackedTasks::of_parts(layout, id_file(&settings)?, || ranks.hear_first())
+        });
         if let Some(weights) = &mut settings.weights {
             weights.weights = self.weights;
         }
@@ -184,7 +190,7 @@ impl SharedRun {
         let texts = Texts {
             calibration: self.calibration,
             windows: self.windows,
-            tasks: self.tasks,
+            tasks: tasks.transpose()?,
             examples: None,
         };
         let here = same_run::late(&texts, &model, &settings.device, &self.plan);

@@ -10,8 +10,8 @@ use super::planned::Planning;
 use super::same_run;
 use super::settled_run::sides_left;
 use super::texts::{TextSources, Texts};
-use crate::data::Examples;
 use crate::data::footprint::{self, Encoding, TokenizerSize};
+use crate::data::{Examples, tokenizing_threads};
 use crate::pipeline::RunShape;
 use crate::run::{Events, Manifest, Moment, Plan};
 use crate::runtime::memory;
@@ -120,5 +120,5 @@ fn tokenize(
         (shape.tokenizing, shape.retained) = sources.memory(model, Encoding::InOneCall)?;
         planning.plan(shape)?;
     }
-    sources.tokenize(settings, model, &tokenizer, events)
+    tokenizing_threads()?.install(|| sources.tokenize(settings, model, &tokenizer, events))
 }

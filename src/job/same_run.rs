@@ -17,7 +17,6 @@ use crate::run::manifest::PerplexityReport;
 use crate::run::state::OF_THE_RATE;
 use crate::run::{Manifest, Plan, RunState, TextProtocol};
 use crate::settings::{DeviceSettings, OutputSettings, Settings};
-use crate::tasks::PackedTasks;
 
 /// Name of the setting for the kind of products.
 const ARITHMETIC: &str = "arithmetic";
@@ -81,7 +80,7 @@ pub(super) fn late(
         ("training tokens", trained.unwrap_or_else(none)),
         ("held-out tokens", held.unwrap_or_else(none)),
         ("evaluation tokens", tokens(windows)),
-        ("task tokens", texts.tasks.as_ref().map_or_else(none, PackedTasks::sha256)),
+        ("task tokens", texts.task_layout().map_or_else(none, |tasks| tasks.sha256.clone())),
         (ARITHMETIC, format!("{} by {}", arithmetic.dtype, arithmetic.kernel)),
     ];
     let mut late = BTreeMap::from(late.map(|(name, value)| (name.to_string(), value)));

@@ -220,15 +220,15 @@ impl SettledRun {
                 sides.join(" and ")
             ));
         }
-        if let Some(tasks) = &texts.tasks {
+        if let Some(tasks) = texts.task_layout() {
             let names: Vec<String> =
                 settings.evaluation.tasks.asked().iter().map(ToString::to_string).collect();
             events.note(format!(
                 "tasks        {}: {} choices, {} tokens in {} packs",
                 names.join(", "),
                 tasks.requests,
-                tasks.rows(),
-                tasks.packs.len()
+                tasks.rows,
+                tasks.packs()
             ));
         }
         report::plan::announce(&self.plan, events);

@@ -27,7 +27,7 @@ use crate::runtime::{
     SweepReport,
 };
 use crate::settings::Settings;
-use crate::tasks::{self, PackedTasks, RequestScore, TaskPack};
+use crate::tasks::{self, PackedTasks, RequestScore};
 
 /// The embedded streams and the devices they pass.
 pub(super) struct Streams<'a> {
@@ -179,11 +179,12 @@ impl<'a> Streams<'a> {
         let packed = self.packed.filter(|_| !self.answers.is_empty())?;
         let mut results = TaskResults {
             num_fewshot: self.settings.evaluation.tasks.num_fewshot,
-            tokens_sha256: packed.sha256(),
+            tokens_sha256: packed.layout.sha256.clone(),
             ..TaskResults::default()
         };
         for answers in &self.answers {
-            let reports = tasks::reports(packed, answers.scores().unwrap_or_default());
+            let reports =
+                tasks::reports(&packed.layout.tasks, answers.scores().unwrap_or_default());
             match answers.of_side() {
                 Side::Dense => results.dense = reports,
                 Side::Pruned => results.pruned = reports,
@@ -315,7 +316,7 @@ impl SettledRun {
         };
         let model = &self.model;
         let embedded = |side: &Side| -> Result<TaskAnswers<'a>> {
-            let share = SampleShare::here(packed.packs.len(), &self.ranks);
+            let share = SampleShare::here(packed.layout.packs(), &self.ranks);
             events.emit(Event::PhaseStarted {
                 phase: format!("embed {} tasks", side.name()),
                 unit: "packs",
@@ -323,9 +324,9 @@ impl SettledRun {
             });
             let embedding = Embedding::open(&*model.source, &model.config)?;
             let dtype = if devices.is_empty() { StoredDtype::F32 } else { model.gpu_dtype };
-            let own: Vec<&TaskPack> = share.own().iter().map(|&pack| &packed.packs[pack]).collect();
+            let own = share.own().to_vec();
             let packs = PackedSamples {
-                segments: own_segments(packed, &share),
+                segments: own_segments(packed, &share)?,
                 share,
                 hidden_size: model.config.hidden_size,
             };
@@ -337,8 +338,8 @@ impl SettledRun {
             )?
             .on_devices(devices.homes());
             let embed = || -> Result<()> {
-                for (at, pack) in own.iter().enumerate() {
-                    hidden.put(at, embedding.rows(&pack.tokens)?)?;
+                for (at, &pack) in own.iter().enumerate() {
+                    hidden.put(at, embedding.rows(&packed.pack(pack)?.tokens)?)?;
                 }
                 Ok(())
             };

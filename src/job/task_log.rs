@@ -1,7 +1,7 @@
 //! `--log-samples`: the log-likelihood of every choice, a JSON line per question and model.
 
 use std::collections::BTreeMap;
-use std::io::Write;
+use std::io::{BufWriter, Write};
 use std::path::Path;
 
 use anyhow::{Context, Result};
@@ -46,44 +46,39 @@ pub(super) fn write(
         Failure::new(format!("cannot write `{}`: {error}", path.display()))
             .hint("name a file in a folder that can be written to with --log-samples")
     };
-    let ids = packed.request_ids();
-    let mut text = Vec::new();
+    let file = std::fs::File::create(path).map_err(refused)?;
+    let mut file = BufWriter::new(file);
     for (model, scores) in models {
-        for task in &packed.tasks {
-            for line in lines(model, task, (&ids, scores)) {
-                serde_json::to_writer(&mut text, &line).context("a line of scores")?;
-                text.push(b'\n');
-            }
-        }
+        packed.for_each_question(&mut |task, question, ids| {
+            let line = line((model, scores), (task, question), ids);
+            let line = serde_json::to_string(&line).context("a line of scores")?;
+            Ok(writeln!(file, "{line}").map_err(refused)?)
+        })?;
     }
-    let mut file = std::fs::File::create(path).map_err(refused)?;
-    file.write_all(&text).map_err(refused)?;
-    Ok(())
+    Ok(file.flush().map_err(refused)?)
 }
 
-fn lines<'a>(
-    model: &'a str,
-    task: &'a AskedTask,
-    (ids, scores): (&'a [RequestIds], &'a [RequestScore]),
-) -> impl Iterator<Item = AnsweredQuestion<'a>> {
-    task.questions.iter().enumerate().map(move |(number, question)| {
-        let first = question.first_request;
-        let requests = first..first + question.choices as usize;
-        let choices = requests.map(|request| ScoredChoice {
-            input: ids[request].input.clone(),
-            continuation: ids[request].continuation.clone(),
-            log_likelihood: scores[request].log_likelihood as f32,
-            is_greedy: scores[request].is_greedy,
-        });
-        AnsweredQuestion {
-            model,
-            task: &task.task,
-            subject: task.subject.as_ref().map(|(subject, _)| subject.as_str()),
-            question: number,
-            choices: choices.collect(),
-            target: question.target as usize,
-            acc_index: question.chosen(scores),
-            acc_norm_index: question.chosen_per_character(scores, task.characters(question)),
-        }
-    })
+fn line<'a>(
+    (model, scores): (&'a str, &[RequestScore]),
+    (task, number): (&'a AskedTask, usize),
+    ids: &[RequestIds],
+) -> AnsweredQuestion<'a> {
+    let question = &task.questions[number];
+    let of_question = &scores[question.first_request..];
+    let choices = ids.iter().zip(of_question).map(|(ids, score)| ScoredChoice {
+        input: ids.input.clone(),
+        continuation: ids.continuation.clone(),
+        log_likelihood: score.log_likelihood as f32,
+        is_greedy: score.is_greedy,
+    });
+    AnsweredQuestion {
+        model,
+        task: &task.task,
+        subject: task.subject.as_ref().map(|(subject, _)| subject.as_str()),
+        question: number,
+        choices: choices.collect(),
+        target: question.target as usize,
+        acc_index: question.chosen(scores),
+        acc_norm_index: question.chosen_per_character(scores, task.characters(question)),
+    }
 }

@@ -1,6 +1,7 @@
 //! The texts of a run: found before anything else works, then turned into token ids.
 
 use std::cell::RefCell;
+use std::fs::File;
 
 use anyhow::Result;
 
@@ -12,14 +13,16 @@ use crate::data::{
     self, Calibration, DatasetSpec, Draw, Evaluation, ExampleRequest, Examples, HeldOut,
     LineMemory, Packing, Role, Source, TextCache, Tokenizer,
 };
-use crate::eval::answers::SCORING_BYTES;
+use crate::eval::answers::{SCORED_AT_ONCE, SCORING_BYTES};
 use crate::failure::Failure;
 use crate::model::Embedding;
 use crate::pipeline::TaskShape;
 use crate::run::{Events, Phase};
+use crate::runtime::spill_file;
 use crate::settings::{EvalSides, EvaluationSettings, Settings, TaskSettings};
 use crate::tasks::{
-    self, HubSplit, PackShape, PackedTasks, TaskFiles, TaskQuestions, TaskRequest, TaskTokens,
+    self, HubSplit, PackShape, PackedTasks, Question, ScoredRequest, TaskFiles, TaskLayout,
+    TaskQuestions, TaskRequest, TaskTokens,
 };
 
 /// The token ids of a run.
@@ -122,9 +125,9 @@ impl TextSources {
             Ok(size) => size,
         };
         if let Some(questions) = &self.questions {
-            // Their texts and their ids. An id has 4 bytes and two letters at least, in text that tasks are made of.
-            let texts = ByteSize::of(tasks::bytes(questions), 3);
-            memory.0 = footprint::load_tokenizer(size) + texts;
+            let texts = questions.iter().map(|of| of.text_bytes).max().unwrap_or_default();
+            let texts = ByteSize::of(texts, 1);
+            memory.0 = footprint::tokenize_questions(size, texts, model.threads);
             memory.1 = footprint::retained(size, model.threads);
         }
         for text in self.calibration.iter().chain(&self.evaluation) {
@@ -207,13 +210,16 @@ impl TextSources {
                 // GPUs have no attention to the rows of an earlier sequence.
                 let shares = model.gpu_names.is_empty() && settings.device.simulate.is_none();
                 let shape = PackShape { rows: seqlen, max_length, shares };
-                PackedTasks::new(
-                    questions,
-                    &|task, question| tokens.requests(task, question),
-                    shape,
-                )
+                let requests = |question: &Question| -> Result<Vec<ScoredRequest>> {
+                    let requests = tokens.requests(question)?;
+                    for ScoredRequest { context, continuation } in &requests {
+                        model.check_ids(context, tokenizer, "tasks")?;
+                        model.check_ids(continuation, tokenizer, "tasks")?;
+                    }
+                    Ok(requests)
+                };
+                PackedTasks::new(questions, &requests, shape, id_file(settings)?)
             })?;
-            model.check_ids(&packed.ids().collect::<Vec<_>>(), tokenizer, "tasks")?;
             texts.tasks = Some(packed);
         }
         Ok(texts)
@@ -284,7 +290,16 @@ fn questions(settings: &Settings, events: &dyn Events) -> Result<Option<Vec<Task
         num_fewshot: *num_fewshot,
         limit: *limit,
     };
-    tasks::read(&request).map(Some)
+    tasks::find(&request).map(Some)
+}
+
+/// The file of the token ids of tasks. It goes with the process.
+///
+/// # Errors
+/// Fails when the file cannot be created.
+pub(super) fn id_file(settings: &Settings) -> Result<File> {
+    let folder = settings.device.offload_folder.clone().unwrap_or_else(std::env::temp_dir);
+    spill_file(&folder, "task-ids")
 }
 
 /// The bound of a text's lines under `--max-memory`. A tokenizer that cannot be read is an error later.
@@ -301,29 +316,34 @@ impl Texts {
         self.windows.as_ref().map_or(0, |windows| windows.windows)
     }
 
+    /// The shape of the packs of tasks.
+    pub(super) fn task_layout(&self) -> Option<&TaskLayout> {
+        self.tasks.as_ref().map(|tasks| &tasks.layout)
+    }
+
     /// Rows of the tasks' packs.
     pub(super) fn task_rows(&self) -> usize {
-        self.tasks.as_ref().map_or(0, PackedTasks::rows)
+        self.task_layout().map_or(0, |tasks| tasks.rows)
     }
 
     /// The packs of tasks in numbers, of which `windows` are counted as windows.
     pub(super) fn task_shape(&self, windows: usize) -> TaskShape {
-        let tasks = self.tasks.as_ref();
-        tasks.map_or_else(TaskShape::default, |tasks| TaskShape {
+        self.task_layout().map_or_else(TaskShape::default, |tasks| TaskShape {
             windows,
+            scored_rows: tasks.scored_rows,
             kept: ByteSize::of(tasks.bytes(), 1),
-            scoring: ByteSize::of(tasks.predictions(), SCORING_BYTES),
+            scoring: ByteSize::of(tasks.predictions.min(SCORED_AT_ONCE), SCORING_BYTES),
         })
     }
 
     /// Packs of the tasks.
     pub(super) fn packs(&self) -> usize {
-        self.tasks.as_ref().map_or(0, |tasks| tasks.packs.len())
+        self.task_layout().map_or(0, TaskLayout::packs)
     }
 
     /// Tokens of the longest sample of a sweep, at least `seqlen`.
     pub(super) fn longest(&self, seqlen: usize) -> usize {
-        self.tasks.as_ref().map_or(seqlen, |tasks| tasks.largest().max(seqlen))
+        self.task_layout().map_or(seqlen, |tasks| tasks.largest.max(seqlen))
     }
 
     /// Calibration samples.

@@ -365,17 +365,28 @@ const COUNTERS: usize = 8 << 16;
 pub fn head(
     config: &ModelConfig,
     dtypes: Dtypes,
-    seqlen: usize,
-    windows: usize,
+    passed: HeadTokens,
     settings: &MemorySettings,
 ) -> ByteSize {
+    let HeadTokens { windows, seqlen, with_logits } = passed;
     let columns = config.hidden_size;
     let rows = largest_chunk(config.vocab_size, settings.head_rows);
-    let tokens = largest_tokens(seqlen, settings.logits_bytes, rows);
+    let tokens = largest_tokens(with_logits, settings.logits_bytes, rows);
     head_chunk(config, dtypes, settings)
         + ByteSize::of(tokens * (columns + rows), F32).max(activations(config, seqlen, settings))
         + rows_read(config, dtypes.layers, settings)
         + ByteSize::of(windows * seqlen, PER_PREDICTION)
+}
+
+/// The tokens that pass the head.
+#[derive(Debug, Clone, Copy)]
+pub struct HeadTokens {
+    /// Windows of one side whose tokens all have logits.
+    pub windows: usize,
+    /// Tokens of a window or another sample.
+    pub seqlen: usize,
+    /// Tokens of a sample that have logits.
+    pub with_logits: usize,
 }
 
 /// Memory of the rows of the head that are in memory at once, e·c·H, and of the norm, 4·H.
@@ -445,8 +456,8 @@ mod tests {
         let half = MemorySettings { attention_heads: Some(16), mlp_tokens: 512, ..default.clone() };
         // normed and context, half of q, k and v: 2 + 1.5 times 32 MiB.
         assert_eq!(pass(&half), ByteSize(112 << 20));
-        let end =
-            |settings: &MemorySettings| head(&config, Dtypes::all(dtype), 2048, 166, settings);
+        let passed = HeadTokens { windows: 166, seqlen: 2048, with_logits: 2048 };
+        let end = |settings: &MemorySettings| head(&config, Dtypes::all(dtype), passed, settings);
         let parts = MemorySettings {
             head_rows: Some(4000),
             logits_bytes: ByteSize(8 << 20),

@@ -1,7 +1,7 @@
 //! Few-shot examples: rows drawn as lm-evaluation-harness 0.4.13 draws them, with CPython's `random.sample`.
 
 use super::kind::{ExampleDraws, TaskKind};
-use super::row::TaskRow;
+use super::row::{StoredRow, TaskRow};
 use crate::data::PythonRandom;
 use crate::failure::Failure;
 
@@ -11,7 +11,7 @@ const SEED: u64 = 1234;
 /// Few-shot examples for the questions of a task, in their order: the generator runs on from question to question.
 pub(super) struct FewShotExamples<'a> {
     kind: &'a TaskKind,
-    rows: &'a [TaskRow],
+    rows: &'a [StoredRow],
     count: usize,
     random: PythonRandom,
 }
@@ -24,7 +24,7 @@ impl<'a> FewShotExamples<'a> {
     pub(super) fn new(
         kind: &'a TaskKind,
         name: &str,
-        rows: &'a [TaskRow],
+        rows: &'a [StoredRow],
         count: usize,
     ) -> Result<Self, Failure> {
         let needed = if count == 0 { 0 } else { drawn(kind, count) };
@@ -46,19 +46,20 @@ impl<'a> FewShotExamples<'a> {
         if self.count == 0 {
             return Ok(String::new());
         }
-        let all: Vec<&TaskRow> = self.rows.iter().collect();
-        let mut chosen = match self.kind.draws {
-            ExampleDraws::First => all.iter().take(self.count).copied().collect(),
+        let rows = self.rows;
+        let asked = question.stored();
+        let mut chosen: Vec<usize> = match self.kind.draws {
+            ExampleDraws::First => (0..self.count).collect(),
             ExampleDraws::Exactly | ExampleDraws::OneMore => {
-                self.draw(&all, drawn(self.kind, self.count))
+                sample(&mut self.random, rows.len(), drawn(self.kind, self.count))
             }
         };
         if self.kind.draws == ExampleDraws::OneMore {
-            chosen.retain(|row| *row != question);
+            let differs = |row: &usize| !rows[*row].has_columns_of(&asked);
+            chosen.retain(differs);
             if chosen.len() < self.count {
                 // Several of them are the question: its copies are left out, and the draw is repeated.
-                let others: Vec<&TaskRow> =
-                    all.iter().filter(|row| **row != question).copied().collect();
+                let others: Vec<usize> = (0..rows.len()).filter(differs).collect();
                 if others.len() < self.count {
                     return Err(question
                         .failure(format!(
@@ -68,20 +69,16 @@ impl<'a> FewShotExamples<'a> {
                         ))
                         .hint("ask for fewer examples"));
                 }
-                chosen = self.draw(&others, self.count);
+                let drawn = sample(&mut self.random, others.len(), self.count);
+                chosen = drawn.into_iter().map(|at| others[at]).collect();
             }
             chosen.truncate(self.count);
         }
         let mut text = String::new();
         for row in chosen {
-            text.push_str(&(self.kind.question)(row)?.as_example());
+            text.push_str(&(self.kind.question)(&rows[row].row()?)?.as_example());
         }
         Ok(text)
-    }
-
-    fn draw(&mut self, rows: &[&'a TaskRow], count: usize) -> Vec<&'a TaskRow> {
-        let drawn = sample(&mut self.random, rows.len(), count);
-        drawn.into_iter().map(|row| rows[row]).collect()
     }
 }
 

@@ -68,6 +68,11 @@ impl Question {
         name.chars().count()
     }
 
+    /// Bytes of its texts.
+    pub(super) fn text_bytes(&self) -> usize {
+        self.contexts.iter().chain(&self.answers).map(String::len).sum()
+    }
+
     /// The question with its right answer, as an example before a question.
     pub(super) fn as_example(&self) -> String {
         let (context, answer) = self.choice(self.target);

@@ -18,6 +18,7 @@
 //! | `score` | from log-likelihoods to accuracies |
 //! | `source` | the files of tasks: rows read, examples drawn, questions made |
 //! | `table` | the table of tasks, and their names on the command line |
+//! | `tree` | requests that pass together, in a file |
 
 mod examples;
 mod kind;
@@ -29,12 +30,13 @@ mod row;
 mod score;
 mod source;
 mod table;
+mod tree;
 
 pub use kind::{Question, TaskKind};
 pub use pack::{
-    AskedQuestion, AskedTask, PackShape, PackedTasks, Prediction, RequestIds, TaskPack,
+    AskedQuestion, AskedTask, PackShape, PackedTasks, Prediction, RequestIds, TaskLayout, TaskPack,
 };
 pub use request::{ScoredRequest, TaskTokens};
 pub use score::{RequestScore, reports};
-pub use source::{HubSplit, TaskFiles, TaskQuestions, TaskRequest, bytes, read};
+pub use source::{HubSplit, TaskFiles, TaskQuestions, TaskRequest, find};
 pub use table::{QuestionLimit, TASKS, TaskSpec, ZERO_SHOT};

@@ -1,21 +1,23 @@
 //! Requests as samples of a sweep: sequences of any length side by side, without padding.
 //!
-//! The requests of a question that begin with the same tokens become a tree: the shared beginning passes once, and each continuation
-//! attends to it. Requests with the same input are one. Questions are packed from the longest to the shortest.
+//! The requests of a question that begin with the same tokens become a tree ([`super::tree`]). Requests with the same input are one. Trees
+//! are packed from the longest to the shortest.
+//!
+//! Token ids are in a file: a pack is read each time it is needed. In memory are places and lengths.
 
-use std::ops::Range;
+use std::fs::File;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
+use super::kind::Question;
 use super::request::ScoredRequest;
+use super::score::RequestScore;
 use super::source::TaskQuestions;
-use crate::data::sha256_of_ids;
+use super::tree::{RequestTree, TreeFile, TreePlace};
+use crate::data::IdHasher;
 use crate::model::Segment;
-
-/// A shared beginning of fewer tokens does not pay for the copies of its keys and values.
-const LEAST_SHARED: usize = 16;
 
 /// A token that is scored: the logits of a row, and the token that follows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -37,6 +39,16 @@ pub struct TaskPack {
     pub segments: Vec<Segment>,
     /// The scored tokens; those of a request are in order.
     pub predictions: Vec<Prediction>,
+}
+
+impl TaskPack {
+    /// The rows with scored tokens, ascending.
+    pub fn scored_rows(&self) -> Vec<usize> {
+        let mut rows: Vec<usize> = self.predictions.iter().map(|of| of.row as usize).collect();
+        rows.sort_unstable();
+        rows.dedup();
+        rows
+    }
 }
 
 /// A question without its texts.
@@ -74,17 +86,60 @@ impl AskedTask {
     }
 }
 
-/// The requests of all tasks, packed.
+/// The shape of all packs and questions, without texts and token ids.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PackedTasks {
+pub struct TaskLayout {
     /// The tasks.
     pub tasks: Vec<AskedTask>,
-    /// The samples.
-    pub packs: Vec<TaskPack>,
     /// The number of requests.
     pub requests: usize,
     /// Tokens of all requests, before equal beginnings are shared.
     pub tokens: usize,
+    /// Rows of all packs.
+    pub rows: usize,
+    /// Scored tokens of all packs.
+    pub predictions: usize,
+    /// Rows of the largest pack.
+    pub largest: usize,
+    /// Rows of a pack that have scored tokens, at most.
+    pub scored_rows: usize,
+    /// Positions of the longest sequence.
+    pub longest: usize,
+    /// SHA-256 in hex of the token ids of all packs, and of the tokens that each scores, as int32, little endian.
+    pub sha256: String,
+    /// Sequences of all packs.
+    segments: usize,
+    /// All trees, in the order of the packs.
+    trees: Vec<TreePlace>,
+    /// The end of each pack among the trees.
+    ends: Vec<usize>,
+    /// Words of the file.
+    words: u64,
+}
+
+impl TaskLayout {
+    /// Packs.
+    pub fn packs(&self) -> usize {
+        self.ends.len()
+    }
+
+    /// Bytes in memory, until the run ends: places, sequences, and the scores of two models.
+    pub fn bytes(&self) -> usize {
+        let questions = self.tasks.iter().map(|task| task.questions.len()).sum::<usize>();
+        self.trees.len() * size_of::<TreePlace>()
+            + self.ends.len() * size_of::<usize>()
+            + self.segments * size_of::<Segment>()
+            + questions * size_of::<AskedQuestion>()
+            + self.requests * (size_of::<u32>() + 2 * size_of::<RequestScore>())
+    }
+}
+
+/// The requests of all tasks, packed.
+#[derive(Debug)]
+pub struct PackedTasks {
+    /// Their shape.
+    pub layout: TaskLayout,
+    trees: TreeFile,
 }
 
 /// The ids of a request.
@@ -107,302 +162,223 @@ pub struct PackShape {
     pub shares: bool,
 }
 
+/// A way from a question to its requests, one per choice.
+pub(super) type RequestMaker<'a> = dyn Fn(&Question) -> Result<Vec<ScoredRequest>> + Sync + 'a;
+
+/// The trees of a question and the tokens of its requests.
+type QuestionTrees = (Vec<RequestTree>, usize);
+
 impl PackedTasks {
-    /// Packs the requests of tasks. `requests` makes the requests of a question, one per choice; they are packed at once, so that the ids of
-    /// a context that choices share exist once.
+    /// Packs the requests of tasks. `requests` makes the requests of a question; they are packed at once, so that the ids of a context that
+    /// choices share exist once. The ids are in `file`, which is empty.
     ///
     /// # Errors
-    /// Fails with the first error of `requests`.
+    /// Fails with the first error of `requests`, and where files cannot be read or written.
     pub fn new(
         tasks: &[TaskQuestions],
-        requests: &(dyn Fn(&TaskQuestions, usize) -> Result<Vec<ScoredRequest>> + Sync),
+        requests: &RequestMaker<'_>,
         shape: PackShape,
+        file: File,
     ) -> Result<Self> {
-        let mut packed = Self::default();
-        let mut trees = TreePool::default();
+        let mut packed = Self { layout: TaskLayout::default(), trees: TreeFile::new(file) };
         for task in tasks {
-            let of_question = |question: usize| -> Result<(usize, Vec<RequestTree>)> {
-                let requests = requests(task, question)?;
-                let inputs = requests.iter().map(|request| request.input(shape.max_length).len());
-                Ok((inputs.sum(), RequestTree::of(&requests, shape)))
-            };
-            let count = task.questions.len();
-            let (mut questions, mut characters) = (Vec::with_capacity(count), Vec::new());
-            for first in (0..count).step_by(AT_ONCE) {
-                let block = first..(first + AT_ONCE).min(count);
-                let asked = block.clone().into_par_iter().map(of_question);
-                let asked: Vec<(usize, Vec<RequestTree>)> = asked.collect::<Result<_>>()?;
-                for (question, (tokens, of_question)) in task.questions[block].iter().zip(asked) {
-                    let (first_request, choices) = (packed.requests, question.choices());
-                    packed.requests += choices;
-                    packed.tokens += tokens;
-                    for tree in of_question {
-                        trees.add(tree, first_request);
-                    }
-                    characters.extend((0..choices).map(|at| question.characters(at) as u32));
-                    let (choices, target) = (choices as u32, question.target as u32);
-                    questions.push(AskedQuestion { first_request, choices, target });
-                }
-            }
-            packed.tasks.push(AskedTask {
+            packed.layout.tasks.push(AskedTask {
                 task: task.task.clone(),
                 subject: task.subject.clone().map(|(name, group)| (name, group.to_string())),
                 has_acc_norm: task.has_acc_norm,
-                questions,
-                characters,
+                questions: Vec::with_capacity(task.count),
+                characters: Vec::new(),
             });
+            let of_question = |number: usize, question: &Question| -> Result<QuestionTrees> {
+                let requests = requests(question)
+                    .with_context(|| format!("question {number} of `{}`", task.task))?;
+                let inputs = requests.iter().map(|request| request.input(shape.max_length).len());
+                Ok((RequestTree::of(&requests, shape), inputs.sum()))
+            };
+            let mut seen = 0;
+            task.for_each_block(&mut |block| {
+                let trees = block.par_iter().enumerate();
+                let trees = trees.map(|(at, question)| of_question(seen + at, question));
+                let trees: Vec<QuestionTrees> = trees.collect::<Result<_>>()?;
+                seen += block.len();
+                packed.add(&block, trees)
+            })?;
         }
-        // Stable: requests of equal length keep their order.
-        trees.places.sort_by_key(|place| std::cmp::Reverse(place.rows));
-        for &place in &trees.places {
-            let rows = place.rows;
-            let has_room = |pack: &TaskPack| pack.tokens.len() + rows <= shape.rows.max(rows);
-            if !packed.packs.last().is_some_and(has_room) {
-                packed.packs.push(TaskPack::default());
-            }
-            if let Some(pack) = packed.packs.last_mut() {
-                trees.tree(place).join(pack);
-            }
-        }
-        for pack in &mut packed.packs {
-            pack.tokens.shrink_to_fit();
-            pack.predictions.shrink_to_fit();
-        }
+        packed.arrange(shape.rows)?;
         Ok(packed)
     }
 
-    /// Scored tokens of all packs.
-    pub fn predictions(&self) -> usize {
-        self.packs.iter().map(|pack| pack.predictions.len()).sum()
+    /// Adds questions to the last task.
+    fn add(&mut self, block: &[Question], trees: Vec<QuestionTrees>) -> Result<()> {
+        let Self { layout, trees: file } = self;
+        let Some(task) = layout.tasks.last_mut() else { return Ok(()) };
+        let mut of_block = Vec::new();
+        for (question, (trees, tokens)) in block.iter().zip(trees) {
+            let (first_request, choices) = (layout.requests, question.choices());
+            layout.requests += choices;
+            layout.tokens += tokens;
+            of_block.extend(trees.into_iter().map(|tree| (first_request, tree)));
+            task.characters.extend((0..choices).map(|at| question.characters(at) as u32));
+            let (choices, target) = (choices as u32, question.target as u32);
+            task.questions.push(AskedQuestion { first_request, choices, target });
+        }
+        layout.trees.extend(file.add(&of_block)?);
+        layout.words = file.words();
+        Ok(())
     }
 
-    /// Bytes in memory.
-    pub fn bytes(&self) -> usize {
-        let segments = self.packs.iter().map(|pack| pack.segments.len()).sum::<usize>();
-        let questions = self.tasks.iter().map(|task| task.questions.len()).sum::<usize>();
-        self.rows() * size_of::<u32>()
-            + self.predictions() * size_of::<Prediction>()
-            + segments * size_of::<Segment>()
-            + questions * size_of::<AskedQuestion>()
-            + self.requests * size_of::<u32>()
-    }
-
-    /// Rows of all packs.
-    pub fn rows(&self) -> usize {
-        self.packs.iter().map(|pack| pack.tokens.len()).sum()
-    }
-
-    /// Rows of the largest pack.
-    pub fn largest(&self) -> usize {
-        self.packs.iter().map(|pack| pack.tokens.len()).max().unwrap_or(0)
-    }
-
-    /// Positions of the longest sequence.
-    pub fn longest(&self) -> usize {
-        let segments = self.packs.iter().flat_map(|pack| &pack.segments);
-        segments.map(Segment::positions).max().unwrap_or(0)
-    }
-
-    /// Input and continuation of every request, read back from the packs.
-    pub fn request_ids(&self) -> Vec<RequestIds> {
-        let mut all = vec![RequestIds::default(); self.requests];
-        for pack in &self.packs {
-            for prediction in &pack.predictions {
-                let RequestIds { input, continuation } = &mut all[prediction.request as usize];
-                let row = prediction.row as usize;
-                let of_row = |of: &&Segment| of.rows.contains(&row);
-                if let Some(segment) = pack.segments.iter().find(of_row) {
-                    // The last row of a request has all rows before it.
-                    let rows = segment.after.clone().chain(segment.rows.start..row + 1);
-                    *input = rows.map(|row| pack.tokens[row]).collect();
+    /// Deals the trees to packs of `rows`, from the longest to the shortest, and measures the packs.
+    fn arrange(&mut self, rows: usize) -> Result<()> {
+        let layout = &mut self.layout;
+        // Stable: requests of equal length keep their order.
+        layout.trees.sort_by_key(|place| std::cmp::Reverse(place.rows));
+        let mut taken = 0;
+        for (at, place) in layout.trees.iter().enumerate() {
+            let own = place.rows as usize;
+            match layout.ends.last_mut().filter(|_| taken + own <= rows.max(own)) {
+                Some(end) => {
+                    *end = at + 1;
+                    taken += own;
                 }
-                continuation.push(prediction.token);
+                None => {
+                    layout.ends.push(at + 1);
+                    taken = own;
+                }
             }
         }
-        all
+        let mut ids = IdHasher::default();
+        for pack in 0..self.layout.packs() {
+            let pack = self.pack(pack)?;
+            ids.add(&pack.tokens);
+            ids.add(&pack.predictions.iter().map(|of| of.token).collect::<Vec<u32>>());
+            let layout = &mut self.layout;
+            layout.rows += pack.tokens.len();
+            layout.predictions += pack.predictions.len();
+            layout.segments += pack.segments.len();
+            layout.largest = layout.largest.max(pack.tokens.len());
+            layout.scored_rows = layout.scored_rows.max(pack.scored_rows().len());
+            let longest = pack.segments.iter().map(Segment::positions).max();
+            layout.longest = layout.longest.max(longest.unwrap_or(0));
+        }
+        self.layout.sha256 = ids.hex();
+        Ok(())
     }
 
-    /// SHA-256 in hex of all token ids as int32, little endian.
-    pub fn sha256(&self) -> String {
-        sha256_of_ids(&self.ids().collect::<Vec<_>>())
+    /// Reads a pack.
+    ///
+    /// # Errors
+    /// Fails where the file cannot be read.
+    pub fn pack(&self, pack: usize) -> Result<TaskPack> {
+        let mut joined = TaskPack::default();
+        let start = pack.checked_sub(1).map_or(0, |before| self.layout.ends[before]);
+        for &place in &self.layout.trees[start..self.layout.ends[pack]] {
+            self.trees.tree(place)?.join(&mut joined, place.first_request as usize);
+        }
+        Ok(joined)
     }
 
-    /// All token ids.
-    pub fn ids(&self) -> impl Iterator<Item = u32> + '_ {
-        let of = |pack: &'_ TaskPack| -> Vec<u32> {
-            let scored = pack.predictions.iter().map(|prediction| prediction.token);
-            pack.tokens.iter().copied().chain(scored).collect()
-        };
-        self.packs.iter().flat_map(of)
-    }
-}
-
-/// Questions whose requests are made before they join the pool.
-const AT_ONCE: usize = 64;
-
-/// The trees of all questions in a single list: small lists that stay would hold the memory of everything that was made between them.
-///
-/// A tree is several lists, each after its length: the shared beginning, the number of branches, and of each branch its ids, the numbers of its
-/// requests, and the continuation of each.
-#[derive(Default)]
-struct TreePool {
-    words: Vec<u32>,
-    places: Vec<TreePlace>,
-}
-
-/// The place of a tree in the pool.
-#[derive(Clone, Copy)]
-struct TreePlace {
-    at: usize,
-    rows: usize,
-    /// The number of the question's first request.
-    first_request: usize,
-}
-
-impl TreePool {
-    fn add(&mut self, tree: RequestTree, first_request: usize) {
-        self.places.push(TreePlace { at: self.words.len(), rows: tree.rows(), first_request });
-        let words = &mut self.words;
-        let mut add = |ids: &[u32]| {
-            words.push(ids.len() as u32);
-            words.extend_from_slice(ids);
-        };
-        add(&tree.shared);
-        add(&[tree.branches.len() as u32]);
-        for Branch { rest, requests } in &tree.branches {
-            add(rest);
-            let numbers: Vec<u32> = requests.iter().map(|(at, _)| *at as u32).collect();
-            add(&numbers);
-            for (_, continuation) in requests {
-                add(continuation);
+    /// Gives the ids of each question's requests to `take`, question by question.
+    ///
+    /// # Errors
+    /// Fails where the file cannot be read, and when `take` fails.
+    pub fn for_each_question(
+        &self,
+        take: &mut dyn FnMut(&AskedTask, usize, &[RequestIds]) -> Result<()>,
+    ) -> Result<()> {
+        let mut trees = self.layout.trees.clone();
+        trees.sort_by_key(|place| place.first_request);
+        let mut trees = trees.into_iter().peekable();
+        for task in &self.layout.tasks {
+            for (number, question) in task.questions.iter().enumerate() {
+                let mut ids = vec![RequestIds::default(); question.choices as usize];
+                let is_own =
+                    |place: &TreePlace| place.first_request as usize == question.first_request;
+                while let Some(place) = trees.next_if(is_own) {
+                    self.trees.tree(place)?.ids(&mut ids);
+                }
+                take(task, number, &ids)?;
             }
         }
+        Ok(())
     }
 
-    fn tree(&self, place: TreePlace) -> RequestTree {
-        let mut words = &self.words[place.at..];
-        let mut next = || -> Vec<u32> {
-            let (length, rest) = words.split_first().map_or((0, words), |(of, rest)| (*of, rest));
-            let (ids, rest) = rest.split_at(length as usize);
-            words = rest;
-            ids.to_vec()
-        };
-        let shared = next();
-        let branches = next().first().copied().unwrap_or(0);
-        let branches = (0..branches).map(|_| {
-            let (rest, numbers) = (next(), next());
-            let number = |at: u32| place.first_request + at as usize;
-            let requests = numbers.into_iter().map(|at| (number(at), next())).collect();
-            Branch { rest, requests }
-        });
-        RequestTree { shared, branches: branches.collect() }
+    /// The content of the file, in parts. Another rank makes the same packs of them with [`PackedTasks::of_parts`].
+    pub fn parts(&self) -> impl Iterator<Item = Result<Vec<u32>>> + '_ {
+        let (words, part) = (self.layout.words, PART as u64);
+        (0..words).step_by(PART).map(move |at| self.trees.read(at..(at + part).min(words)))
     }
-}
 
-/// Requests that pass together: a shared beginning, which may be empty, and the rest of each different input.
-struct RequestTree {
-    shared: Vec<u32>,
-    branches: Vec<Branch>,
-}
-
-/// The rest of an input, and the requests that have this input.
-struct Branch {
-    rest: Vec<u32>,
-    requests: Vec<(usize, Vec<u32>)>,
-}
-
-impl RequestTree {
-    /// The trees of a question's requests: a single tree where the beginnings are equal and long enough, else a tree per input.
-    fn of(requests: &[ScoredRequest], shape: PackShape) -> Vec<Self> {
-        let mut branches: Vec<Branch> = Vec::new();
-        for (at, request) in requests.iter().enumerate() {
-            let input = request.input(shape.max_length);
-            let asked = (at, request.continuation.clone());
-            match branches.iter_mut().find(|branch| branch.rest == input) {
-                Some(branch) => branch.requests.push(asked),
-                None => branches.push(Branch { rest: input, requests: vec![asked] }),
-            }
+    /// Makes the packs of another rank here.
+    ///
+    /// # Arguments
+    /// * `next`: gives the next part of the content
+    ///
+    /// # Errors
+    /// Fails where `next` fails or the file cannot be written.
+    pub fn of_parts(
+        layout: TaskLayout,
+        file: File,
+        mut next: impl FnMut() -> Result<Vec<u32>>,
+    ) -> Result<Self> {
+        let mut trees = TreeFile::new(file);
+        while trees.words() < layout.words {
+            trees.write(&next()?)?;
         }
-        let shared = branches.iter().map(|branch| &branch.rest[..]).reduce(common_beginning);
-        let shared = shared.map_or(0, <[u32]>::len);
-        let rests: usize = branches.iter().map(|branch| branch.rest.len() - shared).sum();
-        let is_tree = shape.shares
-            && branches.len() > 1
-            && shared >= LEAST_SHARED
-            && shared + rests <= shape.rows;
-        if is_tree {
-            let beginning = branches[0].rest[..shared].to_vec();
-            for branch in &mut branches {
-                branch.rest.drain(..shared);
-            }
-            return vec![Self { shared: beginning, branches }];
-        }
-        let alone = |branch| Self { shared: Vec::new(), branches: vec![branch] };
-        branches.into_iter().map(alone).collect()
-    }
-
-    fn rows(&self) -> usize {
-        self.shared.len() + self.branches.iter().map(|branch| branch.rest.len()).sum::<usize>()
-    }
-
-    /// Adds the rows of the tree to a pack.
-    fn join(self, pack: &mut TaskPack) {
-        let begin = |pack: &mut TaskPack, ids: &[u32]| -> Range<usize> {
-            let start = pack.tokens.len();
-            pack.tokens.extend_from_slice(ids);
-            start..pack.tokens.len()
-        };
-        let shared = begin(pack, &self.shared);
-        if !shared.is_empty() {
-            pack.segments.push(Segment::alone(shared.clone()));
-        }
-        for branch in self.branches {
-            let rows = begin(pack, &branch.rest);
-            if !rows.is_empty() {
-                let after = if shared.is_empty() { rows.start..rows.start } else { shared.clone() };
-                pack.segments.push(Segment { after, rows: rows.clone() });
-            }
-            let positions: Vec<usize> = shared.clone().chain(rows).collect();
-            for (request, continuation) in branch.requests {
-                let first = positions.len() - continuation.len();
-                let scored = positions[first..].iter().zip(continuation);
-                pack.predictions.extend(scored.map(|(&row, token)| Prediction {
-                    row: row as u32,
-                    token,
-                    request: request as u32,
-                }));
-            }
-        }
+        Ok(Self { layout, trees })
     }
 }
 
-fn common_beginning<'a>(one: &'a [u32], two: &'a [u32]) -> &'a [u32] {
-    let equal = one.iter().zip(two).take_while(|(one, two)| one == two).count();
-    &one[..equal]
-}
+/// Words that are sent to another rank together.
+const PART: usize = 1 << 18;
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+
     use super::*;
-    use crate::tasks::Question;
+    use crate::tasks::{TaskFiles, TaskRequest, TaskSpec, find};
 
     fn request(context: &[u32], continuation: &[u32]) -> ScoredRequest {
         ScoredRequest { context: context.to_vec(), continuation: continuation.to_vec() }
     }
 
-    fn packed(requests: Vec<Vec<ScoredRequest>>, shape: PackShape) -> PackedTasks {
-        let questions = requests.iter().map(|of| Question {
-            contexts: vec![String::new()],
-            answers: vec!["x".to_string(); of.len()],
-            target: 0,
-        });
-        let task = TaskQuestions {
-            task: "t".to_string(),
-            subject: None,
-            has_acc_norm: false,
-            questions: questions.collect(),
+    /// Packs questions with these requests; the context of a question is its number.
+    fn packed(requests: &[Vec<ScoredRequest>], shape: PackShape) -> PackedTasks {
+        let mut file = tempfile::Builder::new().suffix(".jsonl").tempfile().unwrap();
+        for (number, of_question) in requests.iter().enumerate() {
+            let choices = vec!["x"; of_question.len()];
+            let context = number.to_string();
+            let row = serde_json::json!({"context": context, "choices": choices, "label": 0});
+            writeln!(file, "{row}").unwrap();
+        }
+        let request = TaskRequest {
+            tasks: &[TaskSpec { name: "t".to_string(), file: Some(file.path().to_path_buf()) }],
+            files: TaskFiles::Folder(file.path()),
+            num_fewshot: 0,
+            limit: None,
         };
-        PackedTasks::new(&[task], &|_, question| Ok(requests[question].clone()), shape).unwrap()
+        let tasks = find(&request).unwrap();
+        let of_number = |question: &Question| -> Result<Vec<ScoredRequest>> {
+            Ok(requests[question.contexts[0].parse::<usize>()?].clone())
+        };
+        PackedTasks::new(&tasks, &of_number, shape, tempfile::tempfile().unwrap()).unwrap()
+    }
+
+    /// Input and continuation of every request, as the packs have them.
+    fn ids_in_packs(packed: &PackedTasks) -> Vec<RequestIds> {
+        let mut all = vec![RequestIds::default(); packed.layout.requests];
+        for pack in (0..packed.layout.packs()).map(|pack| packed.pack(pack).unwrap()) {
+            for prediction in &pack.predictions {
+                let RequestIds { input, continuation } = &mut all[prediction.request as usize];
+                let row = prediction.row as usize;
+                let segment = pack.segments.iter().find(|of| of.rows.contains(&row)).unwrap();
+                // The last row of a request has all rows before it.
+                let rows = segment.after.clone().chain(segment.rows.start..row + 1);
+                *input = rows.map(|row| pack.tokens[row]).collect();
+                continuation.push(prediction.token);
+            }
+        }
+        all
     }
 
     #[test]
@@ -421,19 +397,32 @@ mod tests {
         for shares in [true, false] {
             for rows in [16, 40, 1000] {
                 let shape = PackShape { rows, max_length: 64, shares };
-                let packed = packed(questions.clone(), shape);
-                let ids = packed.request_ids();
+                let packed = packed(&questions, shape);
+                let ids = ids_in_packs(&packed);
+                let mut by_question = Vec::new();
+                let mut take = |_: &AskedTask, _: usize, of_question: &[RequestIds]| {
+                    by_question.extend_from_slice(of_question);
+                    Ok(())
+                };
+                packed.for_each_question(&mut take).unwrap();
+                assert_eq!(by_question, ids);
+                let mut parts = packed.parts();
+                let file = tempfile::tempfile().unwrap();
+                let next = || parts.next().unwrap();
+                let there = PackedTasks::of_parts(packed.layout.clone(), file, next).unwrap();
+                assert_eq!(ids_in_packs(&there), ids);
+                let packed = &packed.layout;
                 for (request, ids) in questions.iter().flatten().zip(ids) {
                     assert_eq!(ids.input, request.input(64), "{shape:?}");
                     assert_eq!(ids.continuation, request.continuation);
                 }
-                assert_eq!((packed.requests, packed.longest()), (8, 64));
-                assert!(packed.largest() <= rows.max(64));
+                assert_eq!((packed.requests, packed.longest), (8, 64));
+                assert!(packed.largest <= rows.max(64));
                 assert_eq!(packed.tokens, 4 + 3 + 22 + 21 + 20 + 20 + 20 + 64);
                 let shared = shares && rows >= 40;
                 // 9 and 8 after the same input, and the input is the beginning of the others.
                 let of_second = if shared { 20 + 2 + 1 } else { 22 + 21 + 20 };
-                assert_eq!(packed.rows(), 4 + 3 + of_second + 20 + 64, "{shape:?}");
+                assert_eq!(packed.rows, 4 + 3 + of_second + 20 + 64, "{shape:?}");
             }
         }
     }

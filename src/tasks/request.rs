@@ -4,11 +4,10 @@
 //! 2. The ids of K are the ids of C + K after as many as C has alone.
 //! 3. A request's input is the last `max_length` + 1 ids without the last id. Beginnings are dropped first.
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 
-use super::kind::DELIMITER;
+use super::kind::{DELIMITER, Question};
 use super::python_text::rstrip;
-use super::source::TaskQuestions;
 use crate::data::Tokenizer;
 use crate::failure::Failure;
 
@@ -42,18 +41,16 @@ pub struct TaskTokens<'a> {
 }
 
 impl TaskTokens<'_> {
-    /// The requests of a question of a task, by its number, one per choice.
+    /// The requests of a question, one per choice.
     ///
     /// # Errors
     /// Fails for a text that the tokenizer cannot express, a continuation without tokens, and one longer than the model's window.
-    pub fn requests(&self, task: &TaskQuestions, number: usize) -> Result<Vec<ScoredRequest>> {
-        let question = &task.questions[number];
+    pub fn requests(&self, question: &Question) -> Result<Vec<ScoredRequest>> {
         let of_choice = |choice| -> Result<ScoredRequest> {
             let (context, answer) = question.choice(choice);
             self.request(context, &format!("{DELIMITER}{answer}"))
         };
-        let requests: Result<Vec<ScoredRequest>> = (0..question.choices()).map(of_choice).collect();
-        requests.with_context(|| format!("question {number} of `{}`", task.task))
+        (0..question.choices()).map(of_choice).collect()
     }
 
     fn request(&self, context: &str, continuation: &str) -> Result<ScoredRequest> {

@@ -12,16 +12,44 @@ pub(in crate::tasks) struct TaskRow {
     columns: Map<String, Value>,
 }
 
-impl PartialEq for TaskRow {
-    /// Compares the columns, wherever the rows are.
-    fn eq(&self, other: &Self) -> bool {
-        self.columns == other.columns
+/// A row as a text, which takes a fraction of the memory.
+#[derive(Debug, Clone)]
+pub(in crate::tasks) struct StoredRow {
+    place: RowPlace,
+    json: Box<str>,
+}
+
+impl StoredRow {
+    /// The row.
+    ///
+    /// # Errors
+    /// Does not fail for a row that was written as JSON before.
+    pub(super) fn row(&self) -> Result<TaskRow, Failure> {
+        let columns = serde_json::from_str(&self.json);
+        let columns = columns.map_err(|error| self.place.failure(format!("as JSON: {error}")))?;
+        Ok(TaskRow { place: self.place.clone(), columns })
+    }
+
+    /// Returns whether both have the same columns, wherever they are.
+    pub(super) fn has_columns_of(&self, other: &Self) -> bool {
+        self.json == other.json
+    }
+
+    /// Bytes in memory.
+    pub(super) fn bytes(&self) -> usize {
+        size_of::<Self>() + self.json.len()
     }
 }
 
 impl TaskRow {
     pub(super) fn new(place: RowPlace, columns: Map<String, Value>) -> Self {
         Self { place, columns }
+    }
+
+    /// The row as a text.
+    pub(super) fn stored(&self) -> StoredRow {
+        let json = serde_json::to_string(&self.columns).unwrap_or_default().into_boxed_str();
+        StoredRow { place: self.place.clone(), json }
     }
 
     /// The failure of this row.

@@ -8,11 +8,13 @@
 
 use std::collections::BTreeMap;
 
-use super::pack::{AskedQuestion, AskedTask, PackedTasks};
+use serde::{Deserialize, Serialize};
+
+use super::pack::{AskedQuestion, AskedTask};
 use crate::run::tasks::{Accuracy, SubjectReport, TaskReport};
 
 /// The score of a request.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct RequestScore {
     /// Σ ln p of the continuation's tokens.
     pub log_likelihood: f64,
@@ -70,9 +72,9 @@ impl AskedTask {
 }
 
 /// The accuracies of all tasks. The subjects of MMLU are a single task.
-pub fn reports(packed: &PackedTasks, scores: &[RequestScore]) -> Vec<TaskReport> {
+pub fn reports(tasks: &[AskedTask], scores: &[RequestScore]) -> Vec<TaskReport> {
     let mut reports: Vec<TaskReport> = Vec::new();
-    for task in &packed.tasks {
+    for task in tasks {
         let acc = task.accuracy(|question| question.chosen(scores));
         let of_norm = || {
             let characters = |question: &AskedQuestion| task.characters(question);

@@ -1,4 +1,7 @@
 //! The files of tasks: rows read, examples drawn, questions made.
+//!
+//! Files are read twice: to check and count their questions, and to make requests of them. So the memory of their texts does not grow
+//! with their number.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,16 +11,13 @@ use anyhow::{Context, Result};
 use super::examples::FewShotExamples;
 use super::kind::{ExampleDraws, Question, TaskKind};
 use super::kinds::mmlu;
-use super::row::TaskRow;
+use super::row::{StoredRow, TaskRow};
 use super::table::{QuestionLimit, TaskSpec};
 use crate::data::rows::for_each_row;
 use crate::failure::Failure;
 
-/// Bytes of the texts of questions.
-pub fn bytes(tasks: &[TaskQuestions]) -> usize {
-    let questions = tasks.iter().flat_map(|task| &task.questions);
-    questions.flat_map(|of| of.contexts.iter().chain(&of.answers)).map(String::len).sum()
-}
+/// Questions that are in memory together.
+const AT_ONCE: usize = 64;
 
 /// The places of the files of tasks.
 #[derive(Clone, Copy)]
@@ -52,8 +52,8 @@ pub struct TaskRequest<'a> {
     pub limit: Option<QuestionLimit>,
 }
 
-/// A task with its questions, or a subject of MMLU.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// A task whose files have questions, or a subject of MMLU.
+#[derive(Debug, Clone)]
 pub struct TaskQuestions {
     /// The task.
     pub task: String,
@@ -61,30 +61,41 @@ pub struct TaskQuestions {
     pub subject: Option<(String, &'static str)>,
     /// Accuracy per character is reported, too.
     pub has_acc_norm: bool,
-    /// The questions, after their examples.
-    pub questions: Vec<Question>,
+    /// The number of questions.
+    pub count: usize,
+    /// Bytes of the texts that are in memory together.
+    pub text_bytes: usize,
+    kind: &'static TaskKind,
+    split: TaskSplit,
+    num_fewshot: usize,
 }
 
-/// Reads the tasks.
+/// The files of a task.
+#[derive(Debug, Clone)]
+struct TaskSplit {
+    evaluated: Vec<PathBuf>,
+    /// The files that examples are drawn from; none where no examples are asked for.
+    examples: Vec<PathBuf>,
+}
+
+/// Finds the files of the tasks, and checks and counts their questions.
 ///
 /// # Errors
 /// Fails for files that are missing or damaged, and for rows that are no questions of their task; messages name file and row.
-pub fn read(request: &TaskRequest<'_>) -> Result<Vec<TaskQuestions>> {
+pub fn find(request: &TaskRequest<'_>) -> Result<Vec<TaskQuestions>> {
     let mut all = Vec::new();
     for spec in request.tasks {
         let kind = spec.kind();
         if let Some(file) = &spec.file {
             let file = std::slice::from_ref(file);
-            let split = TaskSplit {
-                evaluated: file.to_vec(),
-                examples: examples(request, || Ok(file.to_vec()))?,
-            };
-            all.push(questions(request, kind, &spec.name, None, split)?);
+            let examples = examples(request, || Ok(file.to_vec()))?;
+            let split = TaskSplit { evaluated: file.to_vec(), examples };
+            all.push(TaskQuestions::counted(request, kind, (&spec.name, None), split)?);
             continue;
         }
         if kind.draws != ExampleDraws::First {
             let split = split(request, kind, None)?;
-            all.push(questions(request, kind, kind.name, None, split)?);
+            all.push(TaskQuestions::counted(request, kind, (kind.name, None), split)?);
             continue;
         }
         let subjects = match request.files {
@@ -93,7 +104,8 @@ pub fn read(request: &TaskRequest<'_>) -> Result<Vec<TaskQuestions>> {
         };
         for (subject, group) in subjects {
             let split = split(request, kind, Some(&subject))?;
-            all.push(questions(request, kind, kind.name, Some((subject, group)), split)?);
+            let subject = Some((subject, group));
+            all.push(TaskQuestions::counted(request, kind, (kind.name, subject), split)?);
         }
     }
     Ok(all)
@@ -119,25 +131,12 @@ fn subjects_in(folder: &Path, kind: &TaskKind) -> Result<Vec<(String, &'static s
     Ok(found)
 }
 
-/// The files of the evaluated split, and the rows of the split of examples.
-struct TaskSplit {
-    evaluated: Vec<PathBuf>,
-    examples: Vec<TaskRow>,
-}
-
-/// The rows that examples are drawn from; none where no examples are asked for.
+/// The files that examples are drawn from; none where no examples are asked for.
 fn examples(
     request: &TaskRequest<'_>,
     files: impl FnOnce() -> Result<Vec<PathBuf>>,
-) -> Result<Vec<TaskRow>> {
-    let mut rows = Vec::new();
-    if request.num_fewshot > 0 {
-        for_each(&files()?, &mut |row| {
-            rows.push(row);
-            Ok(())
-        })?;
-    }
-    Ok(rows)
+) -> Result<Vec<PathBuf>> {
+    if request.num_fewshot == 0 { Ok(Vec::new()) } else { files() }
 }
 
 /// The splits of a task, or of a subject.
@@ -211,36 +210,82 @@ fn for_each(files: &[PathBuf], take: &mut dyn FnMut(TaskRow) -> Result<()>) -> R
     }
 }
 
-/// The questions of a task, each after its examples.
-fn questions(
-    request: &TaskRequest<'_>,
-    kind: &TaskKind,
-    name: &str,
-    subject: Option<(String, &'static str)>,
-    TaskSplit { evaluated, examples }: TaskSplit,
-) -> Result<TaskQuestions> {
-    let limit = match request.limit {
-        None => usize::MAX,
-        Some(limit) if limit.is_share() => limit.of(for_each(&evaluated, &mut |_| Ok(()))?),
-        Some(limit) => limit.of(usize::MAX),
-    };
-    let before = subject.as_ref().map(|(subject, _)| mmlu::description(subject));
-    let before = before.unwrap_or_default();
-    let mut examples = FewShotExamples::new(kind, name, &examples, request.num_fewshot)?;
-    // Rows become questions one at a time: as JSON they take several times the memory.
-    let mut questions: Vec<Question> = Vec::new();
-    for_each(&evaluated, &mut |row| {
-        if questions.len() < limit {
-            let question = (kind.question)(&row)?;
-            let few_shot = examples.before(&row).context("drawing examples")?;
-            questions.push(question.after(&format!("{before}{few_shot}")));
+impl TaskQuestions {
+    /// Checks and counts the questions of a task with a name, and a subject of MMLU with its group.
+    fn counted(
+        request: &TaskRequest<'_>,
+        kind: &'static TaskKind,
+        (name, subject): (&str, Option<(String, &'static str)>),
+        split: TaskSplit,
+    ) -> Result<Self> {
+        let count = match request.limit {
+            None => usize::MAX,
+            Some(limit) if limit.is_share() => {
+                limit.of(for_each(&split.evaluated, &mut |_| Ok(()))?)
+            }
+            Some(limit) => limit.of(usize::MAX),
+        };
+        let all = Self {
+            task: name.to_string(),
+            subject,
+            has_acc_norm: kind.has_acc_norm,
+            count,
+            text_bytes: 0,
+            kind,
+            split,
+            num_fewshot: request.num_fewshot,
+        };
+        let (mut count, mut largest) = (0, 0);
+        let examples = all.for_each_block(&mut |block| {
+            count += block.len();
+            largest = largest.max(block.iter().map(Question::text_bytes).sum());
+            Ok(())
+        })?;
+        Ok(Self { count, text_bytes: examples + largest, ..all })
+    }
+
+    /// Gives all questions to `take`, each after its examples, some at a time. Returns the bytes of the rows that examples are drawn from.
+    ///
+    /// # Errors
+    /// Fails as [`find`], and where `take` fails.
+    pub fn for_each_block(
+        &self,
+        take: &mut dyn FnMut(Vec<Question>) -> Result<()>,
+    ) -> Result<usize> {
+        let subject = self.subject.as_ref();
+        let before = subject.map(|(subject, _)| mmlu::description(subject)).unwrap_or_default();
+        let kept = match self.kind.draws {
+            ExampleDraws::First => self.num_fewshot,
+            ExampleDraws::Exactly | ExampleDraws::OneMore => usize::MAX,
+        };
+        // Rows become texts one at a time: as JSON in memory they take several times the bytes.
+        let mut rows: Vec<StoredRow> = Vec::new();
+        if !self.split.examples.is_empty() {
+            for_each(&self.split.examples, &mut |row| {
+                if rows.len() < kept {
+                    rows.push(row.stored());
+                }
+                Ok(())
+            })?;
         }
-        Ok(())
-    })?;
-    Ok(TaskQuestions {
-        task: name.to_string(),
-        subject,
-        has_acc_norm: kind.has_acc_norm,
-        questions,
-    })
+        let mut examples = FewShotExamples::new(self.kind, &self.task, &rows, self.num_fewshot)?;
+        let (mut block, mut seen) = (Vec::with_capacity(AT_ONCE), 0);
+        for_each(&self.split.evaluated, &mut |row| {
+            if seen == self.count {
+                return Ok(());
+            }
+            seen += 1;
+            let question = (self.kind.question)(&row)?;
+            let few_shot = examples.before(&row).context("drawing examples")?;
+            block.push(question.after(&format!("{before}{few_shot}")));
+            match block.len() == AT_ONCE {
+                true => take(std::mem::replace(&mut block, Vec::with_capacity(AT_ONCE))),
+                false => Ok(()),
+            }
+        })?;
+        if !block.is_empty() {
+            take(block)?;
+        }
+        Ok(rows.iter().map(StoredRow::bytes).sum())
+    }
 }

@@ -7,10 +7,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use prune::data::Tokenizer;
-use prune::run::Manifest;
 use prune::run::tasks::{Accuracy, TaskReport};
+use prune::run::{Manifest, Plan};
+use prune::synthetic::RandomCheckpoint;
 use prune::tasks::{
-    QuestionLimit, ScoredRequest, TaskFiles, TaskQuestions, TaskRequest, TaskSpec, TaskTokens, read,
+    Question, QuestionLimit, ScoredRequest, TaskFiles, TaskQuestions, TaskRequest, TaskSpec,
+    TaskTokens, find,
 };
 use serde_json::Value;
 
@@ -80,7 +82,7 @@ impl Golden {
             num_fewshot: self.num_fewshot(),
             limit: self.limit(),
         };
-        read(&request).expect("tasks that can be read")
+        find(&request).expect("tasks that can be read")
     }
 }
 
@@ -121,13 +123,17 @@ fn prompts_and_token_ids_are_lm_evals() {
             let tokens = TaskTokens { tokenizer: &tokenizer, add_bos, max_length };
             let tasks = golden.questions(&shared);
             for task in &tasks {
-                let requests = (0..task.questions.len()).map(|at| tokens.requests(task, at));
-                let requests = requests.map(|requests| requests.expect("requests"));
+                let mut questions: Vec<Question> = Vec::new();
+                let mut take = |block| {
+                    questions.extend::<Vec<Question>>(block);
+                    Ok(())
+                };
+                task.for_each_block(&mut take).expect("questions");
+                assert_eq!(questions.len(), task.count);
                 let documents = golden.documents(task);
-                assert_eq!(task.questions.len(), documents.len(), "{:?}", golden.path);
-                for ((question, requests), document) in
-                    task.questions.iter().zip(requests).zip(documents)
-                {
+                assert_eq!(questions.len(), documents.len(), "{:?}", golden.path);
+                for (question, document) in questions.iter().zip(documents) {
+                    let requests = tokens.requests(question).expect("requests");
                     let place = format!("{:?} {}", golden.path, document["doc_id"]);
                     assert_eq!(
                         question.target as u64,
@@ -404,4 +410,36 @@ fn a_bad_row_is_one_error_with_file_and_line() {
         assert_eq!(ran.stderr.matches("error:").count(), 1, "{}", ran.stderr);
         assert!(ran.stderr.contains("hint:"), "{}", ran.stderr);
     }
+}
+
+/// The texts and ids of ten times as many questions are on the disk: in memory are places, lengths and scores.
+#[test]
+fn memory_does_not_grow_with_the_number_of_questions() {
+    let place = Place::with(&RandomCheckpoint {
+        hidden_size: 512,
+        intermediate_size: 1024,
+        num_attention_heads: 8,
+        num_key_value_heads: 8,
+        vocab_size: 2000,
+        ..RandomCheckpoint::default()
+    });
+    let context = "the cat sat on the mat and looked at the dog in the garden ".repeat(2);
+    let row = format!(
+        "{{\"context\": \"{context}\", \"choices\": [\"sat\", \"a mat\", \"ran\"], \"label\": 0}}\n"
+    );
+    let of = |questions: usize| -> Option<[f64; 2]> {
+        fs::write(place.path("q.jsonl"), row.repeat(questions)).expect("a file");
+        let line = "eval m --tasks my=q.jsonl --seqlen 256 --use-cpu --hidden-states disk --json";
+        let ran = place.run(line);
+        assert_eq!(ran.code, 0, "{}", ran.stderr);
+        let record: Manifest = serde_json::from_str(&ran.stdout).expect("a record");
+        let planned = record.plan.as_ref().and_then(Plan::cpu).expect("a plan").peak;
+        Some([record.peak_anonymous?.0 as f64, planned.0 as f64])
+    };
+    let Some(few) = of(40) else { return eprintln!("skipped: the system tells no memory") };
+    let many = of(400).expect("as before");
+    for [measured, planned] in [few, many] {
+        assert!((0.8..=1.05).contains(&(measured / planned)), "{measured} of {planned}");
+    }
+    assert!(many[0] < 1.2 * few[0] && many[1] < 1.05 * few[1], "{few:?} {many:?}");
 }

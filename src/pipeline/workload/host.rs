@@ -4,7 +4,7 @@ use super::shape::{AgainstShape, F32, RunShape, evaluation_phases, part};
 use crate::bytes::ByteSize;
 use crate::linalg::parts::{LEAST_ROWS, largest_part};
 use crate::linalg::product::Kernel;
-use crate::model::footprint::{self, SamplePass};
+use crate::model::footprint::{self, HeadTokens, SamplePass};
 use crate::pipeline::{joined, output_error};
 use crate::placement::{ExecutionOption, PhaseMemory, Processors, Workload};
 use crate::pruning::Technique;
@@ -104,7 +104,10 @@ impl<'r> Host<'r> {
     pub(super) fn head(&self) -> PhaseMemory {
         let run = self.run;
         let (windows, settings) = (run.text_windows(), &self.option.settings);
-        let head = footprint::head(run.config, run.dtypes, run.seqlen, windows, settings);
+        // Of a pack of tasks, only some rows have logits.
+        let with_logits = if windows > 0 { run.seqlen } else { run.tasks.scored_rows };
+        let passed = HeadTokens { windows, seqlen: run.seqlen, with_logits };
+        let head = footprint::head(run.config, run.dtypes, passed, settings);
         let mut parts = self.samples(Alive::Windows);
         let scoring = run.tasks.scoring;
         parts.push(part(PartKind::HeadAndLogits, head + scoring + self.divergence()));

@@ -73,7 +73,9 @@ pub struct RunShape<'a> {
 pub struct TaskShape {
     /// The windows that are packs.
     pub windows: usize,
-    /// Memory of packs and questions until the run ends, token ids included. Every rank has all of them.
+    /// Rows of a pack that have logits, at most.
+    pub scored_rows: usize,
+    /// Memory of packs and questions until the run ends. Every rank has all of them.
     pub kept: ByteSize,
     /// Memory of scored tokens at the head.
     pub scoring: ByteSize,

@@ -13,7 +13,7 @@ use prune::checkpoint::{Checkpoint, WeightSource};
 use prune::eval::Perplexity;
 use prune::linalg::product::Kernel;
 use prune::linalg::{StoredDtype, Weight, tensor};
-use prune::model::footprint::SamplePass;
+use prune::model::footprint::{HeadTokens, SamplePass};
 use prune::model::{
     DecoderLayer, Dtypes, Head, InputId, LayerContext, LinearId, ModelConfig, Observer, footprint,
 };
@@ -31,6 +31,7 @@ const CASE: &str = "PRUNE_TEST_PHASE";
 const SEQLEN: usize = 1024;
 const WINDOWS: usize = 2;
 const THREADS: usize = 2;
+const PASSED: HeadTokens = HeadTokens { windows: WINDOWS, seqlen: SEQLEN, with_logits: SEQLEN };
 
 /// The larger of 10 % and this may lie between prediction and count.
 const TOLERANCE: u64 = 1 << 20;
@@ -164,8 +165,7 @@ fn phase(
                 hidden.put(window, state()?)?;
             }
             let (clock, state) = (Clock::new(), state()?);
-            let predicted =
-                footprint::head(config, Dtypes::all(dtype), SEQLEN, WINDOWS, settings) + beside;
+            let predicted = footprint::head(config, Dtypes::all(dtype), PASSED, settings) + beside;
             let before = ALIVE.load(Ordering::Relaxed);
             let mut context = context();
             drop(layer.forward(&state, &mut context)?);

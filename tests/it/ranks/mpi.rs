@@ -2,6 +2,8 @@
 
 use std::process::{Command, Output};
 
+use prune::run::Manifest;
+
 use super::{files, outcome, place};
 use crate::support::Place;
 
@@ -68,5 +70,32 @@ fn ranks_of_mpi_have_the_bits_of_one_process() {
             assert_eq!(outcome(&place.manifest(other)), outcome(&place.manifest(&first)));
             assert_eq!(files(&place, other), files(&place, &first));
         }
+    }
+}
+
+#[test]
+fn evaluations_over_mpi_have_the_bits_of_one_process() {
+    let place = place();
+    place.write_questions();
+    let pruned = place.run(
+        "--model m --prune-method magnitude --sparsity-ratio 0.5 --use-cpu --eval none --save out",
+    );
+    assert_eq!(pruned.code, 0, "{}", pruned.stderr);
+    let line = "eval out/model --against m --eval-dataset test.txt --seqlen 48 --eval-windows 5 --tasks own=own.jsonl \
+                --use-cpu --threads 1 --json";
+    let measured = |stdout: &str| {
+        let record: Manifest = serde_json::from_str(stdout).expect("a record");
+        assert!(record.perplexity.divergence.is_some() && record.tasks.is_some());
+        (record.perplexity, record.tasks, record.against.expect("the dense model").perplexity)
+    };
+    let alone = place.run(line);
+    assert_eq!(alone.code, 0, "{}", alone.stderr);
+    for size in [1, 2, 3] {
+        let Some(ran) = run(&place, size, line) else {
+            return;
+        };
+        assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
+        let stdout = String::from_utf8_lossy(&ran.stdout);
+        assert_eq!(measured(&stdout), measured(&alone.stdout), "{size} ranks");
     }
 }
