@@ -24,7 +24,7 @@ use crate::run::tasks::TaskResults;
 use crate::run::{Event, Events, Moment, Phase};
 use crate::runtime::{
     Devices, Editor, Finished, HiddenStates, PackedSamples, Passenger, SampleShare, Side, Sweep,
-    SweepReport,
+    SweepReport, memory,
 };
 use crate::settings::Settings;
 use crate::tasks::{self, PackedTasks, RequestScore};
@@ -344,6 +344,8 @@ impl SettledRun {
                 Ok(())
             };
             model.clock.measure(Phase::Embed, embed).context("embedding the tasks")?;
+            // The last pack may be small, and the allocator keeps small blocks.
+            memory::release_freed();
             let layers = model.config.num_hidden_layers;
             Ok(TaskAnswers::new(*side, hidden, packed, layers, model.reporter(events)))
         };
