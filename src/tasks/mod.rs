@@ -8,6 +8,7 @@
 //!
 //! | file | content |
 //! | --- | --- |
+//! | `asked` | questions without their texts, and the samples that their requests become |
 //! | `examples` | few-shot examples, drawn with CPython's generator |
 //! | `kind` | a task as data, and a question |
 //! | `kinds` | the tasks, a file each |
@@ -20,6 +21,7 @@
 //! | `table` | the table of tasks, and their names on the command line |
 //! | `tree` | requests that pass together, in a file |
 
+mod asked;
 mod examples;
 mod kind;
 mod kinds;
@@ -32,10 +34,9 @@ mod source;
 mod table;
 mod tree;
 
+pub use asked::{AskedQuestion, AskedTask, PackShape, Prediction, RequestIds, TaskPack};
 pub use kind::{Question, TaskKind};
-pub use pack::{
-    AskedQuestion, AskedTask, PackShape, PackedTasks, Prediction, RequestIds, TaskLayout, TaskPack,
-};
+pub use pack::{PackedTasks, TaskLayout};
 pub use request::{ScoredRequest, TaskTokens};
 pub use score::{RequestScore, reports};
 pub use source::{HubSplit, TaskFiles, TaskQuestions, TaskRequest, find};

@@ -11,6 +11,7 @@ use anyhow::{Context, Result};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
+use super::asked::{AskedQuestion, AskedTask, PackShape, RequestIds, TaskPack};
 use super::kind::Question;
 use super::request::ScoredRequest;
 use super::score::RequestScore;
@@ -18,73 +19,6 @@ use super::source::TaskQuestions;
 use super::tree::{RequestTree, TreeFile, TreePlace};
 use crate::data::IdHasher;
 use crate::model::Segment;
-
-/// A token that is scored: the logits of a row, and the token that follows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Prediction {
-    /// The row of the pack.
-    pub row: u32,
-    /// The right token.
-    pub token: u32,
-    /// The request, among those of all tasks.
-    pub request: u32,
-}
-
-/// A sample of the sweep.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TaskPack {
-    /// Token ids of the rows.
-    pub tokens: Vec<u32>,
-    /// The sequences.
-    pub segments: Vec<Segment>,
-    /// The scored tokens; those of a request are in order.
-    pub predictions: Vec<Prediction>,
-}
-
-impl TaskPack {
-    /// The rows with scored tokens, ascending.
-    pub fn scored_rows(&self) -> Vec<usize> {
-        let mut rows: Vec<usize> = self.predictions.iter().map(|of| of.row as usize).collect();
-        rows.sort_unstable();
-        rows.dedup();
-        rows
-    }
-}
-
-/// A question without its texts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct AskedQuestion {
-    /// Its first request; the requests of its choices follow.
-    pub first_request: usize,
-    /// The number of choices.
-    pub choices: u32,
-    /// The right choice.
-    pub target: u32,
-}
-
-/// A task, or a subject of MMLU, without its texts.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct AskedTask {
-    /// The task.
-    pub task: String,
-    /// The subject of MMLU, and its group.
-    pub subject: Option<(String, String)>,
-    /// Accuracy per character is reported, too.
-    pub has_acc_norm: bool,
-    /// The questions, in their order.
-    pub questions: Vec<AskedQuestion>,
-    /// Characters of every choice, question by question.
-    pub characters: Vec<u32>,
-}
-
-impl AskedTask {
-    /// Characters of the choices of a question.
-    pub fn characters(&self, question: &AskedQuestion) -> &[u32] {
-        let before = self.questions.first().map_or(0, |first| first.first_request);
-        let from = question.first_request - before;
-        &self.characters[from..from + question.choices as usize]
-    }
-}
 
 /// The shape of all packs and questions, without texts and token ids.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -140,26 +74,6 @@ pub struct PackedTasks {
     /// Their shape.
     pub layout: TaskLayout,
     trees: TreeFile,
-}
-
-/// The ids of a request.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct RequestIds {
-    /// The ids that pass the model.
-    pub input: Vec<u32>,
-    /// The ids that are scored.
-    pub continuation: Vec<u32>,
-}
-
-/// The shape of packs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PackShape {
-    /// Rows of a pack, at most; a longer request has a pack of its own.
-    pub rows: usize,
-    /// Ids of an input, at most.
-    pub max_length: usize,
-    /// Equal beginnings pass once.
-    pub shares: bool,
 }
 
 /// A way from a question to its requests, one per choice.

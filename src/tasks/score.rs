@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::pack::{AskedQuestion, AskedTask};
+use super::asked::{AskedQuestion, AskedTask};
 use crate::run::tasks::{Accuracy, SubjectReport, TaskReport};
 
 /// The score of a request.

@@ -9,7 +9,7 @@ use std::ops::Range;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
-use super::pack::{PackShape, Prediction, RequestIds, TaskPack};
+use super::asked::{PackShape, Prediction, RequestIds, TaskPack};
 use super::request::ScoredRequest;
 use crate::disk::positioned;
 use crate::failure::Failure;
