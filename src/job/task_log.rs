@@ -49,7 +49,7 @@ pub(super) fn write(
     let file = std::fs::File::create(path).map_err(refused)?;
     let mut file = BufWriter::new(file);
     for (model, scores) in models {
-        packed.for_each_question(&mut |task, question, ids| {
+        packed.for_each_question(|task, question, ids| {
             let line = line((model, scores), (task, question), ids);
             let line = serde_json::to_string(&line).context("a line of scores")?;
             Ok(writeln!(file, "{line}").map_err(refused)?)

@@ -197,7 +197,7 @@ impl PackedTasks {
     /// Fails where the file cannot be read, and when `take` fails.
     pub fn for_each_question(
         &self,
-        take: &mut dyn FnMut(&AskedTask, usize, &[RequestIds]) -> Result<()>,
+        mut take: impl FnMut(&AskedTask, usize, &[RequestIds]) -> Result<()>,
     ) -> Result<()> {
         let mut trees = self.layout.trees.clone();
         trees.sort_by_key(|place| place.first_request);
@@ -314,11 +314,11 @@ mod tests {
                 let packed = packed(&questions, shape);
                 let ids = ids_in_packs(&packed);
                 let mut by_question = Vec::new();
-                let mut take = |_: &AskedTask, _: usize, of_question: &[RequestIds]| {
+                let take = |_: &AskedTask, _: usize, of_question: &[RequestIds]| {
                     by_question.extend_from_slice(of_question);
                     Ok(())
                 };
-                packed.for_each_question(&mut take).unwrap();
+                packed.for_each_question(take).unwrap();
                 assert_eq!(by_question, ids);
                 let mut parts = packed.parts();
                 let file = tempfile::tempfile().unwrap();
