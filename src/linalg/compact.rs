@@ -39,6 +39,13 @@ pub enum KeptForm {
     AllCodes,
 }
 
+impl KeptForm {
+    /// Returns whether values are 8-bit codes.
+    pub fn is_coded(self) -> bool {
+        matches!(self, Self::Codes | Self::AllCodes)
+    }
+}
+
 /// A matrix `[rows, columns]` without its zeros.
 #[derive(Debug, Clone)]
 pub struct CompactMatrix {

@@ -43,7 +43,7 @@ impl Linear {
             dy.len() == tokens * inner && dx.len() == tokens * columns,
             "dy must be [tokens, out_features], and dx [tokens, in_features]"
         );
-        let kernel = context.kernel(self.weight().dtype());
+        let kernel = context.kernel(self.weight());
         let rows = Strided::rows(Values::F32(dy), inner);
         let mut job = |weight: Values<'_>, dy, inner, adds, packed: &mut _| {
             let mut job = [ProductJob {

@@ -10,7 +10,6 @@ use std::sync::{Arc, OnceLock};
 use anyhow::Result;
 use rayon::prelude::*;
 
-use super::compact::KeptForm;
 use super::one_token;
 use super::parts::{LEAST_COLUMNS, largest_part, parts, rows_at_once};
 use super::permute;
@@ -261,9 +260,9 @@ fn multiply(
     let Some(first) = outputs.first() else {
         return Ok(());
     };
-    let (inner, dtype) = (first.linear.in_features(), first.linear.weight.dtype());
-    if outputs.iter().any(|one| one.linear.weight.dtype() != dtype) {
-        // Each dtype has a kernel of its own. Such layers are rare.
+    let (inner, kernel) = (first.linear.in_features(), context.kernel(&first.linear.weight));
+    if outputs.iter().any(|one| context.kernel(&one.linear.weight) != kernel) {
+        // Each kernel packs x for itself. Such layers are rare.
         for one in outputs.chunks_mut(1) {
             multiply(one, x, context)?;
         }
@@ -271,7 +270,6 @@ fn multiply(
     }
     let tokens = x.len() / inner.max(1);
     assert_eq!(x.len(), tokens * inner, "x must be [tokens, in_features]");
-    let kernel = context.kernel(dtype);
     let (mut jobs, mut jobs_of_codes, mut at_rest) = (Vec::new(), Vec::new(), Vec::new());
     for LinearOutput { linear, features, out } in outputs {
         assert!(linear.in_features() == inner, "linears that share x must have the same width");
@@ -284,8 +282,8 @@ fn multiply(
                 jobs.push(job(linear.factor(weight, kernel, features, context), out));
             }
             Weight::Compact(matrix) => {
-                let is_coded = matches!(matrix.form(), KeptForm::Codes | KeptForm::AllCodes);
-                let rounds = is_coded && context.activations == CodedActivations::Int8;
+                let rounds =
+                    matrix.form().is_coded() && context.activations == CodedActivations::Int8;
                 let jobs = if rounds { &mut jobs_of_codes } else { &mut jobs };
                 jobs.push(job(Factor::Restored(matrix, features.start), out));
             }
@@ -323,9 +321,10 @@ fn multiply(
 
 #[cfg(test)]
 mod tests {
-    use super::super::compact::CompactMatrix;
+    use super::super::compact::{CompactMatrix, KeptForm};
     use super::super::product::RestoredWeight;
     use super::super::stored::{StoredDtype, StoredMatrix};
+    use super::super::weight::Products;
     use super::*;
 
     /// x·Wᵀ + b of a linear, by the kernels for many tokens.
@@ -432,9 +431,9 @@ mod tests {
         };
         let values: Vec<f32> = (0..rows * columns).map(weight).collect();
         let x: Vec<f32> = (0..tokens * columns).map(|at| (at as f32 * 0.37).cos()).collect();
-        let product = |weight: Weight, features: Range<usize>| {
+        let product = |weight: Weight, products: Products, features: Range<usize>| {
             let linear = Linear::new(weight, None);
-            let mut context = ProductContext::new();
+            let mut context = ProductContext { products, ..ProductContext::new() };
             context.activations = CodedActivations::F32;
             let mut out = vec![0.0; tokens * features.len()];
             let mut outputs = [LinearOutput { linear: &linear, features, out: &mut out }];
@@ -448,10 +447,20 @@ mod tests {
             let mut buffer = product::RowBuffer::default();
             coded.restore(0..rows, 0..columns, &mut buffer);
             let of_codes = StoredMatrix::from_f32(StoredDtype::F32, rows, columns, &buffer.whole);
-            for (compact, dense) in [(stored, dense), (coded, of_codes)] {
+            let bf16 = Kernel::best_bf16().map(|kernel| {
+                // Codes are rounded to bf16, whatever the other weights of the model do.
+                (Products::Bf16(kernel), Products::AllBf16(kernel))
+            });
+            for (compact, dense, is_coded) in [(stored, dense, false), (coded, of_codes, true)] {
                 for features in [0..rows, 17..rows] {
-                    let got = product(Weight::Compact(compact.clone()), features.clone());
-                    assert_eq!(got, product(dense.clone().into(), features), "{dtype:?}");
+                    for (products, all) in bf16.into_iter().chain([(Products::F32, Products::F32)])
+                    {
+                        let compact = Weight::Compact(compact.clone());
+                        let got = product(compact, products, features.clone());
+                        let of_dense = if is_coded { all } else { products };
+                        let expected = product(dense.clone().into(), of_dense, features.clone());
+                        assert_eq!(got, expected, "{dtype:?} {products:?}");
+                    }
                 }
             }
         }

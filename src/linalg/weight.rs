@@ -13,7 +13,7 @@ use rayon::prelude::*;
 use serde::Serialize;
 
 use super::buffer_pool::grow;
-use super::compact::{CompactMatrix, KeptForm};
+use super::compact::CompactMatrix;
 use super::one_token::{self, Input, InputForm};
 use super::product::{Kernel, Packed, RestoredWeight, RowBuffer, Values};
 use super::profile::Watch;
@@ -136,9 +136,15 @@ impl ProductContext {
         Self::default()
     }
 
-    /// The kernel for weights of this dtype.
-    pub fn kernel(&self, dtype: StoredDtype) -> Kernel {
-        self.products.kernel(dtype)
+    /// The kernel for products of many tokens with this weight. 8-bit codes are an approximation already, so in bf16 arithmetic they are
+    /// rounded to bf16 like activations, also where f32 weights keep f32 products.
+    pub fn kernel(&self, weight: &Weight) -> Kernel {
+        match weight {
+            Weight::Compact(matrix) if matrix.form().is_coded() && self.products.are_bf16() => {
+                self.products.of_activations()
+            }
+            _ => self.products.kernel(weight.dtype()),
+        }
     }
 }
 
@@ -351,11 +357,11 @@ impl Weight {
         let rounds = context.products.are_bf16();
         match self {
             Self::Held(matrix) => Some(one_token::form_of(matrix.dtype(), rounds)),
-            Self::Compact(matrix) => Some(match (matrix.form(), context.activations) {
-                (KeptForm::Stored(dtype), _) => one_token::form_of(dtype, rounds),
-                (KeptForm::Codes | KeptForm::AllCodes, CodedActivations::F32) => InputForm::Wide,
-                (KeptForm::Codes | KeptForm::AllCodes, CodedActivations::Int8) => InputForm::Codes,
+            Self::Compact(matrix) if matrix.form().is_coded() => Some(match context.activations {
+                CodedActivations::F32 => InputForm::Wide,
+                CodedActivations::Int8 => InputForm::Codes,
             }),
+            Self::Compact(matrix) => Some(one_token::form_of(matrix.dtype(), rounds)),
             Self::AtRest(_) => None,
         }
     }
