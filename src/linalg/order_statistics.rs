@@ -69,21 +69,29 @@ impl Counts {
     /// Counts the bits of values.
     pub fn add_keys(&mut self, values: &[f32], key: impl Fn(f32) -> u32) {
         match self {
-            Self::Upper(counts) => {
-                for value in values {
-                    counts[(key(*value) >> 16) as usize] += 1;
-                }
-            }
+            Self::Upper(counts) => count_upper(counts, values, key),
             Self::Lower(bins) => {
                 for (upper, counts) in bins {
-                    for value in values {
-                        let key = key(*value);
-                        if key >> 16 == *upper {
-                            counts[(key & 0xffff) as usize] += 1;
-                        }
-                    }
+                    count_lower(*upper, counts, values, &key);
                 }
             }
+        }
+    }
+}
+
+/// Counts the upper bits of values.
+fn count_upper(counts: &mut [u64], values: &[f32], key: impl Fn(f32) -> u32) {
+    for value in values {
+        counts[(key(*value) >> 16) as usize] += 1;
+    }
+}
+
+/// Counts the lower bits of the values with these upper bits.
+fn count_lower(upper: u32, counts: &mut [u64], values: &[f32], key: impl Fn(f32) -> u32) {
+    for value in values {
+        let key = key(*value);
+        if key >> 16 == upper {
+            counts[(key & 0xffff) as usize] += 1;
         }
     }
 }
@@ -122,6 +130,19 @@ impl Search {
         self.positions = vec![position];
     }
 
+    /// Counts magnitudes in the current read, without bins beside those of the search.
+    pub fn add_values(&mut self, values: &[f32]) {
+        match &mut self.stage {
+            Stage::Upper(counts) => count_upper(counts, values, key),
+            Stage::Lower(bins) => {
+                for Bin { upper, counts, .. } in bins {
+                    count_lower(*upper, counts, values, key);
+                }
+            }
+            Stage::Found(_) => {}
+        }
+    }
+
     /// Adds the counts of a tensor in the current read.
     pub fn add(&mut self, counts: &Counts) {
         let sum = |all: &mut Vec<u64>, more: &Vec<u64>| {
@@ -156,16 +177,18 @@ impl Search {
             panic!("position {position} is beyond the {below} values that were counted")
         };
         let positions = self.positions.iter().copied();
-        self.stage = match &self.stage {
-            Stage::Upper(counts) => Stage::Lower(
-                positions
-                    .map(|position| {
-                        let (upper, below) = at(counts, position);
-                        let counts = vec![0; LOWER_BINS];
-                        Bin { upper, below, counts }
-                    })
-                    .collect(),
-            ),
+        let stage = std::mem::replace(&mut self.stage, Stage::Found(Vec::new()));
+        self.stage = match stage {
+            Stage::Upper(counts) => {
+                let bins: Vec<(u32, u64)> = positions.map(|of| at(&counts, of)).collect();
+                // The bins of the two reads are never in memory together.
+                drop(counts);
+                let bins = bins.into_iter().map(|(upper, below)| {
+                    let counts = vec![0; LOWER_BINS];
+                    Bin { upper, below, counts }
+                });
+                Stage::Lower(bins.collect())
+            }
             Stage::Lower(bins) => Stage::Found(
                 bins.iter()
                     .zip(positions)
@@ -179,7 +202,7 @@ impl Search {
                     })
                     .collect(),
             ),
-            Stage::Found(found) => Stage::Found(found.clone()),
+            found @ Stage::Found(_) => found,
         };
     }
 

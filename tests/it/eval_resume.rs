@@ -37,16 +37,22 @@ fn continued(ran: &Ran) -> Vec<usize> {
     lines.filter_map(of_line).collect()
 }
 
+/// The layers that a process passed, of both models, where the system tells the memory after each.
+fn passed(ran: &Ran) -> usize {
+    ran.stderr.lines().filter(|line| line.contains("memory at layer_")).count()
+}
+
 #[test]
 fn a_killed_evaluation_continues_with_the_same_numbers() {
     let place = place();
     for (more, step) in [("", 7), ("--hidden-states disk", 13)] {
-        let line = format!("{LINE} {more}");
+        let line = format!("{LINE} {more} -v");
         let _ = fs::remove_dir_all(place.path("out"));
         let whole = place.run(&line);
         assert_eq!(whole.code, 0, "{}", whole.stderr);
         assert!(continued(&whole).is_empty() && states(&place).is_empty());
-        let expected = measured(&place);
+        let (expected, all) = (measured(&place), passed(&whole));
+        assert_eq!(all, if cfg!(target_os = "linux") { 4 } else { 0 }, "{}", whole.stderr);
         let mut found: BTreeSet<Vec<usize>> = BTreeSet::new();
         for at in (6..).step_by(step) {
             fs::remove_dir_all(place.path("out")).expect("removed");
@@ -63,6 +69,8 @@ fn a_killed_evaluation_continues_with_the_same_numbers() {
             assert_eq!(measured(&place), expected, "kill:{at}");
             assert!(states(&place).is_empty(), "kill:{at}");
             let layers = continued(&ran);
+            let repeated = all.saturating_sub(layers.iter().sum());
+            assert_eq!(passed(&ran), repeated, "kill:{at}: {layers:?}");
             assert_eq!(layers.len(), had.len(), "kill:{at}: {had:?}, {}", ran.stderr);
             found.insert(layers);
         }

@@ -15,15 +15,15 @@
 
 use super::kept::KeptMask;
 use super::optimizer::Optimizer;
-use crate::linalg::order_statistics::{Counts, LOWER_BINS, OrderStatistic, Search, key};
+use crate::linalg::order_statistics::{LOWER_BINS, OrderStatistic, Search, key};
 use crate::pruning::{Pattern, Target};
 
 /// Elements of a piece.
 const PIECE: usize = 1 << 14;
 
-/// Bytes of a choice: the bins of a search twice, and a piece.
+/// Bytes of a choice: the bins of a search, ranks and keys of a piece.
 pub const CHOICE_BYTES: usize =
-    2 * LOWER_BINS * size_of::<u64>() + PIECE * size_of::<(usize, Rank, f32)>();
+    LOWER_BINS * size_of::<u64>() + PIECE * (size_of::<(usize, Rank)>() + size_of::<f32>());
 
 /// A choice at its edge: how near a tie was.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -124,15 +124,13 @@ impl TrainedMatrix<'_> {
         let mut search = Search::new(vec![position as u64 - 1]);
         let (mut scratch, mut numbers) = (Vec::new(), Vec::new());
         loop {
-            let mut counts = Counts::of(&search);
             for first in (0..self.values.len()).step_by(PIECE) {
                 self.ranks(first, PIECE, optimizer, &mut scratch);
                 numbers.clear();
                 let ranks = scratch.iter().filter_map(|&(_, rank)| of(rank));
                 numbers.extend(ranks.map(f32::from_bits));
-                counts.add(&numbers);
+                search.add_values(&numbers);
             }
-            search.add(&counts);
             search.advance();
             if let Some([found]) = search.found() {
                 return *found;
@@ -152,6 +150,7 @@ impl TrainedMatrix<'_> {
         let mut roots = [0.0; 256];
         let by_magnitude = optimizer.has_coded_moments(self.values.len());
         ranks.clear();
+        ranks.reserve_exact(values.len());
         for (block, values) in values.chunks(roots.len()).enumerate() {
             let start = first + block * roots.len();
             let roots = &mut roots[..values.len()];
