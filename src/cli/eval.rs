@@ -23,10 +23,12 @@ Examples:
   prune eval out/llama2-7b/model --eval-dataset wikitext2:wiki/
   prune eval out/model --eval-dataset text.txt --max-perplexity 12 --json
   prune eval out/7b/model --against meta-llama/Llama-2-7b-hf
-  prune eval out/7b/model --tasks arc_easy,piqa,my=questions.jsonl --tasks-from tasks";
+  prune eval out/7b/model --tasks arc_easy,piqa,my=questions.jsonl \\
+        --tasks-from tasks";
 
 /// Flags of `prune eval`.
 #[derive(Debug, Clone, Args)]
+#[command(mut_arg("kl_positions", |flag| flag.requires("against")))]
 pub struct EvalArgs {
     #[command(flatten)]
     model: ModelWordArgs,

@@ -25,8 +25,9 @@ Examples:
   prune generate out/llama2-7b/model --prompt \"The capital of France is\"
   prune generate out/7b/model --compare models/Llama-2-7b-hf \\
         --prompt-file prompt.txt --max-tokens 200
-  prune generate models/Llama-3.2-1B-Instruct --chat --prompt \"Why is the sky blue?\" \\
-        --system \"Answer in one sentence.\" --temperature 0.7 --top-p 0.9 --seed 1
+  prune generate models/Llama-3.2-1B-Instruct --chat \\
+        --prompt \"Why is the sky blue?\" --system \"Answer in one sentence.\" \\
+        --temperature 0.7 --top-p 0.9 --seed 1
   prune generate out/7b/model --prompt \"Hello\" --json | jq -r .text";
 
 /// The command of a message that asks for a model.

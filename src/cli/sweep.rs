@@ -27,7 +27,8 @@ use crate::settings::{EvalSides, EvaluationSettings, GridSettings, GridShard, Se
 pub(super) const EXAMPLES: &str = "\
 Examples:
   prune sweep --model models/llama-2-7b --methods wanda,magnitude,ria \\
-        --ratios 0.4,0.5,0.6 --types unstructured,2:4 --seeds 0,1,2 --save out/sweep
+        --ratios 0.4,0.5,0.6 --types unstructured,2:4 --seeds 0,1,2 \\
+        --save out/sweep
   prune sweep --model models/llama-2-7b --methods wanda --ratios 0.5 \\
         --seeds 0,1,2,3 --save out/sweep --shard 2/4
   prune sweep --table out/sweep";

@@ -61,6 +61,9 @@ pub fn for_each_row(
     }
 }
 
+const OBJECTS: &str =
+    r#"write an object per line, like {"context": "...", "choices": ["...", "..."], "label": 0}"#;
+
 fn json_lines(
     path: &Path,
     take: &mut dyn FnMut(RowPlace, Map<String, Value>) -> Result<()>,
@@ -69,22 +72,22 @@ fn json_lines(
     for_each_line(path, LineMemory::UNBOUNDED, &mut |line| {
         number += 1;
         let place = RowPlace { path: Arc::clone(&shared), number };
+        // Some editors begin a file with a mark of its encoding.
+        let mark = if number == 1 { "\u{feff}" } else { "" };
+        let line = line.strip_prefix(mark).unwrap_or(line);
         if line.trim().is_empty() {
             return Ok(());
         }
         if line.len() as u64 > LONGEST {
             return Err(too_long(&place, line.len() as u64).into());
         }
-        let row: Value = serde_json::from_str(line).map_err(|error| {
-            place
-                .failure(format!("it is no JSON: {error}"))
-                .hint("write an object per line, like {\"question\": \"...\"}")
-        })?;
+        let row: Value = serde_json::from_str(line)
+            .map_err(|error| place.failure(format!("it is no JSON: {error}")).hint(OBJECTS))?;
         match row {
             Value::Object(row) => take(place, row),
             other => Err(place
                 .failure(format!("it is {}, not an object", kind(&other)))
-                .hint("write an object per line, like {\"question\": \"...\"}")
+                .hint(OBJECTS)
                 .into()),
         }
     })

@@ -24,8 +24,8 @@ use crate::checkpoint::{open_sealed, write_sealed_with};
 use crate::disk;
 use crate::eval::{MeetingRole, Perplexity, TaskAnswers};
 use crate::model::{DecoderLayer, Head};
-use crate::run::Events;
 use crate::run::state::{EVALUATION_FILE, EVALUATION_FILE_OF_DENSE};
+use crate::run::{Event, Events, Unfinished};
 use crate::runtime::{Compute, HiddenStates, Passenger, Side};
 
 /// Saving takes at most this part of the time.
@@ -117,6 +117,8 @@ pub(super) fn remove(folder: &Path) -> Result<()> {
 pub(super) struct StateKeeper<'a> {
     path: PathBuf,
     settings: BTreeMap<String, String>,
+    /// The command of the evaluation.
+    arguments: &'a [String],
     num_hidden_layers: usize,
     events: &'a dyn Events,
     began: Instant,
@@ -129,7 +131,7 @@ pub(super) struct StateKeeper<'a> {
 impl<'a> StateKeeper<'a> {
     /// The file of the evaluation `job` in the run folder `folder`. `None` on several ranks, which have parts of the states each.
     pub(super) fn of(
-        job: &SettledRun,
+        job: &'a SettledRun,
         folder: Option<&Path>,
         events: &'a dyn Events,
     ) -> Result<Option<Self>> {
@@ -146,6 +148,7 @@ impl<'a> StateKeeper<'a> {
         Ok(Some(Self {
             path: folder.join(name),
             settings,
+            arguments: &job.settings.arguments,
             num_hidden_layers: job.model.config.num_hidden_layers,
             events,
             began: Instant::now(),
@@ -183,6 +186,7 @@ impl<'a> StateKeeper<'a> {
         self.events.note(format!(
             "continuing an unfinished evaluation: {layers} of {all} layers are passed"
         ));
+        self.announce();
         Ok(layers)
     }
 
@@ -208,12 +212,20 @@ impl<'a> StateKeeper<'a> {
         let saved = self.save(layers, bytes, states);
         self.took = Some(began.elapsed());
         self.spent += began.elapsed();
-        if let Err(why) = &saved {
-            self.events.warn(format!(
+        match &saved {
+            Ok(()) => self.announce(),
+            Err(why) => self.events.warn(format!(
                 "an interruption would repeat this evaluation: its states are not saved ({why:#})"
-            ));
+            )),
         }
         saved.is_ok()
+    }
+
+    /// From now on an interruption leaves states.
+    fn announce(&self) {
+        let folder = self.path.parent().unwrap_or(&self.path);
+        let left = Unfinished::resumable("layers", folder, "evaluation", self.arguments);
+        self.events.emit(Event::IfInterrupted(Some(left)));
     }
 
     fn save(&self, layers: usize, bytes: u64, states: &mut [&mut HiddenStates]) -> Result<()> {

@@ -24,13 +24,17 @@ pub(super) fn before_outputs(settings: &Settings, events: &dyn Events) {
     events.emit(Event::IfInterrupted(unfinished));
 }
 
-/// An evaluation saves its streams between two layers.
+/// An evaluation has saved nothing yet. What it saves between two layers it announces itself.
 pub(super) fn in_evaluation(job: &SettledRun, events: &dyn Events) {
-    let run = job.folder.run.as_ref().filter(|_| job.ranks.is_alone());
-    let unfinished = run.map(|folder| {
-        Unfinished::resumable("layers", folder, "evaluation", &job.settings.arguments)
-    });
-    events.emit(Event::IfInterrupted(unfinished));
+    let command = quoted(&job.settings.arguments);
+    let run = job.folder.run.as_ref();
+    events.emit(Event::IfInterrupted(run.map(|_| Unfinished {
+        text: format!(
+            "nothing is saved yet; this command begins the evaluation again:\n  {command}"
+        ),
+        is_resumable: true,
+        has_begun: true,
+    })));
 }
 
 /// Files exist from now on.

@@ -10,6 +10,7 @@ use anyhow::Result;
 use serde_json::Value;
 
 use super::folder::MODEL;
+use super::folder::state_file::StateFile;
 use crate::checkpoint::{
     CONFIG_FILE, Checkpoint, HeadersOnly, WeightSource, is_model_file, not_a_model,
 };
@@ -24,6 +25,7 @@ use crate::model::{
 use crate::packed::{self, PackedSource, PackedValues};
 use crate::quantized::{self, QuantizedSource};
 use crate::run::Events;
+use crate::run::command_line::quoted;
 use crate::settings::ModelSettings;
 use crate::tasks::HubSplit;
 
@@ -278,15 +280,25 @@ fn repository(settings: &ModelSettings) -> Result<Option<HubRepo>, Failure> {
     }
 }
 
-/// The refusal of a run folder where its model is wanted; `None` if the folder is no run folder.
+/// The refusal of a run folder where its model is wanted, and of a run that is not finished; `None` for other folders.
 pub(super) fn run_folder(folder: &Path) -> Option<Failure> {
     let model = folder.join(MODEL);
     let has_config = |folder: &Path| folder.join(CONFIG_FILE).is_file();
-    let is_run = !has_config(folder) && has_config(&model);
-    is_run.then(|| {
-        Failure::new(format!("`{}` is a run folder", folder.display()))
-            .hint(format!("name its checkpoint: {}", model.display()))
-    })
+    if has_config(folder) {
+        return None;
+    }
+    if has_config(&model) {
+        return Some(
+            Failure::new(format!("`{}` is a run folder", folder.display()))
+                .hint(format!("name its checkpoint: {}", model.display())),
+        );
+    }
+    let states = [folder, &model].into_iter().map(StateFile::read);
+    let state = states.filter_map(Result::ok).flatten().next()?;
+    Some(
+        Failure::new(format!("the run in `{}` is not finished", folder.display()))
+            .hint(format!("its command continues it: {}", quoted(&state.arguments))),
+    )
 }
 
 /// The dataset with the hub's file at hand, where it was named without a path.
@@ -373,12 +385,7 @@ fn hub(cache_dir: Option<&Path>) -> Result<Hub> {
 }
 
 fn missing_folder(folder: &Path) -> Failure {
-    Failure::new(format!(
-        "the model folder `{}` does not exist",
-        folder.display()
-    ))
-    .detail("neither is it an id on the hub, which is like meta-llama/Llama-2-7b-hf")
-    .hint(
-        "--model wants a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json",
-    )
+    Failure::new(format!("the model folder `{}` does not exist", folder.display()))
+        .detail("neither is it an id on the hub, which is like meta-llama/Llama-2-7b-hf")
+        .hint("name a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json")
 }

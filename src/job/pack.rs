@@ -251,7 +251,7 @@ fn refuse_compressed(source: &std::path::Path, json: &Value) -> Result<()> {
     }
     if json.get(config::KEY).is_some_and(|value| !value.is_null()) {
         return Err(Failure::new(format!("`{shown}` is quantised already"))
-            .detail("its matrices have no zeros that a mask could leave out")
+            .detail("its codes take fewer bytes than a mask with the kept values")
             .hint("name the unquantised checkpoint: prune pack DENSE --save OUT")
             .into());
     }

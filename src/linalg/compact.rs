@@ -26,7 +26,6 @@ use super::parts::{TASK_BYTES, rows_at_once};
 use super::product::{RestoredWeight, RowBuffer, Values};
 use super::stored::{StoredDtype, StoredMatrix};
 use crate::bytes::ByteSize;
-use crate::failure::Failure;
 
 /// The form of kept values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -303,7 +302,7 @@ impl CompactPart {
         let (rows, columns) = (dense.rows(), dense.columns());
         let each = dense.dtype().bytes();
         if !matches!(form, KeptForm::Stored(_)) {
-            check_codes(dense)?;
+            int8::check(dense)?;
         }
         let keeps_all = form == KeptForm::AllCodes;
         let mut all = vec![u8::MAX; mask_bytes(columns)];
@@ -484,23 +483,4 @@ fn joined<E: bytemuck::Pod>(slices: &[&[u8]], count: usize) -> Result<Buffer<E>>
         rest = behind;
     }
     Ok(out)
-}
-
-/// Refuses weights that have no 8-bit codes.
-fn check_codes(dense: &StoredMatrix) -> Result<()> {
-    let rows = (0..dense.rows()).into_par_iter();
-    let of_row = |row: usize| {
-        let mut wide = vec![0.0; dense.columns()];
-        dense.widen_rows(row, &mut wide);
-        int8::largest(&wide)
-    };
-    let larger = |a: f32, b: f32| if a.is_nan() || a >= b { a } else { b };
-    let largest = rows.map(of_row).reduce(|| 0.0, larger);
-    if !largest.is_finite() || !int8::fits(largest) {
-        return Err(Failure::new("a matrix has no 8-bit codes")
-            .detail(format!("its largest weight is {largest}; from 2^-10 to 2^15 there are scales"))
-            .hint("leave int8 out of --weights and --head")
-            .into());
-    }
-    Ok(())
 }

@@ -6,9 +6,13 @@
 //! A scale has no smaller step than 2⁻²⁴. A group whose weights are smaller than that keeps an error of up to 2⁻²⁵, whatever its own
 //! size. [`fits`] bounds this error by the largest weight of the matrix.
 
+use anyhow::Result;
 use half::f16;
+use rayon::prelude::*;
 
 use super::bitmask;
+use super::stored::StoredMatrix;
+use crate::failure::Failure;
 
 /// Columns that share a scale.
 pub const GROUP: usize = 128;
@@ -29,6 +33,28 @@ pub fn fits(largest: f32) -> bool {
 pub fn largest(x: &[f32]) -> f32 {
     // Without their signs, the bits of numbers have the order of the numbers, and NaNs are behind infinity.
     f32::from_bits(x.iter().map(|x| x.to_bits() & 0x7fff_ffff).max().unwrap_or(0))
+}
+
+/// Refuses weights that have no 8-bit codes.
+///
+/// # Errors
+/// Fails where a weight is not finite, and where the largest weight has no scale.
+pub fn check(dense: &StoredMatrix) -> Result<()> {
+    let rows = (0..dense.rows()).into_par_iter();
+    let of_row = |row: usize| {
+        let mut wide = vec![0.0; dense.columns()];
+        dense.widen_rows(row, &mut wide);
+        largest(&wide)
+    };
+    let larger = |a: f32, b: f32| if a.is_nan() || a >= b { a } else { b };
+    let largest = rows.map(of_row).reduce(|| 0.0, larger);
+    if !largest.is_finite() || !fits(largest) {
+        return Err(Failure::new("a matrix has no 8-bit codes")
+            .detail(format!("its largest weight is {largest}; from 2^-10 to 2^15 there are scales"))
+            .hint("leave int8 out of --weights and --head")
+            .into());
+    }
+    Ok(())
 }
 
 /// The scale of a group with this largest magnitude, rounded up.

@@ -94,8 +94,9 @@ impl ModelConfig {
     pub fn read_json(folder: &Path) -> Result<Value> {
         let path = folder.join("config.json");
         let text = read_settings(&path).map_err(|error| {
-            cannot_read(&path, &error)
-                .or_hint("--model wants a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json")
+            cannot_read(&path, &error).or_hint(
+                "name a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json",
+            )
         })?;
         let json = serde_json::from_str(&text).map_err(|error| {
             Failure::new(format!("`{}` is not JSON: {error}", path.display())).hint(TAKE_ANOTHER)

@@ -114,7 +114,8 @@ fn summary(inspection: &Inspection) -> String {
         ("sparsity", format!("{ratio:.6} ({zeros} of {weights} weights of the decoder linears)")),
         ("pattern", patterns(&inspection.patterns)),
     ];
-    let gain = inspection.zeros_gain.iter().flat_map(packing::gain).enumerate();
+    let gain = inspection.zeros_gain.iter();
+    let gain = gain.flat_map(|gain| packing::gain(gain, inspection.packed.is_some())).enumerate();
     rows.extend(gain.map(|(number, line)| (if number == 0 { "gain" } else { "" }, line)));
     rows.push(("not finite", non_finite));
     for (index, kind) in inspection.other.iter().enumerate() {

@@ -62,15 +62,23 @@ pub fn unpacked(report: &UnpackingReport) -> String {
     ])
 }
 
-/// The gain of a model's zeros in files and memory, in speed on this machine, and in other programs.
-pub(super) fn gain(gain: &ZerosGain) -> impl Iterator<Item = String> {
+/// The gain of a model's zeros in memory and files, in speed on this machine, and in other programs.
+pub(super) fn gain(gain: &ZerosGain, is_packed: bool) -> impl Iterator<Item = String> {
     let ZerosGain { dense_bytes, compact_bytes, times_as_fast } = *gain;
+    let in_memory = format!("linears of {compact_bytes} in memory, not {dense_bytes}");
     let speed = times_as_fast.map(|times| {
         let limit = if times < 1.0 { ", as instructions limit it" } else { "" };
         format!("`prune generate`: {times:.2} times as fast here{limit}")
     });
-    let packed = format!("`prune pack`: linears of {compact_bytes}, not {dense_bytes}");
-    [Some(packed), speed, Some("other programs: no gain".to_string())].into_iter().flatten()
+    let ratio = compact_bytes.0 as f64 / dense_bytes.0.max(1) as f64;
+    let in_files = format!("`prune pack`: about {ratio:.2} times the bytes on disk");
+    let rows = [
+        Some(in_memory),
+        speed,
+        Some(in_files).filter(|_| !is_packed),
+        Some("other programs: no gain".to_string()),
+    ];
+    rows.into_iter().flatten()
 }
 
 fn memory(peak: Option<ByteSize>, plan: &Plan) -> String {

@@ -42,7 +42,9 @@ pub(super) fn rows(manifest: &Manifest) -> Vec<(String, String)> {
     let peak = peak(manifest.peak_anonymous);
     rows.add("peak memory", format!("{peak} anonymous{states}"));
     rows.devices(manifest);
-    for (number, line) in manifest.zeros_gain.iter().flat_map(packing::gain).enumerate() {
+    for (number, line) in
+        manifest.zeros_gain.iter().flat_map(|gain| packing::gain(gain, false)).enumerate()
+    {
         rows.add(if number == 0 { "without zeros" } else { "" }, line);
     }
     if let Some(output) = &manifest.output {

@@ -107,7 +107,7 @@ impl TaskTokens<'_> {
         let id = self.tokenizer.bos().or(self.tokenizer.eos());
         Ok(id.ok_or_else(|| {
             Failure::new("the tokenizer has no token for the beginning of a text")
-                .hint("leave --add-bos out, and give every question a context")
+                .hint("give every question a context, and leave out --add-bos where it is given")
         })?)
     }
 }

@@ -58,7 +58,7 @@ impl TaskRow {
     }
 
     /// A column, or a field inside it: `choices/text`.
-    fn value(&self, name: &str) -> Result<&Value, Failure> {
+    pub(super) fn value(&self, name: &str) -> Result<&Value, Failure> {
         let (column, field) = name.split_once('/').unwrap_or((name, ""));
         let value = self.columns.get(column);
         let value = if field.is_empty() { value } else { value.and_then(|of| of.get(field)) };

@@ -84,7 +84,15 @@ struct TaskSplit {
 /// Fails for files that are missing or damaged, and for rows that are no questions of their task; messages name file and row.
 pub fn find(request: &TaskRequest<'_>) -> Result<Vec<TaskQuestions>> {
     let mut all = Vec::new();
-    for spec in request.tasks {
+    for (at, spec) in request.tasks.iter().enumerate() {
+        if request.tasks[..at].iter().any(|before| before.name == spec.name) {
+            return Err(Failure::usage(format!("--tasks names `{}` twice", spec.name))
+                .hint(format!(
+                    "leave one out, or give your file another name: {0}-2=FILE",
+                    spec.name
+                ))
+                .into());
+        }
         let kind = spec.kind();
         if let Some(file) = &spec.file {
             let file = std::slice::from_ref(file);

@@ -49,6 +49,11 @@ impl FromStr for TaskSpec {
         if let Some((name, file)) = text.split_once('=') {
             let is_name =
                 |of: char| of.is_ascii_alphanumeric() || of == '_' || of == '-' || of == '.';
+            if TASKS.iter().any(|kind| kind.name == name) {
+                return Err(format!(
+                    "`{name}` has questions of its own; name your file my-{name}=FILE"
+                ));
+            }
             return match !name.is_empty() && name.chars().all(is_name) && !file.is_empty() {
                 true => Ok(Self { name: name.to_string(), file: Some(file.into()) }),
                 false => Err("a task of your own is NAME=FILE, like my=questions.jsonl".into()),
@@ -116,9 +121,9 @@ mod tests {
     #[test]
     fn tasks_have_names_and_limits_are_numbers_or_shares() {
         assert_eq!("boolq".parse::<TaskSpec>().unwrap().kind().name, "boolq");
-        assert_eq!("boolq=x.jsonl".parse::<TaskSpec>().unwrap().kind().name, "own");
+        assert_eq!("my=x.jsonl".parse::<TaskSpec>().unwrap().kind().name, "own");
         assert_eq!("my=a/b.jsonl".parse::<TaskSpec>().unwrap().to_string(), "my=a/b.jsonl");
-        for wrong in ["", "bool", "=x", "a b=x", "my="] {
+        for wrong in ["", "bool", "=x", "a b=x", "my=", "boolq=x.jsonl"] {
             assert!(wrong.parse::<TaskSpec>().is_err(), "{wrong}");
         }
         let of = |limit: &str, questions| limit.parse::<QuestionLimit>().unwrap().of(questions);

@@ -149,4 +149,10 @@ fn a_divergence_above_its_limit_misses_the_gate() {
     let ran = place.run(&format!("eval out/model {text} --max-kl 1"));
     assert_eq!(ran.code, 2, "{}", ran.stderr);
     assert!(ran.stderr.contains("hint: name the dense model with --against"), "{}", ran.stderr);
+    let ran = place.run(&format!("eval out/model {text} --kl-positions second-half"));
+    assert_eq!(ran.code, 2, "{}", ran.stderr);
+    let of_same = place.run(&format!("eval out/model --against out/model {text} --json"));
+    let same: Manifest = serde_json::from_str(&of_same.stdout).expect("a record");
+    let divergence = same.perplexity.divergence.expect("a divergence");
+    assert_eq!(divergence.probability_difference_rms.error, 0.0, "of equal models");
 }

@@ -25,7 +25,8 @@ fn edit_config(place: &Place, change: impl FnOnce(&mut Value)) {
     edit_json(&place.path("m/config.json"), change);
 }
 
-const LAYOUT_HINT: &str = "hint: --model wants a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json";
+const LAYOUT_HINT: &str =
+    "hint: name a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json";
 const TOGETHER_HINT: &str =
     "hint: check that config.json and the weights belong together, or download them again";
 

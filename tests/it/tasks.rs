@@ -375,6 +375,21 @@ fn tasks_have_a_table_and_a_gate() {
     assert_eq!(ran.code, 1, "without a network");
     let hint = "or name a folder with the files: --tasks-from DIR";
     assert!(ran.stderr.contains(hint), "{}", ran.stderr);
+    let ran = place.run("eval m --tasks my=q.jsonl,my=test.txt --use-cpu");
+    assert_eq!(ran.code, 2);
+    assert!(ran.stderr.contains("--tasks names `my` twice"), "{}", ran.stderr);
+}
+
+#[test]
+fn a_file_may_begin_with_the_mark_of_its_encoding_and_other_columns_are_explained() {
+    let place = place_with_task(&format!("\u{feff}{QUESTIONS}"));
+    let record = results(&place, "eval m --tasks my=q.jsonl --seqlen 64");
+    assert!(record.tasks.is_some());
+    let place = place_with_task(r#"{"question": "a"}"#);
+    let ran = place.run("eval m --tasks my=q.jsonl --use-cpu");
+    let hint =
+        r#"hint: write lines like {"context": "...", "choices": ["...", "..."], "label": 0}"#;
+    assert!(ran.stderr.contains(hint), "{}", ran.stderr);
 }
 
 #[test]

@@ -58,7 +58,11 @@ pub(super) fn summarise(which: KlPositions, values: &[PositionValues]) -> Diverg
         perplexity_ratio: exponential(log_ratio),
         log_ratio,
         probability_difference: estimate(&difference),
-        probability_difference_rms: Estimate { value: rms, error: 0.5 * square.error / rms },
+        probability_difference_rms: Estimate {
+            value: rms,
+            // Equal probabilities everywhere have no error.
+            error: if rms > 0.0 { 0.5 * square.error / rms } else { 0.0 },
+        },
         correlation: covariance / (dense.error * model.error),
     }
 }

@@ -16,13 +16,18 @@ pub(in crate::tasks) const OWN: TaskKind = TaskKind {
     question,
 };
 
+/// The form of a line.
+const FORM: &str = r#"write lines like {"context": "...", "choices": ["...", "..."], "label": 0}"#;
+
 fn question(row: &TaskRow) -> Result<Question, Failure> {
-    let context = row.text("context")?.to_string();
-    let choices = row.texts("choices")?;
+    let with_form = |failure: Failure| failure.hint(FORM);
+    let context = row.text("context").map_err(with_form)?.to_string();
+    let choices = row.texts("choices").map_err(with_form)?;
     if choices.iter().any(|choice| choice.is_empty()) {
         let empty = row.failure("a choice is an empty text");
         return Err(empty.hint("write every choice, or leave the row out"));
     }
+    row.value("label").map_err(with_form)?;
     let target = row.index("label", 0, choices.len())?;
     Ok(Question::of_choices(context, &choices, target))
 }

@@ -264,7 +264,7 @@ fn a_model_that_cannot_write_is_refused_before_it_is_read() {
         nowhere,
         1,
         "error: the model folder `nowhere` does not exist",
-        "hint: --model wants a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json",
+        "hint: name a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json",
     );
     // Without a beginning token an empty prompt has no tokens at all.
     edit_json(&place.path("m/tokenizer.json"), |json| json["post_processor"] = Value::Null);

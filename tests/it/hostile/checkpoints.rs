@@ -216,7 +216,8 @@ fn shards_may_be_links_out_of_the_folder_as_in_the_hubs_cache() {
 fn what_is_no_regular_file_is_not_read() {
     use std::os::unix::fs::symlink;
 
-    let layout = "hint: --model wants a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json";
+    let layout =
+        "hint: name a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json";
     let place = Place::new();
     for (name, hint) in
         [("config.json", layout), ("tokenizer.json", "hint: copy it from the model's page again")]
