@@ -7,6 +7,7 @@
 use pulp::{Arch, Simd, WithSimd};
 
 use super::eight::{self, Move, Moving};
+use super::expand::expand;
 
 /// Columns of a word of a mask.
 pub const WORD: usize = 64;
@@ -21,6 +22,24 @@ pub fn mask_bytes(columns: usize) -> usize {
 
 /// Returns the set bits of a mask.
 pub fn kept(mask: &[u8]) -> usize {
+    // Without the CPU's instruction for it, a count takes a dozen instructions.
+    Arch::new().dispatch(CountBits(mask))
+}
+
+struct CountBits<'a>(&'a [u8]);
+
+impl WithSimd for CountBits<'_> {
+    type Output = usize;
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) -> usize {
+        set_bits(self.0)
+    }
+}
+
+/// [`kept`] with the instructions of the caller.
+#[inline(always)]
+pub(super) fn set_bits(mask: &[u8]) -> usize {
     let (words, rest) = mask.as_chunks::<8>();
     let words: u32 = words.iter().map(|&word| u64::from_le_bytes(word).count_ones()).sum();
     let rest: u32 = rest.iter().map(|byte| byte.count_ones()).sum();
@@ -221,6 +240,18 @@ fn gather_eight<const N: usize>(
 /// * `values`: one element per set bit; missing elements become 0
 /// * `row`: the bytes of the row, replaced
 pub fn scatter(element_bytes: usize, values: &[u8], mask: &[u8], row: &mut [u8]) {
+    let is_done = match element_bytes {
+        2 => expand::<2>(values, mask, row),
+        1 => expand::<1>(values, mask, row),
+        _ => false,
+    };
+    if !is_done {
+        scatter_by_eight(element_bytes, values, mask, row);
+    }
+}
+
+/// [`scatter`] for every CPU.
+pub(super) fn scatter_by_eight(element_bytes: usize, values: &[u8], mask: &[u8], row: &mut [u8]) {
     match element_bytes {
         4 => eight::dispatch(Scatter::<4> { values, mask, row }),
         2 => eight::dispatch(Scatter::<2> { values, mask, row }),

@@ -11,6 +11,8 @@
 //!
 //! A matrix is a list of parts of some rows each, so that it can be made part by part from a file, without memory for the dense matrix.
 
+mod restored;
+
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -18,12 +20,10 @@ use anyhow::Result;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use super::bitmask::{WORD, gather, kept, mark, mask_bytes, scatter};
-use super::buffer_pool::grow;
+use super::bitmask::{WORD, gather, kept, mark, mask_bytes};
 use super::int8;
 use super::large_pages::Buffer;
 use super::parts::{TASK_BYTES, rows_at_once};
-use super::product::{RestoredWeight, RowBuffer, Values};
 use super::stored::{StoredDtype, StoredMatrix};
 use crate::bytes::ByteSize;
 
@@ -93,6 +93,18 @@ impl Codes {
     #[inline(always)]
     pub(super) fn scales_of(&self, row: usize) -> &[f16] {
         &self.scales[row * self.blocks..(row + 1) * self.blocks]
+    }
+}
+
+impl KeptValues {
+    /// The values, or the codes, and the bytes of each.
+    fn bytes(&self) -> (&[u8], usize) {
+        match self {
+            Self::F32(values) => (bytemuck::cast_slice(values), 4),
+            Self::F16(values) => (bytemuck::cast_slice(values), 2),
+            Self::Bf16(values) => (bytemuck::cast_slice(values), 2),
+            Self::Codes(codes) => (bytemuck::cast_slice(&codes.values), 1),
+        }
     }
 }
 
@@ -184,15 +196,11 @@ impl CompactMatrix {
     /// The masks, and the kept values with their scales, as stored in memory.
     pub(super) fn arrays(&self) -> impl Iterator<Item = &[u8]> {
         self.parts.iter().flat_map(|part| {
-            let (values, scales): (&[u8], &[u8]) = match &part.values {
-                KeptValues::F32(values) => (bytemuck::cast_slice(values), &[]),
-                KeptValues::F16(values) => (bytemuck::cast_slice(values), &[]),
-                KeptValues::Bf16(values) => (bytemuck::cast_slice(values), &[]),
-                KeptValues::Codes(codes) => {
-                    (bytemuck::cast_slice(&codes.values), bytemuck::cast_slice(&codes.scales))
-                }
+            let scales = match &part.values {
+                KeptValues::Codes(codes) => bytemuck::cast_slice(&codes.scales),
+                _ => &[],
             };
-            [bytemuck::cast_slice(&part.masks), values, scales]
+            [bytemuck::cast_slice(&part.masks), part.values.bytes().0, scales]
         })
     }
 
@@ -229,64 +237,6 @@ impl CompactMatrix {
     /// The tasks of a product, in the order of the rows: a part, and rows of it.
     pub(super) fn tasks(&self) -> impl ExactSizeIterator<Item = (&CompactPart, Range<usize>)> {
         self.tasks.iter().map(|(part, rows)| (&self.parts[*part], rows.clone()))
-    }
-
-    /// Calls `restore` with the part, the row in it and the memory of every row.
-    fn for_rows<E>(
-        &self,
-        rows: Range<usize>,
-        out: &mut [E],
-        restore: impl Fn(&CompactPart, usize, &mut [E]),
-    ) {
-        let at_once = rows_at_once(self.columns);
-        let elements = (out.len() / rows.len().max(1)).max(1);
-        for (row, out) in rows.zip(out.chunks_exact_mut(elements)) {
-            restore(&self.parts[row / at_once], row % at_once, out);
-        }
-    }
-}
-
-impl RestoredWeight for CompactMatrix {
-    fn shape(&self) -> [usize; 2] {
-        [self.rows, self.columns]
-    }
-
-    fn restore<'b>(
-        &self,
-        rows: Range<usize>,
-        columns: Range<usize>,
-        RowBuffer { whole, half }: &'b mut RowBuffer,
-    ) -> Values<'b> {
-        assert!(rows.end <= self.rows && columns.end <= self.columns, "a part of the matrix");
-        assert!(columns.start.is_multiple_of(int8::GROUP), "parts begin with a block of codes");
-        let elements = rows.len() * columns.len();
-        let first = columns.start;
-        match self.dtype() {
-            StoredDtype::F32 => {
-                let out = grow(whole, elements);
-                self.for_rows(rows, out, |part, row, out| match &part.values {
-                    KeptValues::F32(values) => part.restore_row([row, first], values, out),
-                    KeptValues::Codes(codes) => part.restore_codes([row, first], codes, out),
-                    KeptValues::F16(_) | KeptValues::Bf16(_) => unreachable!("parts share a form"),
-                });
-                Values::F32(out)
-            }
-            dtype @ (StoredDtype::F16 | StoredDtype::Bf16) => {
-                let out = grow(half, elements);
-                self.for_rows(rows, out, |part, row, out| {
-                    let values: &[u16] = match &part.values {
-                        KeptValues::F16(values) => bytemuck::cast_slice(values),
-                        KeptValues::Bf16(values) => bytemuck::cast_slice(values),
-                        _ => unreachable!("parts share a form"),
-                    };
-                    part.restore_row([row, first], values, out);
-                });
-                match dtype {
-                    StoredDtype::F16 => Values::F16(bytemuck::cast_slice(out)),
-                    _ => Values::Bf16(bytemuck::cast_slice(out)),
-                }
-            }
-        }
     }
 }
 
@@ -417,11 +367,7 @@ impl CompactPart {
 
     /// Ranges of rows with about as many bytes each.
     fn tasks(&self) -> Vec<Range<usize>> {
-        let value_bytes = match &self.values {
-            KeptValues::F32(_) => 4,
-            KeptValues::F16(_) | KeptValues::Bf16(_) => 2,
-            KeptValues::Codes(_) => 1,
-        };
+        let (_, value_bytes) = self.values.bytes();
         let of_mask = if self.keeps_all { 0 } else { self.words * size_of::<u64>() };
         let bytes_to = |row: usize| row * of_mask + self.start(row) * value_bytes;
         let mut tasks = Vec::new();
@@ -433,29 +379,6 @@ impl CompactPart {
             }
         }
         tasks
-    }
-
-    /// The mask of a row in bytes, and its values, both from a column on that is a multiple of 64.
-    fn row_from<'v, E: bytemuck::NoUninit>(
-        &self,
-        [row, column]: [usize; 2],
-        values: &'v [E],
-    ) -> (&[u8], &'v [u8]) {
-        let (before, mask) = self.mask(row).split_at(column / WORD);
-        let first = self.start(row) + kept(bytemuck::cast_slice(before));
-        let values = &values[first..self.start(row + 1)];
-        (bytemuck::cast_slice(mask), bytemuck::cast_slice(values))
-    }
-
-    fn restore_row<E: bytemuck::Pod>(&self, at: [usize; 2], values: &[E], out: &mut [E]) {
-        let (mask, values) = self.row_from(at, values);
-        scatter(size_of::<E>(), values, mask, bytemuck::cast_slice_mut(out));
-    }
-
-    fn restore_codes(&self, at: [usize; 2], codes: &Codes, out: &mut [f32]) {
-        let (mask, values) = self.row_from(at, &codes.values);
-        let scales = &codes.scales_of(at[0])[at[1] / int8::GROUP..];
-        int8::decode(values, bytemuck::cast_slice(scales), mask, out);
     }
 }
 

@@ -8,6 +8,7 @@
 
 use anyhow::Result;
 use half::f16;
+use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::bitmask;
@@ -117,15 +118,33 @@ pub fn encode(row: &[f32], mask: &[u8], scales: &mut Vec<u8>, codes: &mut Vec<u8
 /// * `scales`: f16, one per group
 /// * `row`: replaced
 pub fn decode(codes: &[u8], scales: &[u8], mask: &[u8], row: &mut [f32]) {
-    let mut at = 0;
-    let groups = row.chunks_mut(GROUP).zip(mask.chunks(GROUP / 8)).zip(scales.as_chunks::<2>().0);
-    for ((group, bits), &scale) in groups {
-        let scale = f16::from_le_bytes(scale).to_f32();
-        let mut all = [0; GROUP];
-        bitmask::scatter(1, codes.get(at..).unwrap_or(&[]), bits, &mut all[..group.len()]);
-        at += bitmask::kept(bits);
-        for (weight, code) in group.iter_mut().zip(all) {
-            *weight = f32::from(code.cast_signed()) * scale;
+    Arch::new().dispatch(Decode { codes, scales, mask, row });
+}
+
+struct Decode<'a> {
+    codes: &'a [u8],
+    scales: &'a [u8],
+    mask: &'a [u8],
+    row: &'a mut [f32],
+}
+
+impl WithSimd for Decode<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Self { codes, scales, mask, row } = self;
+        let mut at = 0;
+        let groups =
+            row.chunks_mut(GROUP).zip(mask.chunks(GROUP / 8)).zip(scales.as_chunks::<2>().0);
+        for ((group, bits), &scale) in groups {
+            let scale = f16::from_le_bytes(scale).to_f32();
+            let mut all = [0; GROUP];
+            bitmask::scatter(1, codes.get(at..).unwrap_or(&[]), bits, &mut all[..group.len()]);
+            at += bitmask::set_bits(bits);
+            for (weight, code) in group.iter_mut().zip(all) {
+                *weight = f32::from(code.cast_signed()) * scale;
+            }
         }
     }
 }

@@ -16,6 +16,7 @@
 //! | `distillation` | the loss of a student that learns from tokens and from a teacher's logits, and its gradient |
 //! | `dynamic_map` | the dynamic maps of 8-bit numbers: 256 values in [-1, 1] or [0, 1] whose spacing grows with their size |
 //! | `eight` | eight elements at a time, moved as a table says |
+//! | `expand` | rows with their zeros by AVX-512 VBMI2 |
 //! | `elementwise` | row- and element-wise steps of a decoder layer, on slices and all threads, into the caller's memory |
 //! | `exp` | e^x for slices, the costly part of softmax, SiLU and log-sum-exp |
 //! | `factor` | Cholesky factors and inverses of symmetric positive definite matrices, in place, block by block |
@@ -57,6 +58,7 @@ pub mod dynamic_map;
 mod eight;
 pub mod elementwise;
 pub mod exp;
+mod expand;
 pub mod factor;
 #[cfg(test)]
 pub(crate) mod golden_tests;

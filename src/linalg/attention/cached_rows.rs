@@ -6,12 +6,11 @@
 use pulp::Simd;
 
 use super::super::exp::registers;
-use super::super::one_token::{StoredWeight, ask_for};
+use super::super::one_token::{LINE, StoredWeight, ask_for};
 use super::scheme::Heads;
 
 /// Bytes between the rows that are multiplied and the rows that are asked for.
 const AHEAD: usize = 4 << 10;
-const LINE: usize = 64;
 
 /// Elements of a head that are multiplied together.
 pub(super) const LANES: usize = 16;

@@ -8,7 +8,7 @@
 use std::sync::OnceLock;
 
 /// Bytes of a cache line.
-pub(super) const LINE: usize = 64;
+pub(in super::super) const LINE: usize = 64;
 
 /// Asks for the cache line at a distance behind a reference. The address need not exist.
 #[inline(always)]

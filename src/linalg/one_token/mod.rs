@@ -32,7 +32,7 @@ use rayon::prelude::*;
 use super::compact::CompactMatrix;
 use super::parts::TASK_BYTES;
 use super::stored::{StoredDtype, StoredMatrix};
-pub(super) use ahead::ask_for;
+pub(super) use ahead::{LINE, ask_for};
 pub(super) use input::{Input, InputForm};
 use kept::PartRows;
 use rows::{Instructions, RowTask, Rows};
