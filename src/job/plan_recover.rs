@@ -52,7 +52,7 @@ pub fn training_table(settings: &PlanSettings, events: &dyn Events) -> Result<Ve
                 batch_size: settings.batch_size.unwrap_or(own.batch_size),
                 ..own
             };
-            let recovery = Recovery::of(&asked, &subject.config, None)?;
+            let recovery = Recovery::of(&asked, (&subject.config, 0.0), None)?;
             let run = training_run(settings, subject, &recovery, machine.cpu.threads)?;
             let plan = planner::plan(&run, &machine, &Policy::default())
                 .map_err(|_| Failure::new("a plan without limits does not fit"))?;

@@ -11,7 +11,7 @@ use super::given::GivenTraining;
 use super::teacher::Teacher;
 use crate::failure::Failure;
 use crate::linalg::StoredDtype;
-use crate::model::{LinearId, ModelConfig};
+use crate::model::{KeptShares, LinearId, ModelConfig};
 use crate::recovery::optimizers::{
     Hyperparameters, OPTIMIZERS, Optimizer, OptimizerKind, Schedule,
 };
@@ -66,20 +66,23 @@ impl Recovery {
         }
         let teacher = recovery.teacher.as_ref();
         let teacher = teacher.map(|folder| Teacher::open(folder, settings, model, events));
-        let resolved = Self::of(recovery, &model.config, teacher.transpose()?)?;
+        let zeros = KeptShares::sampled(&*model.source, &model.config)?.zeros(&model.config);
+        // Whole percents: some rows of every matrix are an estimate.
+        let sparsity = (100.0 * zeros).round() / 100.0;
+        let resolved = Self::of(recovery, (&model.config, sparsity), teacher.transpose()?)?;
         if let Some(teacher) = &resolved.teacher {
             teacher.check_differs(model, &resolved.part.ids, events)?;
         }
         Ok(Some(resolved))
     }
 
-    /// A training of a model with this config.
+    /// A training of a model with this config and this share of zeros.
     ///
     /// # Errors
     /// Fails for an optimizer that does not exist, modules that the model does not have, and a rank that no matrix has room for.
     pub(in crate::job) fn of(
         recovery: &RecoverySettings,
-        config: &ModelConfig,
+        (config, sparsity): (&ModelConfig, f64),
         teacher: Option<Teacher>,
     ) -> Result<Self> {
         let kind = find(&recovery.optim).ok_or_else(|| no_optimizer(&recovery.optim))?;
@@ -99,7 +102,7 @@ impl Recovery {
             part,
             teacher,
             kind,
-            rate: recovery.rate(config.hidden_size),
+            rate: recovery.rate(config.hidden_size, sparsity),
             closing: None,
             given: Arc::default(),
             resident_layers: 0,
