@@ -61,7 +61,8 @@ pub fn for_each_row(
     }
 }
 
-const OBJECTS: &str =
+/// The hint for a line that is no question; the object is a question of a user's own task.
+pub const OBJECTS: &str =
     r#"write an object per line, like {"context": "...", "choices": ["...", "..."], "label": 0}"#;
 
 fn json_lines(

@@ -251,7 +251,7 @@ impl CompactPart {
     pub fn of(dense: &StoredMatrix, form: KeptForm) -> Result<Self> {
         let (rows, columns) = (dense.rows(), dense.columns());
         let each = dense.dtype().bytes();
-        if !matches!(form, KeptForm::Stored(_)) {
+        if form.is_coded() {
             int8::check(dense)?;
         }
         let keeps_all = form == KeptForm::AllCodes;

@@ -16,9 +16,9 @@
 //! | `distillation` | the loss of a student that learns from tokens and from a teacher's logits, and its gradient |
 //! | `dynamic_map` | the dynamic maps of 8-bit numbers: 256 values in [-1, 1] or [0, 1] whose spacing grows with their size |
 //! | `eight` | eight elements at a time, moved as a table says |
-//! | `expand` | rows with their zeros by AVX-512 VBMI2 |
 //! | `elementwise` | row- and element-wise steps of a decoder layer, on slices and all threads, into the caller's memory |
 //! | `exp` | e^x for slices, the costly part of softmax, SiLU and log-sum-exp |
+//! | `expand` | rows with their zeros by AVX-512 VBMI2 |
 //! | `factor` | Cholesky factors and inverses of symmetric positive definite matrices, in place, block by block |
 //! | `gradient` | gradients of a linear y = x·Wᵀ + b, from the gradient of a loss with respect to y |
 //! | `gram` | Gram matrices G = XᵀX of rows that arrive in parts, in f32 |

@@ -130,7 +130,7 @@ impl Search {
         self.positions = vec![position];
     }
 
-    /// Counts magnitudes in the current read, without bins beside those of the search.
+    /// Counts magnitudes in the current read, straight into the bins of the search.
     pub fn add_values(&mut self, values: &[f32]) {
         match &mut self.stage {
             Stage::Upper(counts) => count_upper(counts, values, key),

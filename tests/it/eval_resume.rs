@@ -82,6 +82,28 @@ fn a_killed_evaluation_continues_with_the_same_numbers() {
 }
 
 #[test]
+fn the_folder_of_an_unfinished_run_names_the_command_that_continues_it() {
+    let place = Place::new();
+    let line =
+        "--model m --prune-method magnitude --sparsity-ratio 0.5 --eval none --save half --use-cpu";
+    let is_unfinished = || {
+        let folders = ["half", "half/model"];
+        folders.iter().any(|folder| place.path(folder).join("unfinished.json").is_file())
+    };
+    let killed =
+        (4..).find(|at| place.with_fault(line, &format!("kill:{at}")).is_some() || is_unfinished());
+    assert!(killed.is_some() && is_unfinished());
+    let ran = place.run("eval half --eval-dataset test.txt --seqlen 64 --use-cpu");
+    assert_eq!(ran.code, 1, "{}", ran.stderr);
+    assert!(ran.stderr.contains("the run in `half` is not finished"), "{}", ran.stderr);
+    assert!(
+        ran.stderr.contains("its command continues it: ") && ran.stderr.contains(line),
+        "{}",
+        ran.stderr
+    );
+}
+
+#[test]
 fn states_of_another_evaluation_and_damaged_states_are_not_used() {
     let place = place();
     let line = LINE.to_string();

@@ -387,8 +387,7 @@ fn a_file_may_begin_with_the_mark_of_its_encoding_and_other_columns_are_explaine
     assert!(record.tasks.is_some());
     let place = place_with_task(r#"{"question": "a"}"#);
     let ran = place.run("eval m --tasks my=q.jsonl --use-cpu");
-    let hint =
-        r#"hint: write lines like {"context": "...", "choices": ["...", "..."], "label": 0}"#;
+    let hint = r#"hint: write an object per line, like {"context": "...", "choices": ["...", "..."], "label": 0}"#;
     assert!(ran.stderr.contains(hint), "{}", ran.stderr);
 }
 

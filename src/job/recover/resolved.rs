@@ -66,7 +66,10 @@ impl Recovery {
         }
         let teacher = recovery.teacher.as_ref();
         let teacher = teacher.map(|folder| Teacher::open(folder, settings, model, events));
-        let zeros = KeptShares::sampled(&*model.source, &model.config)?.zeros(&model.config);
+        let zeros = match recovery.lr {
+            Some(_) => 0.0,
+            None => KeptShares::sampled(&*model.source, &model.config)?.zeros(&model.config),
+        };
         // Whole percents: some rows of every matrix are an estimate.
         let sparsity = (100.0 * zeros).round() / 100.0;
         let resolved = Self::of(recovery, (&model.config, sparsity), teacher.transpose()?)?;

@@ -1,5 +1,6 @@
 //! A user's own task: JSON lines (or parquet) with `context`, `choices` and `label`, the index of the right choice from 0.
 
+use crate::data::rows::OBJECTS;
 use crate::failure::Failure;
 use crate::tasks::kind::{ExampleDraws, Question, TaskKind};
 use crate::tasks::row::TaskRow;
@@ -16,11 +17,8 @@ pub(in crate::tasks) const OWN: TaskKind = TaskKind {
     question,
 };
 
-/// The form of a line.
-const FORM: &str = r#"write lines like {"context": "...", "choices": ["...", "..."], "label": 0}"#;
-
 fn question(row: &TaskRow) -> Result<Question, Failure> {
-    let with_form = |failure: Failure| failure.hint(FORM);
+    let with_form = |failure: Failure| failure.hint(OBJECTS);
     let context = row.text("context").map_err(with_form)?.to_string();
     let choices = row.texts("choices").map_err(with_form)?;
     if choices.iter().any(|choice| choice.is_empty()) {
