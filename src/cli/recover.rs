@@ -10,6 +10,7 @@ use super::outcome::Outcome;
 use crate::failure::Failure;
 use crate::job;
 use crate::pipeline::LayerRatios;
+use crate::ranks::Ranks;
 use crate::report;
 use crate::settings::{
     CalibrationSettings, DeviceSettings, EvalSides, EvaluationSettings, ModelSettings,
@@ -80,7 +81,10 @@ const NEEDED: &str = "4294967295";
 
 impl RecoverArgs {
     /// The settings of this command line.
-    fn settings(&self, arguments: Vec<String>) -> Result<Settings> {
+    ///
+    /// # Errors
+    /// Fails without a model, for flags that contradict each other, and for a file of `--layer-ratios` that cannot be read.
+    pub fn settings(&self, arguments: Vec<String>) -> Result<Settings> {
         check_named(&self.model)?;
         if self.lora_dropout != 0.0 {
             return Err(Failure::usage(format!(
@@ -125,12 +129,17 @@ impl RecoverArgs {
 }
 
 /// Runs the command and prints its table.
-pub fn command(args: &RecoverArgs, arguments: Vec<String>, console: &Console) -> Result<Outcome> {
+pub fn command(
+    args: &RecoverArgs,
+    arguments: Vec<String>,
+    console: &Console,
+    ranks: &Ranks,
+) -> Result<Outcome> {
     let settings = args.settings(arguments)?;
     if settings.output.log_memory {
         console.log_memory();
     }
-    let manifest = job::recover(settings, console)?;
+    let manifest = job::recover_on(ranks, settings, console)?;
     if let Some(summary) = console.memory_summary() {
         console.lines(summary.trim_end().to_string());
     }

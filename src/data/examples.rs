@@ -4,6 +4,7 @@
 //! no real token sees the padding, and no loss counts on it. The first token of an example follows no token, so it is never a target.
 
 use anyhow::Result;
+use serde::{Deserialize, Serialize};
 
 use super::{PythonRandom, digest};
 use crate::bytes::ByteSize;
@@ -11,7 +12,7 @@ use crate::failure::Failure;
 use crate::run::TextProtocol;
 
 /// Examples in a fixed order, and the record of their origin.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Examples {
     /// Token ids, [examples, seqlen] row-major.
     tokens: Vec<u32>,

@@ -234,9 +234,7 @@ fn all_losses(
 ) -> Result<Vec<f64>> {
     let losses = seen.chunks_exact(seqlen).map(|seen| window_loss(seen, group));
     let losses = losses.collect::<Result<Vec<f64>>>()?;
-    let by_rank = compute.ranks().all_gather(bytemuck::cast_slice(&losses))?;
-    let by_rank = by_rank.iter().map(|bytes| bytemuck::pod_collect_to_vec(bytes));
-    Ok(SampleShare::in_order(share.all(), by_rank.collect()))
+    share.gathered(&losses, compute.ranks())
 }
 
 /// ℓ of a window; `seen` has all its tokens, the last of which predicts nothing.

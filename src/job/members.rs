@@ -18,6 +18,7 @@ use super::folder::RunFolder;
 use super::opened::OpenedModel;
 use super::outputs::{FirstRank, Outputs};
 use super::prune::sweep;
+use super::recover::{Recovery, closing, train};
 use super::resolved::{Pruning, allocates};
 use super::settle::smaller;
 use super::settled_run::{RunTask, SettledRun};
@@ -26,7 +27,7 @@ use super::{
     against, allocate, eval, layer_drop, rank_reports, same_run, target_size, weight_choice,
 };
 use crate::checkpoint::{PartialModel, WrittenPlaces};
-use crate::data::{Calibration, Evaluation};
+use crate::data::{Calibration, Evaluation, Examples};
 use crate::failure::Failure;
 use crate::model::WeightForm;
 use crate::ranks::Ranks;
@@ -49,6 +50,8 @@ pub(super) enum Start {
 pub(super) struct SharedRun {
     calibration: Option<Calibration>,
     windows: Option<Evaluation>,
+    /// The examples of a training, and the held-out examples.
+    examples: Option<(Examples, Option<Examples>)>,
     /// The parts of the file of their token ids follow.
     tasks: Option<TaskLayout>,
     plan: Plan,
@@ -59,6 +62,8 @@ pub(super) struct SharedRun {
     /// The measurements, where an earlier process measured all of them.
     measured: Option<SweepMeasurements>,
     written: Option<WrittenPlaces>,
+    /// Layers whose frozen weights stay in memory in a training.
+    resident_layers: usize,
     /// The form of the matrices of an evaluated model.
     weights: WeightChoice,
     /// Settings that decide the results and depend on the machine, by name.
@@ -92,11 +97,12 @@ pub(super) fn share(job: &SettledRun, outputs: &Outputs<'_>) -> Result<()> {
     let shared = SharedRun {
         calibration: job.texts.calibration.clone(),
         windows: job.texts.windows.clone(),
+        examples: job.texts.examples.clone(),
         tasks: job.texts.task_layout().cloned(),
         plan: job.plan.clone(),
         against: job.against.as_ref().map(|dense| dense.plan.clone()),
         state: RunState {
-            allocation: job.pruning().and_then(|pruning| pruning.allocation.clone()),
+            allocation: job.allocation().cloned(),
             layer_drop: whole.and_then(|whole| whole.layer_drop.clone()),
             width_drop: whole.and_then(|whole| whole.width_drop.clone()),
             layers: outputs.layers_before.clone(),
@@ -104,6 +110,10 @@ pub(super) fn share(job: &SettledRun, outputs: &Outputs<'_>) -> Result<()> {
         },
         measured: outputs.measured(),
         written: written.map(|written| written.places()),
+        resident_layers: match &job.task {
+            RunTask::Recover(recovery) => recovery.resident_layers,
+            RunTask::Prune(_) | RunTask::Measure(_) => 0,
+        },
         weights: match job.model.forms.form() {
             WeightForm::Dense => WeightChoice::Dense,
             WeightForm::Compact => WeightChoice::Compact,
@@ -151,10 +161,8 @@ pub(super) fn run(settings: Settings, ranks: &Ranks, events: &dyn Events) -> Res
         Outputs { layers_before: layers, of_first: Some(first), ..Outputs::default() };
     match &job.task {
         RunTask::Prune(pruning) => drop(sweep(&job, pruning, &mut outputs, None, events)?),
-        // A training does not come here: it runs in one process.
-        RunTask::Measure(_) | RunTask::Recover(_) => {
-            eval::sweep(&job, &outputs, events)?;
-        }
+        RunTask::Recover(recovery) => drop(train(&job, recovery, &mut outputs, events)?),
+        RunTask::Measure(_) => drop(eval::sweep(&job, &outputs, events)?),
     }
     rank_reports::gather(ranks, &job.model)?;
     ranks.hear_first()
@@ -173,6 +181,7 @@ impl SharedRun {
         let mut model =
             OpenedModel::open(&settings.model, &settings.device, settings.seqlen, events)?;
         settings.seqlen = Some(model.seqlen);
+        let mut recovery = Recovery::resolve(&settings, &mut model, events)?;
         let source: &Path = &model.folder.clone();
         let folder = RunFolder::at(&[source], &settings.output, false)?;
         weight_choice::settle_sweep(&mut model, &settings, &|_| Ok(self.plan.clone()), events)?;
@@ -187,11 +196,16 @@ impl SharedRun {
             let known = self.state.allocation.clone();
             (model, pruning) = allocate::resolved(&settings, model, pruning, known, events)?;
         }
+        let known = self.state.allocation.clone();
+        model = closing::settle(&settings, model, recovery.as_mut(), known, events)?;
+        if let Some(recovery) = &mut recovery {
+            recovery.resident_layers = self.resident_layers;
+        }
         let texts = Texts {
             calibration: self.calibration,
             windows: self.windows,
             tasks: tasks.transpose()?,
-            examples: None,
+            examples: self.examples,
         };
         let here = same_run::late(&texts, &model, &settings.device, &self.plan);
         for (name, first) in &self.deciding {
@@ -205,10 +219,7 @@ impl SharedRun {
             settings,
             model,
             folder,
-            task: match pruning {
-                Some(pruning) => RunTask::Prune(Box::new(pruning)),
-                None => RunTask::Measure(None),
-            },
+            task: RunTask::of(pruning, recovery),
             texts: Arc::new(texts),
             plan: self.plan,
             deciding: BTreeMap::new(),

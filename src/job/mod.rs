@@ -108,5 +108,5 @@ pub use merge::{merge, peft_methods};
 pub use pack::pack;
 pub use plan::plan;
 pub use quantize::quantize;
-pub use run::{eval, eval_on, prune, prune_on, recover, recover_given};
+pub use run::{eval, eval_on, prune, prune_on, recover, recover_given, recover_on};
 pub use unpack::unpack;

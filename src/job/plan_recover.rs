@@ -84,7 +84,7 @@ fn training_run<'a>(
 ) -> Result<RunShape<'a>> {
     let shape = run_shape(settings, subject, threads)?;
     let samples = if recovery.is_whole() { 0 } else { NSAMPLES as usize };
-    let mut trains = recovery.shape(&shape, samples);
+    let mut trains = recovery.shape(&shape, samples, 1);
     if recovery.is_whole() {
         let (of, held_out) = (&recovery.settings, recovery.settings.held_out);
         let trained = of.steps.unwrap_or(1) as usize * of.per_step();

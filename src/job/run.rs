@@ -92,6 +92,15 @@ pub fn recover_given(
     run(settings, given, events, None)
 }
 
+/// Trains as [`recover`] does, together with other ranks.
+///
+/// # Errors
+/// Fails as [`recover`], and when a rank has left.
+pub fn recover_on(ranks: &Ranks, mut settings: Settings, events: &dyn Events) -> Result<Manifest> {
+    prepare(&mut settings)?;
+    prune_on(ranks, settings, events, None)
+}
+
 /// Does what the settings say, and returns the record.
 ///
 /// # Arguments
@@ -144,6 +153,7 @@ pub(super) fn run(
         RunTask::Recover(recovery) => {
             interruption::with_outputs(&job, &recorder);
             let mut outputs = Outputs::open(&job, &recorder)?;
+            members::share(&job, &outputs)?;
             let swept = train(&job, recovery, &mut outputs, &recorder)?;
             finish(&job, &mut outputs, swept, peak, &recorder)?
         }

@@ -102,7 +102,8 @@ fn settle_opened(
         Sharing::Alone | Sharing::First(_) => {
             let mut shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
             let samples = settings.calibration.as_ref().map_or(0, |of| of.nsamples as usize);
-            shape.trains = recovery.as_ref().map(|recovery| recovery.shape(&shape, samples));
+            let ranks = given.ranks.size();
+            shape.trains = recovery.as_ref().map(|of| of.shape(&shape, samples, ranks));
             shape.against = dense.as_ref().map(OpenedModel::as_against).or(shape.against);
             planning.texts_and_plan(&settings, &model, shape, &given, events)?
         }

@@ -274,6 +274,22 @@ impl Ranks {
         Ok(serde_json::from_slice(&connection.receive(0)?)?)
     }
 
+    /// Sends bytes to another rank, which calls [`Ranks::receive`]. Values from one rank to another arrive in their order.
+    ///
+    /// # Errors
+    /// Fails when the door is closed, and on a rank that is alone.
+    pub fn send(&self, to: usize, bytes: &[u8]) -> Result<()> {
+        self.connection.as_ref().context("a rank that is alone sends nothing")?.send(to, bytes)
+    }
+
+    /// Waits for the next bytes that another rank sends to this rank.
+    ///
+    /// # Errors
+    /// Fails when a rank has left, and on a rank that is alone.
+    pub fn receive(&self, from: usize) -> Result<Vec<u8>> {
+        self.connection.as_ref().context("a rank that is alone receives nothing")?.receive(from)
+    }
+
     /// Sends a part to each rank and returns the parts from each rank. `part` makes the bytes for a rank; a rank's own part is not sent.
     ///
     /// # Errors

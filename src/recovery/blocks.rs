@@ -29,14 +29,14 @@ use super::store::ChangedParameter;
 use crate::checkpoint::WeightSource;
 use crate::linalg::derivatives::squared_error_backward;
 use crate::linalg::tensor;
-use crate::model::{DecoderLayer, ModelConfig};
+use crate::model::{DecoderLayer, LayerGradients, ModelConfig};
 use crate::recovery::optimizers::clip::{clip_factor, scale, sum_of_squares};
 use crate::recovery::optimizers::rounding::Bf16Rounding;
 use crate::recovery::optimizers::{Optimizer, Schedule, TrainingStep};
 use crate::run::phase::in_layer;
 use crate::run::recovery::BlockLoss;
 use crate::run::{Event, Events, Phase};
-use crate::runtime::{Clock, Compute, Editor, HiddenStates, memory};
+use crate::runtime::{Clock, Compute, Editor, HiddenStates, OrderedSums, gathered, memory};
 
 /// The dense model that layers learn from.
 pub struct BlockTeacher {
@@ -138,7 +138,8 @@ impl BlockTrainer<'_> {
         Ok(made.layer)
     }
 
-    /// Performs a step on some samples. Returns their mean squared error before the step.
+    /// Performs a step on some samples. Returns their mean squared error before the step. Gradients are added up in the order of the samples,
+    /// each of which is on one rank.
     fn step(
         &mut self,
         base: &BaseLayer,
@@ -149,41 +150,35 @@ impl BlockTrainer<'_> {
     ) -> Result<f64> {
         let clock = self.clock;
         let layer = clock.measure(Phase::Update, || self.layer(base, trained))?;
-        let mut gradients = self.part.gradients(&self.config, base, &trained.values())?;
+        let ranks = compute.ranks().clone();
+        let share = self.states.share();
+        let (makers, places): (Vec<usize>, Vec<Option<usize>>) =
+            samples.iter().map(|&sample| share.rank_and_place(sample)).unzip();
+        let own: Vec<(usize, usize)> =
+            (0..).zip(&places).filter_map(|(term, &place)| Some((term, place?))).collect();
+        // A device adds up all of its samples.
+        let (terms, makers_of_terms) = match compute.has_device_for(&layer) {
+            true => (vec![(0, &own[..])], vec![0]),
+            false => (own.chunks(1).map(|one| (one[0].0, one)).collect(), makers.clone()),
+        };
+        let lengths = trained.parameters.values.iter().map(Vec::len).collect();
+        let mut sums = OrderedSums::new(&ranks, makers_of_terms, lengths);
         let elements = samples.len() * self.states.seqlen() * self.config.hidden_size;
         let factor = 1.0 / elements as f32;
-        let mut sum = 0.0;
-        for &sample in samples {
-            self.events.check()?;
-            let (x, y) = (self.states.get(sample)?, self.targets.get(sample)?);
-            let (out, kept) = clock.measure(Phase::Forward, || {
-                // A device computes activations again.
-                if compute.has_device_for(&layer) {
-                    let out = compute.forward_one(Phase::Forward, &layer, sample, &x)?;
-                    return anyhow::Ok((out, None));
-                }
-                let spare = self.spare.activations.pop();
-                let (out, kept) = layer.forward_keeping(&x, spare, compute.context())?;
-                Ok((out, Some(kept)))
-            })?;
-            let mut dy = vec![0.0; out.elem_count()];
-            sum += tensor::with_slice(&out, |out| {
-                tensor::with_slice(&y, |y| squared_error_backward(out, y, factor, &mut dy))
-            })??;
-            let dy = tensor::from_vec(dy, x.dims())?;
-            clock.measure(Phase::Backward, || {
-                let Some(mut kept) = kept else {
-                    return compute.backward_one(&layer, (sample, &x, &dy), &mut gradients);
-                };
-                let context = compute.context();
-                let dx = layer.backward_kept(&x, &dy, &mut kept, &mut gradients, context);
-                self.spare.activations.push(kept);
-                dx
-            })?;
+        let mut errors = Vec::new();
+        for (term, samples) in terms {
+            let mut gradients = self.part.gradients(&self.config, base, &trained.values())?;
+            for &(_, place) in samples {
+                errors.push(self.backward(&layer, place, factor, (compute, &mut gradients))?);
+            }
+            compute.collect_gradients(&mut gradients)?;
+            let kept = &trained.parameters.kept;
+            let collected = self.part.collected(&self.config, gradients, kept)?;
+            clock.measure(Phase::Backward, || sums.add(term, collected))?;
         }
-        compute.collect_gradients(&mut gradients)?;
+        let mut collected = clock.measure(Phase::Backward, || sums.finish())?;
+        let sum = gathered(&makers, &errors, &ranks)?.into_iter().sum::<f64>();
         let LayerParameters { values, kept } = &mut trained.parameters;
-        let mut collected = self.part.collected(&self.config, gradients, kept)?;
         let squares = collected.iter().map(|one| sum_of_squares(one)).sum::<f64>();
         if !(sum.is_finite() && squares.is_finite()) {
             return Err(Diverged {
@@ -210,6 +205,48 @@ impl BlockTrainer<'_> {
             }
         });
         Ok(sum / elements as f64)
+    }
+
+    /// Passes a sample forwards and backwards, and adds its gradients. Returns its squared error.
+    ///
+    /// # Arguments
+    /// * `place`: its place among the samples of this rank
+    /// * `factor`: the factor of its squared error in the loss
+    fn backward(
+        &mut self,
+        layer: &DecoderLayer,
+        place: usize,
+        factor: f32,
+        (compute, gradients): (&mut Compute<'_>, &mut LayerGradients),
+    ) -> Result<f64> {
+        self.events.check()?;
+        let clock = self.clock;
+        let (x, y) = (self.states.get(place)?, self.targets.get(place)?);
+        let (out, kept) = clock.measure(Phase::Forward, || {
+            // A device computes activations again.
+            if compute.has_device_for(layer) {
+                let out = compute.forward_one(Phase::Forward, layer, place, &x)?;
+                return anyhow::Ok((out, None));
+            }
+            let spare = self.spare.activations.pop();
+            let (out, kept) = layer.forward_keeping(&x, spare, compute.context())?;
+            Ok((out, Some(kept)))
+        })?;
+        let mut dy = vec![0.0; out.elem_count()];
+        let error = tensor::with_slice(&out, |out| {
+            tensor::with_slice(&y, |y| squared_error_backward(out, y, factor, &mut dy))
+        })??;
+        let dy = tensor::from_vec(dy, x.dims())?;
+        clock.measure(Phase::Backward, || {
+            let Some(mut kept) = kept else {
+                return compute.backward_one(layer, (place, &x, &dy), gradients);
+            };
+            let context = compute.context();
+            let dx = layer.backward_kept(&x, &dy, &mut kept, gradients, context);
+            self.spare.activations.push(kept);
+            dx
+        })?;
+        Ok(error)
     }
 
     /// Trains a layer.

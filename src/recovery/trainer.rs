@@ -8,14 +8,15 @@
 //! update           θ_l by the optimizer; some of its masks close (`closing`)
 //! ```
 //!
-//! The loss is the mean over all predicted tokens of the step, so the number of examples that pass at once changes nothing. This is
+//! The loss is the mean over all predicted tokens of the step, so the number of examples that pass at once changes nothing. Gradients are
+//! added up block by block (`runtime/blocks`), so several ranks share the examples of a step and get the bits of a single process. This is
 //! gradient checkpointing with a checkpoint per layer (Chen et al. 2016, arXiv:1604.06174), and layers outside, examples inside.
 
 use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
 
 use super::example::Example;
-use super::parameters::{BaseLayer, LayerParameters, TrainedForm};
+use super::parameters::{BaseLayer, LayerParameters, ParameterSpec, TrainedForm};
 use super::parts::{Diverged, StepOutcome, TrainerParts};
 use super::reuse::BufferReuse;
 use super::states::LayerInputs;
@@ -25,7 +26,7 @@ use crate::recovery::optimizers::TrainingStep;
 use crate::recovery::optimizers::clip::{clip_factor, scale, sum_of_squares};
 use crate::recovery::optimizers::rounding::Bf16Rounding;
 use crate::run::Phase;
-use crate::runtime::{HiddenStates, SweepReport, memory};
+use crate::runtime::{HiddenStates, OrderedSums, SampleShare, SweepReport, memory};
 
 /// A layer whose weights and activations stay in memory from the forward sweep to the reverse sweep.
 struct KeptLayer {
@@ -116,13 +117,15 @@ impl<'a> Trainer<'a> {
         (self.parts.store, self.parts.compute.finish())
     }
 
-    /// Performs a step.
+    /// Performs a step. Every rank gets the same examples.
     ///
     /// # Errors
     /// Fails when the run is asked to stop, before the update; with [`Diverged`] for a loss or gradient that is not finite, also before
-    /// the update; and where files cannot be read or written.
-    pub fn step(&mut self, examples: &[Example<'_>], at: TrainingStep) -> Result<StepOutcome> {
-        let predicted: usize = examples.iter().map(Example::predicted).sum();
+    /// the update; where files cannot be read or written, and when a rank has left.
+    pub fn step(&mut self, all: &[Example<'_>], at: TrainingStep) -> Result<StepOutcome> {
+        let predicted: usize = all.iter().map(Example::predicted).sum();
+        let share = SampleShare::here(all.len(), self.parts.compute.ranks());
+        let examples = &own(all, &share)[..];
         let layers = self.parts.config.num_hidden_layers;
         let taught = self.taught(examples)?;
         let mut inputs = self.inputs_for(examples.len())?;
@@ -156,9 +159,12 @@ impl<'a> Trainer<'a> {
             }
         }
         let mut gradients = self.gradients_for(examples.len())?;
-        let loss = self.head_gradients(examples, taught, &mut inputs, &mut gradients)?;
+        let losses =
+            self.head_gradients((examples, predicted), taught, &mut inputs, &mut gradients)?;
+        let losses = share.gathered(&losses, self.parts.compute.ranks())?;
+        let loss = losses.iter().sum::<f64>() / predicted as f64;
         check_finite("loss", loss, at)?;
-        let squares = self.reverse(&mut inputs, &mut gradients, kept)?;
+        let squares = self.reverse(&share, &mut inputs, &mut gradients, kept)?;
         (self.inputs, self.gradients) = (Some(inputs), Some(gradients));
         let norm = squares.sqrt();
         check_finite("norm of the gradients", norm, at)?;
@@ -168,11 +174,14 @@ impl<'a> Trainer<'a> {
         Ok(StepOutcome { loss, norm, predicted })
     }
 
-    /// Returns the mean loss over the predicted tokens of examples, in nat.
+    /// Returns the mean loss over the predicted tokens of examples, in nat. Every rank gets the same examples.
     ///
     /// # Errors
-    /// Fails when the run is asked to stop, and where files cannot be read or written.
-    pub fn loss(&mut self, examples: &[Example<'_>]) -> Result<f64> {
+    /// Fails when the run is asked to stop, where files cannot be read or written, and when a rank has left.
+    pub fn loss(&mut self, all: &[Example<'_>]) -> Result<f64> {
+        let predicted: usize = all.iter().map(Example::predicted).sum();
+        let share = SampleShare::here(all.len(), self.parts.compute.ranks());
+        let examples = &own(all, &share)[..];
         let parts = &self.parts;
         let folder = parts.spill_folder.as_deref();
         let shape = parts.shape_of_states();
@@ -187,17 +196,17 @@ impl<'a> Trainer<'a> {
             self.spare.take(layer.layer, &self.parts.part.ids);
             memory::release_freed();
         }
-        let (mut sum, mut predicted) = (0.0, 0);
+        let mut losses = Vec::new();
         let Self { parts, head, .. } = self;
         for (at, example) in examples.iter().enumerate() {
             parts.events.check()?;
             let state = states.get(at)?;
-            sum += parts.clock.measure(Phase::Head, || {
+            losses.push(parts.clock.measure(Phase::Head, || {
                 head.loss(&state, example.targets, parts.compute.context())
-            })?;
-            predicted += example.predicted();
+            })?);
         }
-        Ok(sum / predicted as f64)
+        let losses = share.gathered(&losses, parts.compute.ranks())?;
+        Ok(losses.iter().sum::<f64>() / predicted as f64)
     }
 
     /// The dense model's last hidden states.
@@ -290,19 +299,19 @@ impl<'a> Trainer<'a> {
         })
     }
 
-    /// The mean loss; its gradients with respect to the last hidden states go to `gradients`.
+    /// The loss of every example; the gradients of the mean loss over the `predicted` tokens of a step with respect to the last hidden
+    /// states go to `gradients`.
     fn head_gradients(
         &mut self,
-        examples: &[Example<'_>],
+        (examples, predicted): (&[Example<'_>], usize),
         mut taught: Option<HiddenStates>,
         inputs: &mut LayerInputs,
         gradients: &mut HiddenStates,
-    ) -> Result<f64> {
+    ) -> Result<Vec<f64>> {
         let Self { parts, head, .. } = self;
         let last = parts.config.num_hidden_layers;
-        let predicted: usize = examples.iter().map(Example::predicted).sum();
         let scale = 1.0 / predicted as f32;
-        let mut sum = 0.0;
+        let mut losses = Vec::new();
         for (at, example) in examples.iter().enumerate() {
             parts.events.check()?;
             let state = inputs.get(last, at)?;
@@ -320,22 +329,23 @@ impl<'a> Trainer<'a> {
                 let context = compute.context();
                 head.distillation_gradient(&state, teacher, targets, scale, context)
             })?;
-            sum += loss;
+            losses.push(loss);
             gradients.put(at, gradient)?;
         }
-        Ok(sum / predicted as f64)
+        Ok(losses)
     }
 
     /// Passes the gradients through the layers from the last to the first. Returns the sum of the squares of all parameters' gradients.
     fn reverse(
         &mut self,
+        share: &SampleShare,
         inputs: &mut LayerInputs,
         gradients: &mut HiddenStates,
         mut kept: Vec<KeptLayer>,
     ) -> Result<f64> {
         let mut squares = 0.0;
         for index in (0..self.parts.config.num_hidden_layers).rev() {
-            let KeptLayer { layer, of_examples } = match kept.pop() {
+            let mut kept = match kept.pop() {
                 Some(kept) => kept,
                 None => KeptLayer {
                     // After the first layer the next step begins with it.
@@ -343,43 +353,68 @@ impl<'a> Trainer<'a> {
                     of_examples: Vec::new(),
                 },
             };
-            let parts = &mut self.parts;
-            // Only gradients of factors depend on the values.
-            let values = match parts.part.form {
-                TrainedForm::Weights => Vec::new(),
-                TrainedForm::Factors { .. } => parts.store.values(index)?,
-            };
-            let mut of_layer = parts.part.gradients(&parts.config, &layer, &values)?;
-            drop(values);
-            let mut of_examples = of_examples.into_iter();
-            for example in 0..inputs.examples() {
+            let sums = self.layer_gradients(share, &mut kept, inputs, gradients)?;
+            self.spare.take(kept.layer.layer, &self.parts.part.ids);
+            squares += sums.iter().map(|one| sum_of_squares(one)).sum::<f64>();
+            self.parts.store.put_gradients(index, sums)?;
+            memory::release_freed();
+        }
+        Ok(squares)
+    }
+
+    /// Passes the gradients of the examples through a layer. Returns the gradients of its parameters, over the examples of all ranks.
+    fn layer_gradients(
+        &mut self,
+        share: &SampleShare,
+        kept: &mut KeptLayer,
+        inputs: &mut LayerInputs,
+        gradients: &mut HiddenStates,
+    ) -> Result<Vec<Vec<f32>>> {
+        let parts = &mut self.parts;
+        let index = kept.layer.layer.index();
+        let ranks = parts.compute.ranks().clone();
+        // A device adds up all of its examples.
+        let is_one_block = parts.compute.has_device_for(&kept.layer.layer);
+        let (makers, blocks) = match is_one_block {
+            true => (vec![0], vec![(0, 0..share.own().len())]),
+            false => (share.makers(), share.own_blocks()),
+        };
+        let lengths = parts.part.parameters(&parts.config);
+        let lengths = lengths.iter().map(ParameterSpec::elements);
+        let mut sums = OrderedSums::new(&ranks, makers, lengths.collect());
+        // Only gradients of factors depend on the values.
+        let values = match parts.part.form {
+            TrainedForm::Weights => Vec::new(),
+            TrainedForm::Factors { .. } => parts.store.values(index)?,
+        };
+        let masks = parts.store.kept(index)?;
+        let mut of_examples = std::mem::take(&mut kept.of_examples).into_iter();
+        for (block, places) in blocks {
+            let mut of_block = parts.part.gradients(&parts.config, &kept.layer, &values)?;
+            for example in places {
                 parts.events.check()?;
                 let (state, dy) = (inputs.get(index, example)?, gradients.get(example)?);
-                let (layer, compute) = (&layer.layer, &mut parts.compute);
+                let (layer, compute) = (&kept.layer.layer, &mut parts.compute);
                 let dx = parts.clock.measure(Phase::Backward, || match of_examples.next() {
                     Some(mut kept) => {
                         let context = compute.context();
                         let dx =
-                            layer.backward_kept(&state, &dy, &mut kept, &mut of_layer, context);
+                            layer.backward_kept(&state, &dy, &mut kept, &mut of_block, context);
                         self.spare.activations.push(kept);
                         dx
                     }
                     None => {
                         let sample = (example, &state, &dy);
-                        compute.backward_one(layer, sample, &mut of_layer)
+                        compute.backward_one(layer, sample, &mut of_block)
                     }
                 })?;
                 gradients.put(example, dx)?;
             }
-            parts.compute.collect_gradients(&mut of_layer)?;
-            self.spare.take(layer.layer, &parts.part.ids);
-            let kept = parts.store.kept(index)?;
-            let collected = parts.part.collected(&parts.config, of_layer, &kept)?;
-            squares += collected.iter().map(|one| sum_of_squares(one)).sum::<f64>();
-            parts.store.put_gradients(index, collected)?;
-            memory::release_freed();
+            parts.compute.collect_gradients(&mut of_block)?;
+            let collected = parts.part.collected(&parts.config, of_block, &masks)?;
+            parts.clock.measure(Phase::Backward, || sums.add(block, collected))?;
         }
-        Ok(squares)
+        parts.clock.measure(Phase::Backward, || sums.finish())
     }
 
     fn update(&mut self, norm: f64, at: TrainingStep) -> Result<()> {
@@ -406,6 +441,11 @@ impl<'a> Trainer<'a> {
         self.is_updating = false;
         Ok(())
     }
+}
+
+/// The examples of a rank.
+fn own<'e>(all: &[Example<'e>], share: &SampleShare) -> Vec<Example<'e>> {
+    share.own().iter().map(|&example| all[example]).collect()
 }
 
 /// Refuses a number that is not finite.

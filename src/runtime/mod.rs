@@ -11,6 +11,7 @@
 //! | `one_sample` | a pass of a single sample, forwards or backwards, for trainings |
 //! | `device_worker`, `ledger` | a device: the fallback ladder of a unit of work, and the account of the memory |
 //! | `share` | the samples of a rank |
+//! | `ordered_sums` | sums of gradients over ranks, in a fixed order |
 //! | `engine` | the arithmetic of a device |
 //! | `devices` | the opened devices of a plan |
 //! | `clock`, `memory` | measured time and memory |
@@ -29,6 +30,7 @@ pub mod ledger;
 pub mod loader;
 pub mod memory;
 mod one_sample;
+mod ordered_sums;
 mod pass;
 #[cfg(any(test, not(target_os = "linux")))]
 mod resident_set;
@@ -43,6 +45,7 @@ pub use hidden_states::{HiddenStates, PackedSamples};
 pub use layer_source::LayerSource;
 pub use layer_store::LayerStore;
 pub use loader::LayerLoader;
+pub use ordered_sums::{OrderedSums, gathered};
 pub use pass::ResultOrder;
 pub use share::SampleShare;
 pub use spill::{check_spill_folder, random, spill_file};

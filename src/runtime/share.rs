@@ -1,6 +1,11 @@
 //! The samples of a rank: the blocks of samples are dealt to the ranks in turn.
 
+use std::ops::Range;
+
+use anyhow::Result;
+
 use super::blocks::SampleBlocks;
+use super::ordered_sums::gathered;
 use crate::ranks::Ranks;
 
 /// The samples of a stream that pass on a rank. Their hidden states exist nowhere else.
@@ -45,6 +50,39 @@ impl SampleShare {
         SampleBlocks::new(self.samples).count().div_ceil(self.ranks)
     }
 
+    /// The rank of each block of samples.
+    pub fn makers(&self) -> Vec<usize> {
+        (0..SampleBlocks::new(self.samples).count()).map(|block| block % self.ranks).collect()
+    }
+
+    /// The blocks of this rank, ascending: their numbers, and the places of their samples among the samples of this rank.
+    pub fn own_blocks(&self) -> Vec<(usize, Range<usize>)> {
+        let blocks = SampleBlocks::new(self.samples);
+        let mut start = 0;
+        let of_block = |block: usize| {
+            let places = start..start + blocks.samples_of(block).len();
+            start = places.end;
+            (block, places)
+        };
+        let Some(&first) = self.own.first() else { return Vec::new() };
+        (blocks.block_of(first)..blocks.count()).step_by(self.ranks).map(of_block).collect()
+    }
+
+    /// The rank that has a sample, and the place of the sample among the samples of this rank where this is the rank.
+    pub fn rank_and_place(&self, sample: usize) -> (usize, Option<usize>) {
+        let block = SampleBlocks::new(self.samples).block_of(sample);
+        (block % self.ranks, self.own.binary_search(&sample).ok())
+    }
+
+    /// Numbers of all samples in their order, from the number of each sample of this rank.
+    ///
+    /// # Errors
+    /// Fails when a rank has left.
+    pub fn gathered(&self, own: &[f64], ranks: &Ranks) -> Result<Vec<f64>> {
+        let makers = (0..self.samples).map(|sample| self.rank_and_place(sample).0);
+        gathered(&makers.collect::<Vec<_>>(), own, ranks)
+    }
+
     /// Puts a value per sample, which every rank has for its own samples, into the order of the samples.
     pub fn in_order<T>(samples: usize, by_rank: Vec<Vec<T>>) -> Vec<T> {
         let ranks = by_rank.len();
@@ -67,6 +105,16 @@ mod tests {
                     (0..ranks).map(|rank| SampleShare::of(samples, rank, ranks)).collect();
                 let by_rank = shares.iter().map(|share| share.own().to_vec()).collect();
                 let together = SampleShare::in_order(samples, by_rank);
+                for (rank, share) in shares.iter().enumerate() {
+                    let places = share.own_blocks();
+                    let places = places.iter().flat_map(|(block, places)| {
+                        let samples = SampleBlocks::new(samples).samples_of(*block);
+                        assert_eq!(share.makers()[*block], rank);
+                        samples.zip(places.clone())
+                    });
+                    let own = share.own().iter().copied().zip(0..);
+                    assert!(places.eq(own), "{samples} on {ranks}");
+                }
                 assert_eq!(together, (0..samples).collect::<Vec<_>>(), "{samples} on {ranks}");
                 let blocks = SampleBlocks::new(samples);
                 let most = shares.iter().map(|share| {

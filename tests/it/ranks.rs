@@ -3,6 +3,7 @@
 //! The ranks are threads of this process. `mpi` starts real ranks where this machine has an MPI.
 
 mod mpi;
+mod recovery;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -313,15 +314,12 @@ fn an_error_of_a_rank_ends_all_ranks_with_it() {
 }
 
 #[test]
-fn a_training_is_refused_on_several_ranks() {
+fn a_command_of_a_single_process_is_refused_on_several_ranks() {
     let place = place();
-    let recover = place
-        .command("recover --model m --how full --steps 1 --save out")
-        .env("PMI_SIZE", "2")
-        .output();
-    let message = String::from_utf8(recover.unwrap().stderr).unwrap();
+    let quantize = place.command("quantize m --out out --format nf4").env("PMI_SIZE", "2").output();
+    let message = String::from_utf8(quantize.unwrap().stderr).unwrap();
     assert!(
-        message.contains("`prune recover` runs in a single process, and 2 were started"),
+        message.contains("`prune quantize` runs in a single process, and 2 were started"),
         "{message}"
     );
     let merge = place.command("merge --help").env("PMI_SIZE", "2").output().unwrap();

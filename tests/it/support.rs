@@ -10,6 +10,7 @@ use clap::Parser;
 use prune::bytes::ByteSize;
 use prune::checkpoint::{Checkpoint, WeightSource, encode_header};
 use prune::cli::prune::PruneArgs;
+use prune::cli::recover::RecoverArgs;
 use prune::pipeline::Selection;
 use prune::pruning::Pattern;
 use prune::run::{Manifest, Silent};
@@ -41,6 +42,18 @@ struct Flags {
 pub(crate) fn settings_of(line: &str) -> anyhow::Result<Settings> {
     let flags = Flags::try_parse_from(std::iter::once("prune".to_owned()).chain(split(line)))?;
     flags.args.settings(Vec::new())
+}
+
+#[derive(Parser)]
+struct RecoverFlags {
+    #[command(flatten)]
+    args: RecoverArgs,
+}
+
+/// The settings of a command line of `prune recover`.
+pub(crate) fn recover_settings_of(line: &str) -> anyhow::Result<Settings> {
+    let words = std::iter::once("prune".to_owned()).chain(split(line));
+    RecoverFlags::try_parse_from(words)?.args.settings(Vec::new())
 }
 
 /// A method with its ratio and pattern, for all matrices.

@@ -45,7 +45,8 @@ impl FrozenBase {
         std::fs::create_dir_all(&offload)
             .with_context(|| format!("creating the offload folder `{}`", offload.display()))?;
         let masks = MaskFile::of(&*model.source, &model.config, &recovery.part, &offload)?;
-        let folder = offload.join(format!("base-{}-{}", format.name(), std::process::id()));
+        let (process, rank) = (std::process::id(), job.ranks.rank());
+        let folder = offload.join(format!("base-{}-{process}-{rank}", format.name()));
         let mut base = Self {
             source: Arc::clone(&model.source),
             masks: Some(Arc::new(masks)),

@@ -67,7 +67,8 @@ pub(super) fn train(
     let mut streams = Streams::embed(job, outputs, events)?;
     let swept = recovery.sweep_layers(job, (outputs, &mut streams), trained.as_ref(), events)?;
     drop(streams);
-    if let Some((trained, folder)) = trained.as_ref().zip(job.adapter_folder(recovery)) {
+    let adapter = job.adapter_folder(recovery).filter(|_| job.ranks.is_first());
+    if let Some((trained, folder)) = trained.as_ref().zip(adapter) {
         trained.write_adapter(job, recovery, &folder)?;
     }
     Ok(swept)

@@ -8,9 +8,10 @@ use std::collections::BTreeMap;
 use std::io::{BufRead, BufWriter, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 
+use super::super::settled_run::SettledRun;
 use crate::bytes::LARGEST_RECORD;
 use crate::checkpoint::{open_sealed, write_sealed_with};
 use crate::failure::Failure;
@@ -72,6 +73,51 @@ pub(super) fn write(folder: &Path, head: &TrainingHead, store: &ParameterStore) 
         store.save(&mut out).map_err(std::io::Error::other)?;
         out.flush()
     })
+}
+
+/// The place of a saved training, which the first rank tells.
+#[derive(Serialize, Deserialize)]
+struct SavedPlace {
+    folder: PathBuf,
+    settings: BTreeMap<String, String>,
+}
+
+/// Reads the training of a run on every rank: the first rank finds it, and all others read the same file.
+///
+/// # Errors
+/// Fails as [`read`], and where ranks do not read the same file.
+pub(super) fn read_on_all_ranks(
+    job: &SettledRun,
+    store: &mut ParameterStore,
+) -> Result<Option<TrainingHead>> {
+    let ranks = &job.ranks;
+    let (head, place) = match ranks.is_first() {
+        true => {
+            let folder = job.folder.state();
+            let head = folder.map(|folder| read(folder, &job.deciding, store)).transpose()?;
+            let (head, settings) = (head.flatten(), job.deciding.clone());
+            let folder = folder.filter(|_| head.is_some());
+            let place = folder.map(|of| SavedPlace { folder: of.to_path_buf(), settings });
+            ranks.tell_others(&place)?;
+            (head, place)
+        }
+        false => {
+            let place: Option<SavedPlace> = ranks.hear_first()?;
+            let head =
+                place.as_ref().map(|of| read(&of.folder, &of.settings, store)).transpose()?;
+            (head.flatten(), place)
+        }
+    };
+    let steps = ranks.all_gather_values(&head.as_ref().map(|head| head.steps.len()))?;
+    if let Some(place) = place {
+        ensure!(
+            steps.iter().all(|of_rank| *of_rank == steps[0]),
+            Failure::new(format!("not all ranks see `{}`", path(&place.folder).display()))
+                .detail("every rank continues from this file")
+                .hint("name a folder with --save that all machines share")
+        );
+    }
+    Ok(head)
 }
 
 /// Reads a training with these settings into a store whose layers are put. `None` where no training is saved, or its settings differ.

@@ -15,10 +15,21 @@ use crate::pipeline::{RunShape, TrainingShape};
 use crate::recovery::optimizers::choice::CHOICE_BYTES;
 use crate::recovery::{ParameterSpec, ParameterStore, TrainedForm};
 use crate::run::{Events, MemorySettings};
+use crate::runtime::blocks::SampleBlocks;
 
 impl Recovery {
-    /// The training of a run in numbers, before its text is known. `samples` is the number of samples of a training by layers.
-    pub(in crate::job) fn shape(&self, run: &RunShape<'_>, samples: usize) -> TrainingShape {
+    /// The training of a run in numbers, before its text is known.
+    ///
+    /// # Arguments
+    /// * `samples`: the number of samples of a training by layers
+    /// * `ranks`: the ranks that share the examples of a step
+    pub(in crate::job) fn shape(
+        &self,
+        run: &RunShape<'_>,
+        samples: usize,
+        ranks: usize,
+    ) -> TrainingShape {
+        let per_step = SampleBlocks::new(self.settings.per_step()).most_of(ranks);
         let (config, optimizer) = (run.config, self.optimizer());
         let specs = self.part.parameters(config);
         let mask = |spec: &ParameterSpec| {
@@ -45,7 +56,8 @@ impl Recovery {
             epochs: self.settings.epochs.filter(|_| is_whole),
             is_by_layer: !is_whole,
             has_factors: matches!(self.part.form, TrainedForm::Factors { .. }),
-            per_step: if is_whole { self.settings.per_step() } else { 0 },
+            ranks,
+            per_step: if is_whole { per_step } else { 0 },
             examples: self.settings.per_step() + self.settings.held_out,
             held_out: self.settings.held_out,
             state_element: states_dtype(run.products).bytes(),
@@ -56,7 +68,10 @@ impl Recovery {
                 // The values of the layer that is trained, and its states.
                 (false, _) => (values + states + choice) as u64,
             }),
-            gradients: ByteSize::of(self.gradient_elements(run), 4),
+            gradients: ByteSize::of(
+                self.gradient_elements(run) + self.summed_elements(run, ranks),
+                4,
+            ),
             update: ByteSize(match (is_whole, self.is_paged()) {
                 (true, true) => (specs.iter().map(whole).max().unwrap_or(0) + choice) as u64,
                 (true, false) => choice as u64,
@@ -68,7 +83,7 @@ impl Recovery {
                 .as_ref()
                 .filter(|teacher| is_whole || *teacher.config != *config)
                 .map(Teacher::shape),
-            kept: self.kept_bytes(run),
+            kept: self.kept_bytes(run, per_step),
             base: self.base_bytes(run),
             masks: self.mask_bytes(config),
             resident_layers: 0,
@@ -155,13 +170,28 @@ impl Recovery {
         }
     }
 
+    /// Elements of the sums of a layer's gradients, beside the gradients of an example.
+    fn summed_elements(&self, run: &RunShape<'_>, ranks: usize) -> usize {
+        let specs = self.part.parameters(run.config);
+        let own: usize = specs.iter().map(ParameterSpec::elements).sum();
+        // A training of the whole model in memory has a place for the sums, and a single example is the sum.
+        let is_counted = self.is_whole() && !self.is_paged() || self.settings.per_step() == 1;
+        let sums = if is_counted { 0 } else { own };
+        match ranks {
+            1 => sums,
+            // Parts on their way to other ranks and from them, and the own part of the sums.
+            2.. => sums + 3 * own,
+            0 => 0,
+        }
+    }
+
     /// Bytes of the layers whose weights and activations stay for the backward pass, but for the weights of the layer in use.
-    fn kept_bytes(&self, run: &RunShape<'_>) -> ByteSize {
+    fn kept_bytes(&self, run: &RunShape<'_>, per_step: usize) -> ByteSize {
         let config = run.config;
         let layers = self.settings.keep_activations.min(config.num_hidden_layers);
         let layer = footprint::layer_weights(config, run.dtypes.layers, &MemorySettings::default());
         let of_example = footprint::kept_activations(config, run.seqlen);
-        let activations = of_example.0.saturating_mul(self.settings.per_step() as u64);
+        let activations = of_example.0.saturating_mul(per_step as u64);
         let kept = activations.saturating_mul(layers as u64);
         let weights = layer.0.saturating_mul(layers.saturating_sub(1) as u64);
         ByteSize(kept.saturating_add(weights))

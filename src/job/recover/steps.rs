@@ -106,14 +106,11 @@ pub(super) fn train(job: &SettledRun, recovery: &Recovery, events: &dyn Events) 
     let mut trainer = training.trainer(&base)?;
     job.model.clock.mark(Moment::BeforePruning, events);
     trainer.initialise(seed, &|layer, initial| recovery.given.initial(layer, initial))?;
-    if let Some(folder) = job.folder.state() {
-        let found = saved::read(folder, &job.deciding, trainer.parameters_mut())?;
-        if let Some(head) = found {
-            let done = head.steps.len();
-            events.note(format!("continuing the training behind step {done}"));
-            trainer.restart_after(head.restarted_after);
-            training.head = head;
-        }
+    if let Some(head) = saved::read_on_all_ranks(job, trainer.parameters_mut())? {
+        let done = head.steps.len();
+        events.note(format!("continuing the training behind step {done}"));
+        trainer.restart_after(head.restarted_after);
+        training.head = head;
     }
     if !training.head.is_over
         && let Err(error) = training.run(&mut trainer)
@@ -178,6 +175,7 @@ impl<'a> Training<'a> {
         let arithmetic = (&settings, model.products);
         let devices = job.open_devices()?;
         let compute = devices.compute(config, model.seqlen, arithmetic, self.events)?;
+        let compute = compute.with_ranks(job.ranks.clone());
         let teacher = recovery.teacher.as_ref().map(|teacher| {
             let weight = recovery.distill_weight();
             let source = teacher.source.clone();

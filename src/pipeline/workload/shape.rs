@@ -14,6 +14,7 @@ use crate::run::memory_settings::{GramsHeld, MemorySettings, StatisticsHeld, Wei
 use crate::run::plan::{MemoryPart, PartKind};
 use crate::run::{Phase, Plan};
 use crate::runtime::Side;
+use crate::runtime::blocks::SampleBlocks;
 
 /// Bytes per element of hidden states on the CPU.
 pub(super) const F32: usize = size_of::<f32>();
@@ -120,7 +121,9 @@ pub struct TrainingShape {
     pub is_by_layer: bool,
     /// Factors are trained, not weights.
     pub has_factors: bool,
-    /// Examples of a step; of a training by layers 0.
+    /// The ranks that share the examples.
+    pub ranks: usize,
+    /// Examples of a step on a rank; of a training by layers 0.
     pub per_step: usize,
     /// Examples in memory, including the held-out examples.
     pub examples: usize,
@@ -188,7 +191,8 @@ impl TrainingShape {
             ByteSize(run.state(element).0.saturating_mul(count as u64))
         };
         let inputs = (run.config.num_hidden_layers + 1).saturating_mul(self.per_step);
-        state(self.state_element, inputs) + state(F32, self.per_step + self.held_out)
+        let held_out = SampleBlocks::new(self.held_out).most_of(self.ranks);
+        state(self.state_element, inputs) + state(F32, self.per_step + held_out)
     }
 }
 

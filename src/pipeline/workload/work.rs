@@ -1,6 +1,6 @@
 //! Work of a run: floating-point operations of its products, bytes of its files and of its transfers to GPUs.
 
-use super::shape::RunShape;
+use super::shape::{RunShape, TrainingShape};
 use crate::linalg::attention::Scoring;
 use crate::linalg::product::Kernel;
 use crate::linalg::{StoredDtype, gram};
@@ -42,7 +42,8 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Work {
     let flop = passes * samples * (per_token.all - per_token.down)
         + (propagated + windows) * per_token.all;
     // Forwards, activations again, and two products per matrix backwards.
-    let trained = run.trains.as_ref().map_or(0, |trains| trains.passes) as f64;
+    let of_rank = |trains: &TrainingShape| trains.passes as f64 / trains.ranks.max(1) as f64;
+    let trained = run.trains.as_ref().map_or(0.0, of_rank);
     let flop = flop + 4.0 * trained * per_token.all;
     let grams = GramWork::of(run, option);
     let weights = layer_bytes(run);

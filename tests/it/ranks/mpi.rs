@@ -74,6 +74,43 @@ fn ranks_of_mpi_have_the_bits_of_one_process() {
 }
 
 #[test]
+fn trainings_over_mpi_have_the_bits_of_one_process() {
+    let place = place();
+    let pruned =
+        place.run("--model m --prune-method magnitude --sparsity-ratio 0.5 --use-cpu --eval none --save pruned");
+    assert_eq!(pruned.code, 0, "{}", pruned.stderr);
+    for (way, more) in [
+        ("full", "--batch-size 5 --held-out 2"),
+        ("blocks", "--teacher m --nsamples 7 --batch-size 3"),
+    ] {
+        let line = |save: &str| {
+            format!(
+                "recover --model pruned/model --how {way} {more} --dataset train.txt --eval-dataset test.txt --seqlen 48 \
+                 --steps 4 --eval both --eval-windows 3 --use-cpu --threads 1 --save {save}"
+            )
+        };
+        let alone = place.run(&line(way));
+        assert_eq!(alone.code, 0, "{}", alone.stderr);
+        for size in [1, 2, 3] {
+            let save = format!("{way}-{size}");
+            let Some(ran) = run(&place, size, &line(&save)) else {
+                return;
+            };
+            assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
+            let (first, other) = (place.manifest(way), place.manifest(&save));
+            assert_eq!(other.perplexity, first.perplexity, "{way} on {size}");
+            assert_eq!(files(&place, &save), files(&place, way), "{way} on {size}");
+            let planned = other.plan.as_ref().and_then(|plan| plan.cpu()).expect("a plan").peak;
+            for rank in &other.ranks {
+                let peak = rank.peak_anonymous.expect("Linux tells it");
+                let limit = planned.0 as f64 * 1.1;
+                assert!(peak.0 as f64 <= limit, "rank {}: {peak}, planned {planned}", rank.rank);
+            }
+        }
+    }
+}
+
+#[test]
 fn evaluations_over_mpi_have_the_bits_of_one_process() {
     let place = place();
     place.write_questions();
