@@ -22,7 +22,7 @@ use super::source::Checkpoint;
 use super::target::refuse_source_folder;
 use super::verify_tensor::ExpectedMatrix;
 use super::weight_source::WeightSource;
-use crate::bytes::hex;
+use crate::bytes::{hex, unhex};
 use crate::run::Events;
 use crate::run::verification::Verification;
 
@@ -143,6 +143,20 @@ impl MergedWriter {
             stream.write(&buffer)?;
         }
         stream.finish()
+    }
+
+    /// Takes tensors for finished that another process has written into the same files: by name, the SHA-256 of their bytes in hex.
+    ///
+    /// # Errors
+    /// Fails for a tensor that the layout does not have or that is finished, and for a hash that is none.
+    pub fn know(&self, digests: &BTreeMap<String, String>) -> anyhow::Result<()> {
+        for (name, digest) in digests {
+            let at = self.layout().position(name);
+            let known = at.zip(unhex(digest));
+            let set = known.map(|(at, digest)| self.progress[at].digest.set(digest));
+            anyhow::ensure!(matches!(set, Some(Ok(()))), "no tensor `{name}` is to be written");
+        }
+        Ok(())
     }
 
     /// Returns whether the tensor `name` is finished.

@@ -11,6 +11,7 @@ use crate::failure::Failure;
 use crate::job;
 use crate::merging::methods::METHODS;
 use crate::merging::recipe::OTHER_METHODS;
+use crate::ranks::Ranks;
 use crate::report;
 use crate::settings::MergeSettings;
 
@@ -56,7 +57,12 @@ fn methods_help() -> String {
 }
 
 /// Runs the command and prints its table.
-pub fn command(args: &MergeArgs, arguments: Vec<String>, console: &Console) -> Result<Outcome> {
+pub fn command(
+    args: &MergeArgs,
+    arguments: Vec<String>,
+    console: &Console,
+    ranks: &Ranks,
+) -> Result<Outcome> {
     let settings = MergeSettings { arguments, ..args.settings.clone() };
     if settings.save.is_none() && settings.save_model.is_none() {
         return Err(Failure::usage("a merge needs a folder for its result")
@@ -66,7 +72,7 @@ pub fn command(args: &MergeArgs, arguments: Vec<String>, console: &Console) -> R
     if settings.log_memory {
         console.log_memory();
     }
-    let manifest = job::merge(settings, console)?;
+    let manifest = job::merge_on(ranks, settings, console)?;
     if let Some(summary) = console.memory_summary() {
         console.lines(summary.trim_end().to_string());
     }

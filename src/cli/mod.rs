@@ -185,7 +185,7 @@ fn render_chat_templates() -> ExitCode {
     ExitCode::from(u8::from(served.is_err()))
 }
 
-/// The ranks of a command: prune, eval, recover and sweep share their work, commands that only print may run several times, and every other command
+/// The ranks of a command: prune, eval, merge, recover and sweep share their work, commands that only print may run several times, and every other command
 /// runs in a single process.
 ///
 /// # Errors
@@ -193,7 +193,8 @@ fn render_chat_templates() -> ExitCode {
 fn ranks_of(cli: &Cli, name: Option<&str>) -> anyhow::Result<Ranks> {
     match &cli.command {
         Some(Command::Sweep(args)) if args.is_shard() => return Ok(Ranks::alone()),
-        None | Some(Command::Eval(_) | Command::Recover(_) | Command::Sweep(_)) => {
+        None
+        | Some(Command::Eval(_) | Command::Merge(_) | Command::Recover(_) | Command::Sweep(_)) => {
             return launcher::join(print_line);
         }
         Some(Command::Inspect(_) | Command::Plan(_) | Command::Completions(_) | Command::Man) => {
@@ -219,7 +220,7 @@ fn dispatch(
     let done = match &cli.command {
         None => return prune::command(&cli.prune, arguments, console, ranks),
         Some(Command::Eval(args)) => return eval::command(args, arguments, console, ranks),
-        Some(Command::Merge(args)) => return merge::command(args, arguments, console),
+        Some(Command::Merge(args)) => return merge::command(args, arguments, console, ranks),
         Some(Command::Recover(args)) => return recover::command(args, arguments, console, ranks),
         Some(Command::Sweep(args)) => return sweep::command(args, arguments, console, ranks),
         Some(Command::Demo(args)) => demo::command(args, console),

@@ -164,7 +164,7 @@ pub(super) fn run(settings: Settings, ranks: &Ranks, events: &dyn Events) -> Res
         RunTask::Recover(recovery) => drop(train(&job, recovery, &mut outputs, events)?),
         RunTask::Measure(_) => drop(eval::sweep(&job, &outputs, events)?),
     }
-    rank_reports::gather(ranks, &job.model)?;
+    rank_reports::gather(ranks, &job.model.clock, job.model.threads)?;
     ranks.hear_first()
 }
 

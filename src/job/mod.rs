@@ -104,7 +104,7 @@ mod zeros_gain;
 
 pub use generate::generate;
 pub use inspect::inspect;
-pub use merge::{merge, peft_methods};
+pub use merge::{merge, merge_on, peft_methods};
 pub use pack::pack;
 pub use plan::plan;
 pub use quantize::quantize;

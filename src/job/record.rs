@@ -97,7 +97,7 @@ impl SettledRun {
         clock.mark(Moment::End, recorder);
         let manifest = Manifest {
             zeros_gain,
-            ranks: rank_reports::gather(&self.ranks, &self.model)?,
+            ranks: rank_reports::gather(&self.ranks, &self.model.clock, self.model.threads)?,
             ..self.manifest(results)?
         };
         warn_of_infinite(&manifest, recorder);

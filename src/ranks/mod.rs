@@ -290,6 +290,31 @@ impl Ranks {
         self.connection.as_ref().context("a rank that is alone receives nothing")?.receive(from)
     }
 
+    /// The next bytes from another rank, if all of them have arrived.
+    ///
+    /// # Errors
+    /// Fails when a rank has left, and on a rank that is alone.
+    pub fn try_receive(&self, from: usize) -> Result<Option<Vec<u8>>> {
+        let connection = self.connection.as_ref();
+        connection.context("a rank that is alone receives nothing")?.try_receive(from)
+    }
+
+    /// The value that `make` makes at the first rank. All ranks call it.
+    ///
+    /// # Errors
+    /// Fails as `make`, and when a rank has left.
+    pub fn decide<T: Serialize + DeserializeOwned>(
+        &self,
+        make: impl FnOnce() -> Result<T>,
+    ) -> Result<T> {
+        if !self.is_first() {
+            return self.hear_first();
+        }
+        let value = make()?;
+        self.tell_others(&value)?;
+        Ok(value)
+    }
+
     /// Sends a part to each rank and returns the parts from each rank. `part` makes the bytes for a rank; a rank's own part is not sent.
     ///
     /// # Errors
@@ -373,6 +398,26 @@ impl Connection {
         let waited = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.waited_nanoseconds.fetch_add(waited, Ordering::Relaxed);
         Ok(bytes)
+    }
+
+    /// Receives a value whose pieces have all arrived.
+    fn try_receive(&self, from: usize) -> Result<Option<Vec<u8>>> {
+        let mut inbox = self.inbox();
+        while let Ok(arrival) = inbox.arrivals.try_recv() {
+            inbox.take(arrival);
+        }
+        let waiting = &inbox.waiting[from];
+        let length = waiting.front().and_then(|piece| <[u8; 8]>::try_from(&piece[..]).ok());
+        let bytes: usize = waiting.iter().skip(1).map(Vec::len).sum();
+        let has_arrived = length.is_some_and(|of| bytes as u64 >= u64::from_le_bytes(of));
+        if !has_arrived && let Some(departure) = &inbox.left {
+            return Err(departure.clone().into_error());
+        }
+        drop(inbox);
+        match has_arrived {
+            true => self.receive(from).map(Some),
+            false => Ok(None),
+        }
     }
 
     fn inbox(&self) -> MutexGuard<'_, Inbox> {

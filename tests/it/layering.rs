@@ -63,6 +63,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
             "placement",
             "model",
             "pruning",
+            "ranks",
             "runtime",
             "pipeline",
             "adapter",

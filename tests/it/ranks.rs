@@ -2,6 +2,7 @@
 //!
 //! The ranks are threads of this process. `mpi` starts real ranks where this machine has an MPI.
 
+mod merging;
 mod mpi;
 mod recovery;
 

@@ -12,6 +12,7 @@ use crate::failure::Failure;
 use crate::job::folder::MODEL;
 use crate::job::grid::records;
 use crate::merging::recipe::Recipe;
+use crate::ranks::Ranks;
 use crate::run::{Events, Manifest};
 use crate::settings::{MergeEval, MergeSettings};
 
@@ -25,6 +26,23 @@ const MERGES: &str = "merges";
 /// # Errors
 /// Fails before the first merge for everything that can be wrong with the file, and with the first error of a merge.
 pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
+    merge_on(&Ranks::alone(), settings, events)
+}
+
+/// Merges as [`merge`] does, together with other ranks.
+///
+/// # Errors
+/// Fails as [`merge`], and when a rank has left.
+pub fn merge_on(ranks: &Ranks, settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
+    let done = merge_all(ranks, settings, events);
+    // This rank stopped because of it.
+    match ranks.departure() {
+        Some(departure) if done.is_err() => Err(departure.into_error()),
+        _ => done,
+    }
+}
+
+fn merge_all(ranks: &Ranks, settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
     let mut recipes = read_recipes(&settings)?;
     let count = recipes.len();
     for at in 0..count.saturating_sub(1) {
@@ -38,7 +56,9 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
         };
         let folder = save.join(MERGES).join(&name);
         events.note(format!("merge        {} of {count}: `{name}`", at + 1));
-        if !settings.force && is_finished(&folder, &recipe, &settings)? {
+        let is_finished =
+            ranks.decide(|| Ok(!settings.force && is_finished(&folder, &recipe, &settings)?))?;
+        if is_finished {
             events.note(format!("`{}` is finished already", folder.display()));
         } else {
             let own = MergeSettings {
@@ -48,7 +68,7 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
                 resume: false,
                 ..settings.clone()
             };
-            merge_recipe(own, recipe, events)?;
+            merge_recipe(own, recipe, ranks, events)?;
         }
         let model = folder.join(MODEL);
         recipes[at + 1..].iter_mut().for_each(|later| later.read_from(&name, &model));
@@ -57,7 +77,7 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
         events.note(format!("merge        {count} of {count}"));
     }
     let last = recipes.pop().context("a file has recipes")?;
-    merge_recipe(settings, last, events)
+    merge_recipe(settings, last, ranks, events)
 }
 
 /// Returns whether the record of a folder says that this command has finished this recipe, and the model is there.

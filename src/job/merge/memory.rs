@@ -2,6 +2,8 @@
 
 use std::collections::BTreeSet;
 
+use serde::{Deserialize, Serialize};
+
 use super::resolved::ResolvedMerge;
 use crate::bytes::ByteSize;
 use crate::checkpoint::CHUNK_BYTES;
@@ -30,7 +32,7 @@ const COUNTS: u64 = 2 * 65_536 * 8;
 const ELEMENTS_PER_SECOND: f64 = 3e8;
 
 /// Workers and pieces.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct PassSize {
     pub(super) workers: usize,
     pub(super) piece_elements: usize,

@@ -3,13 +3,15 @@
 use anyhow::Result;
 
 use super::combined::CombinedJob;
-use super::devices;
 use super::job::MergeJob;
 use super::outputs::MergeOutputs;
+use super::{devices, members};
 use crate::job::recorder::Recorder;
 use crate::job::settled_run::RunStart;
+use crate::job::{machine, rank_reports};
 use crate::merging::pass::{MergePass, MergeSources};
 use crate::merging::recipe::Recipe;
+use crate::ranks::Ranks;
 use crate::run::{Event, Events, Manifest, Moment, Phase, Unfinished};
 use crate::runtime::Reporter;
 use crate::settings::MergeSettings;
@@ -20,18 +22,27 @@ use crate::settings::MergeSettings;
 /// Everything that can be wrong with recipe, models, flags and folders fails before the first tensor; after that, reading, writing,
 /// and weights that are not finite.
 pub(super) fn merge_recipe(
-    settings: MergeSettings,
+    mut settings: MergeSettings,
     recipe: Recipe,
+    ranks: &Ranks,
     events: &dyn Events,
 ) -> Result<Manifest> {
-    let recorder = Recorder::new(events);
+    let recorder = Recorder::new(events).among(ranks);
+    settings.device.threads = machine::threads_beside(settings.device.threads, ranks);
+    if !ranks.is_first() {
+        return members::take_part(&settings, recipe, ranks, &recorder);
+    }
     if settings.log_memory {
         recorder.log_memory();
     }
-    let job = match MergeJob::settle(settings, recipe, &recorder)? {
+    let job = match MergeJob::settle(settings, recipe, ranks, &recorder)? {
         RunStart::Run(job) => job,
-        RunStart::Finished(manifest) => return Ok(*manifest),
+        RunStart::Finished(manifest) => {
+            members::share_finished(&manifest, ranks)?;
+            return Ok(*manifest);
+        }
     };
+    members::check(&job, ranks)?;
     job.announce(&recorder);
     let unfinished = job
         .folder
@@ -50,6 +61,7 @@ pub(super) fn merge_recipe(
         Some(combined) => combined,
         None => &job.merge.inputs,
     };
+    members::share(&job, &outputs, ranks)?;
     let pass = MergePass {
         method: job.merge.method,
         settings: job.method_settings,
@@ -57,6 +69,7 @@ pub(super) fn merge_recipe(
         inputs,
         writer: &outputs.writer,
         devices: &devices,
+        ranks,
         workers: job.size.workers,
         piece_elements: job.size.piece_elements,
         keep_zeros: job.settings.keep_zeros,
@@ -81,7 +94,9 @@ pub(super) fn merge_recipe(
     job.evaluate_merged(&mut state, &mut weighed.devices, &recorder)?;
     report.perplexities.clone_from(&state.run().perplexities_of_models);
     job.publish_perplexities(&report)?;
-    let manifest = job.record(report, weighed.devices, (state, output), &recorder)?;
+    let of_ranks = rank_reports::gather(ranks, &job.clock, job.threads)?;
+    let manifest = job.record((report, of_ranks), weighed.devices, (state, output), &recorder)?;
+    ranks.tell_others(&manifest)?;
     events.emit(Event::IfInterrupted(None));
     Ok(manifest)
 }

@@ -9,6 +9,7 @@
 //! | `vocabulary` | the tokens of the output |
 //! | `other_tokenizer` | a tokenizer in the folder of an adapter or of a model that is not merged |
 //! | `models` | the input models and their adapters |
+//! | `members` | a merge of several ranks |
 //! | `documents` | the recipes of a file, one after the other |
 //! | `devices` | the GPUs that compute |
 //! | `donor` | the model whose configuration and tokenizer the output gets |
@@ -30,6 +31,7 @@ mod evaluation;
 mod job;
 mod layer_settings;
 mod measuring;
+mod members;
 mod memory;
 mod merge_recipe;
 mod models;
@@ -45,4 +47,4 @@ mod vocabulary;
 mod weighing;
 
 pub use combined::peft_methods;
-pub use documents::merge;
+pub use documents::{merge, merge_on};

@@ -21,6 +21,7 @@ use crate::model::EMBEDDING;
 use crate::run::Moment;
 use crate::run::manifest::{Arithmetic, Manifest, ModelReport, OutputReport};
 use crate::run::merging::{InputModel, MergeReport, MergedLayer, MergedTensor};
+use crate::run::rank_report::RankReport;
 
 impl MergeJob {
     /// The merge, in the record.
@@ -108,7 +109,7 @@ impl MergeJob {
     /// Writes the record of a merge that ends now, and removes its state.
     pub(super) fn record(
         &self,
-        report: MergeReport,
+        (report, ranks): (MergeReport, Vec<RankReport>),
         devices: DeviceRecords,
         (state, output): (StateFile<'_>, OutputReport),
         recorder: &Recorder<'_>,
@@ -144,6 +145,7 @@ impl MergeJob {
             merge: Some(report),
             plan: Some(self.plan.clone()),
             output: Some(output),
+            ranks,
             fallbacks: devices.fallbacks,
             devices: devices.devices,
             ..measured_by(&self.clock)

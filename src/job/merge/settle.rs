@@ -18,6 +18,7 @@ use crate::merging::methods::{MethodSettings, Scope};
 use crate::merging::pass::MergeTensor;
 use crate::merging::recipe::{Parameter, Recipe, without_folders};
 use crate::placement::cpu_budget;
+use crate::ranks::Ranks;
 use crate::run::{Events, Moment};
 use crate::runtime::Clock;
 use crate::settings::{
@@ -35,6 +36,7 @@ impl MergeJob {
     pub(super) fn settle(
         settings: MergeSettings,
         recipe: Recipe,
+        ranks: &Ranks,
         events: &dyn Events,
     ) -> Result<RunStart<Self>> {
         check_device(&settings.device)?;
@@ -49,6 +51,7 @@ impl MergeJob {
         let work = check_values(&merge, &method_settings)?;
         let threads = machine::start_workers(settings.device.threads)?;
         let inventory = machine::inventory(&settings.device, threads)?;
+        let inventory = inventory.divided(ranks.neighbors().ranks);
         let budget = cpu_budget(&inventory, &settings.device.budget());
         let wanted = PassSize {
             workers: threads * WORKERS_PER_THREAD,
@@ -196,7 +199,7 @@ fn with_advice_of(pass: Failure, measuring: anyhow::Error) -> anyhow::Error {
 }
 
 /// The files of the output, with the names of the donor's files.
-fn layout_of(merge: &ResolvedMerge, shard_bytes: u64) -> Result<Layout> {
+pub(super) fn layout_of(merge: &ResolvedMerge, shard_bytes: u64) -> Result<Layout> {
     let donor = &merge.donor().checkpoint;
     let merged = merge.tensors.iter().map(|tensor| PlannedTensor {
         name: tensor.recipe.name.clone(),
@@ -213,7 +216,7 @@ fn layout_of(merge: &ResolvedMerge, shard_bytes: u64) -> Result<Layout> {
 }
 
 /// The settings of the method.
-fn method_settings(settings: &MergeSettings) -> MethodSettings {
+pub(super) fn method_settings(settings: &MergeSettings) -> MethodSettings {
     MethodSettings {
         semantics: settings.semantics,
         scope: settings.trim_scope,

@@ -79,7 +79,7 @@ impl Saliency {
     ///
     /// # Errors
     /// Fails for statistics whose width differs from a tensor's.
-    fn weigh(
+    pub(super) fn weigh(
         &self,
         tensors: &mut [MergeTensor],
         file: &SaliencyFile,

@@ -7,7 +7,7 @@
 //! A tensor has a single worker at a time, and its rows come in order. So the result depends neither on the number of workers nor on the
 //! size of pieces. Tensors that are trimmed together are all measured before the first of them is merged.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,12 +16,14 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 
 use super::devices::MergeDevice;
+use super::other_ranks::{OtherRanks, ToFirstRank, own_share};
 use super::rows::MergeSources;
 use super::worker::{Worker, source_tasks, task_of};
 use crate::checkpoint::MergedWriter;
 use crate::linalg::StoredDtype;
 use crate::merging::methods::{Group, MergeMethod, MethodSettings, Scope};
 use crate::merging::recipe::TensorRecipe;
+use crate::ranks::Ranks;
 use crate::run::merging::MergedTensor;
 use crate::run::{Event, Events};
 
@@ -30,6 +32,9 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 /// A pause is this many times as long as the last record took: records are a quarter of the time of the thread that writes them.
 const PAUSES_PER_RECORD: u32 = 3;
+
+/// The time between two looks for the reports of other ranks.
+const LOOK: Duration = Duration::from_millis(20);
 
 /// A tensor of the output.
 #[derive(Debug, Clone)]
@@ -99,6 +104,8 @@ pub struct MergePass<'a> {
     pub writer: &'a MergedWriter,
     /// Devices that compute linears in place of the CPU.
     pub devices: &'a [MergeDevice],
+    /// The ranks that share the tensors.
+    pub ranks: &'a Ranks,
     /// Threads.
     pub workers: usize,
     /// Elements of a piece; at least one row is read.
@@ -169,11 +176,21 @@ impl Groups {
 }
 
 impl MergePass<'_> {
-    /// Merges all tensors that the writer has no record of. The journal gets the counts.
+    /// Merges the share of a rank that is not the first, which records it.
     ///
     /// # Errors
-    /// Fails with the first error of a worker: a tensor that cannot be read, values that are not finite, a full disk. What is finished
-    /// by then is recorded.
+    /// Fails as [`MergePass::run`].
+    pub fn run_for_first_rank(&self) -> Result<()> {
+        let mut journal = ToFirstRank(self.ranks);
+        self.run(&mut journal)?;
+        journal.end()
+    }
+
+    /// Merges all tensors that the writer has no record of, together with other ranks. The journal gets the counts.
+    ///
+    /// # Errors
+    /// Fails with the first error of a worker: a tensor that cannot be read, values that are not finite, a full disk; and when a rank has
+    /// left. What is finished by then is recorded.
     pub fn run(&self, journal: &mut dyn MergeJournal) -> Result<()> {
         let groups = Groups::new(self.tensors, self.method.scope(&self.settings));
         let mut order: Vec<usize> = (0..self.tensors.len()).collect();
@@ -203,7 +220,8 @@ impl MergePass<'_> {
             elements: left.iter().map(|&at| self.tensors[at].elements()).sum(),
             elements_done: AtomicU64::new(0),
         };
-        self.merge(&groups, &left, &progress, journal)
+        let own = own_share(left, self.tensors, self.ranks);
+        self.merge(&groups, &own, &progress, journal)
     }
 
     /// Measures all tensors, read by read.
@@ -234,45 +252,56 @@ impl MergePass<'_> {
     ) -> Result<()> {
         let (sender, receiver) = mpsc::channel::<MergedTensor>();
         let sender = Mutex::new(Some(sender));
+        let has_failed = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let work = scope.spawn(|| {
                 let merged = self.for_each(left, |worker, at| {
                     let merged = worker.merge(at, groups)?;
                     let tensor = &self.tensors[at];
-                    progress.elements_done.fetch_add(tensor.elements(), Ordering::Relaxed);
-                    if tensor.is_linear() {
-                        self.events.emit(progress.step(tensor.module()));
-                    }
+                    self.count(tensor, progress);
                     if let Some(sender) = &*lock(&sender) {
                         // The receiver lives as long as this scope.
                         let _ = sender.send(merged);
                     }
                     Ok(())
                 });
+                has_failed.store(merged.is_err(), Ordering::Relaxed);
                 // Ends the loop below.
                 lock(&sender).take();
                 merged
             });
-            let recorded = self.record(&receiver, journal);
+            let recorded = self.record((&receiver, &has_failed), progress, journal);
             let merged = work.join().expect("a panic ends the process");
             merged.and(recorded)
         })
     }
 
+    /// Counts a merged tensor for the progress.
+    fn count(&self, tensor: &MergeTensor, progress: &MergeProgress) {
+        progress.elements_done.fetch_add(tensor.elements(), Ordering::Relaxed);
+        if tensor.is_linear() {
+            self.events.emit(progress.step(tensor.module()));
+        }
+    }
+
     /// Records finished tensors, until there are no more: each at once, unless the last record took long. A killed merge repeats the
-    /// tensors in progress, and the tensors that were finished in the last pause.
+    /// tensors in progress, and the tensors that were finished in the last pause. The first rank waits for the shares of the other ranks,
+    /// unless its own share has failed.
     fn record(
         &self,
-        finished: &mpsc::Receiver<MergedTensor>,
+        (finished, has_failed): (&mpsc::Receiver<MergedTensor>, &AtomicBool),
+        progress: &MergeProgress,
         journal: &mut dyn MergeJournal,
     ) -> Result<()> {
         let (mut waiting, mut next) = (Vec::new(), Instant::now());
+        let mut others = OtherRanks::of(self.ranks);
         loop {
             let pause = match waiting.is_empty() {
+                _ if others.are_working() => LOOK,
                 true => LONGEST_PAUSE,
                 false => next.saturating_duration_since(Instant::now()),
             };
-            let is_over = match finished.recv_timeout(pause) {
+            let mut is_over = match finished.recv_timeout(pause) {
                 Ok(tensor) => {
                     waiting.push(tensor);
                     false
@@ -280,6 +309,20 @@ impl MergePass<'_> {
                 Err(RecvTimeoutError::Timeout) => false,
                 Err(RecvTimeoutError::Disconnected) => true,
             };
+            if others.are_working() {
+                let arrived = others.arrived(self.writer)?;
+                let names: HashSet<&str> = arrived.iter().map(|of| of.name.as_str()).collect();
+                let tensors = self.tensors.iter();
+                tensors
+                    .filter(|tensor| names.contains(tensor.recipe.name.as_str()))
+                    .for_each(|tensor| self.count(tensor, progress));
+                waiting.extend(arrived);
+                if is_over && others.are_working() && !has_failed.load(Ordering::Relaxed) {
+                    is_over = false;
+                    self.events.check()?;
+                    std::thread::sleep(LOOK);
+                }
+            }
             let began = Instant::now();
             if !waiting.is_empty() && (began >= next || is_over) {
                 waiting.extend(finished.try_iter());

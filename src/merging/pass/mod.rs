@@ -5,6 +5,7 @@
 //! | `rows` | [`SourceRows`], the rows of a tensor of a model in f32 |
 //! | `mapped_rows` | [`MappedRows`], rows of an embedding in the order of the output's vocabulary |
 //! | `merge_pass` | [`MergePass`], the loop over the tensors |
+//! | `other_ranks` | a pass that several ranks share |
 //! | `devices`, `on_candle` | [`MergeDevice`], a device that computes linears, its memory and its operators |
 //! | `worker` | a thread of the pass |
 
@@ -12,6 +13,7 @@ mod devices;
 mod mapped_rows;
 mod merge_pass;
 mod on_candle;
+mod other_ranks;
 mod rows;
 mod worker;
 

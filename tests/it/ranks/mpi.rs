@@ -111,6 +111,33 @@ fn trainings_over_mpi_have_the_bits_of_one_process() {
 }
 
 #[test]
+fn merges_over_mpi_have_the_bytes_of_one_process() {
+    let place = super::merging::place();
+    let line = |save: &str| {
+        format!(
+            "merge --base m --model e1 --model e2 --method della --density 0.5 --threads 1 --save {save}"
+        )
+    };
+    let alone = place.run(&line("one"));
+    assert_eq!(alone.code, 0, "{}", alone.stderr);
+    for size in [1, 2, 3] {
+        let save = format!("of-{size}");
+        let Some(ran) = run(&place, size, &line(&save)) else {
+            return;
+        };
+        assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
+        assert!(files(&place, &save) == files(&place, "one"), "{size} ranks");
+        let record = place.manifest(&save);
+        assert_eq!(record.ranks.len(), if size == 1 { 0 } else { size });
+        let planned = record.plan.as_ref().and_then(|plan| plan.cpu()).expect("a plan").peak;
+        for rank in &record.ranks {
+            let peak = rank.peak_anonymous.expect("Linux tells it");
+            assert!(peak.0 as f64 <= planned.0 as f64 * 1.1, "{peak}, planned {planned}");
+        }
+    }
+}
+
+#[test]
 fn evaluations_over_mpi_have_the_bits_of_one_process() {
     let place = place();
     place.write_questions();
