@@ -47,8 +47,8 @@ pub struct PlanArgs {
     #[command(flatten)]
     model: ModelWordArgs,
 
-    /// A published model's shape in place of a checkpoint
-    #[arg(long, value_name = "NAME", help_heading = "Model", conflicts_with_all = ["word", "model"], value_parser = PossibleValuesParser::new(shape_names()))]
+    /// A published model's shape in place of a checkpoint, by its name in --table
+    #[arg(long, value_name = "NAME", hide_possible_values = true, help_heading = "Model", conflicts_with_all = ["word", "model"], value_parser = PossibleValuesParser::new(shape_names()))]
     shape: Option<String>,
 
     /// A table of all shapes
@@ -95,11 +95,11 @@ pub struct PlanArgs {
     sparsity_ratio: Option<f64>,
 
     /// Rank of the trained factors [default: that of `prune recover`]
-    #[arg(long, value_name = "N", help_heading = "Run", requires = "recover", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(hide_short_help = true, long, value_name = "N", help_heading = "Run", requires = "recover", value_parser = clap::value_parser!(u32).range(1..))]
     rank: Option<u32>,
 
     /// Examples per training step [default: those of `prune recover`]
-    #[arg(long, value_name = "N", help_heading = "Run", requires = "recover", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(hide_short_help = true, long, value_name = "N", help_heading = "Run", requires = "recover", value_parser = clap::value_parser!(u32).range(1..))]
     batch_size: Option<u32>,
 
     /// Method, which decides whether samples are needed
@@ -122,11 +122,11 @@ pub struct PlanArgs {
     /// Evaluation windows [default: as WikiText-2's test text]
     ///
     /// WikiText-2's test text has 166 windows of 2048 tokens for Llama 2, 141 for Llama 3.
-    #[arg(long, value_name = "N", help_heading = "Run", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(hide_short_help = true, long, value_name = "N", help_heading = "Run", value_parser = clap::value_parser!(u32).range(1..))]
     eval_windows: Option<u32>,
 
     /// No model is written
-    #[arg(long, help_heading = "Run")]
+    #[arg(hide_short_help = true, long, help_heading = "Run")]
     no_save_model: bool,
 
     /// A machine described in a file, in place of this one

@@ -38,6 +38,7 @@ pub struct SparsitySettings {
 
     /// `--refine`.
     #[arg(
+        hide_short_help = true,
         long,
         value_name = "STEP",
         value_parser = PossibleValuesParser::new(REFINEMENTS.iter().map(|step| step.name())),

@@ -89,6 +89,7 @@ fn no_peak_of_a_training_is_above_its_limit() {
         "blocks --teacher m --nsamples 8",
         "lora --nsamples 12 --held-out 2",
         "full --nsamples 12 --held-out 2",
+        "full --nsamples 12 --held-out 2 --close-to 0.8 --mask-every 1",
     ] {
         for threads in [1, 2] {
             let line = format!(
