@@ -251,4 +251,5 @@ fn not_original(name: &str, why: String) -> Failure {
     Failure::new(format!("{name} would not be the file that was packed"))
         .detail(why)
         .hint("a file of the packed folder was changed: download it again, or pack the dense one again: prune pack DENSE --save OUT")
+        .lasting()
 }

@@ -317,10 +317,10 @@ fn an_error_of_a_rank_ends_all_ranks_with_it() {
 #[test]
 fn a_command_of_a_single_process_is_refused_on_several_ranks() {
     let place = place();
-    let quantize = place.command("quantize m --out out --format nf4").env("PMI_SIZE", "2").output();
-    let message = String::from_utf8(quantize.unwrap().stderr).unwrap();
+    let pack = place.command("pack m --save out").env("PMI_SIZE", "2").output();
+    let message = String::from_utf8(pack.unwrap().stderr).unwrap();
     assert!(
-        message.contains("`prune quantize` runs in a single process, and 2 were started"),
+        message.contains("`prune pack` runs in a single process, and 2 were started"),
         "{message}"
     );
     let merge = place.command("merge --help").env("PMI_SIZE", "2").output().unwrap();

@@ -294,7 +294,7 @@ impl MergePass<'_> {
         journal: &mut dyn MergeJournal,
     ) -> Result<()> {
         let (mut waiting, mut next) = (Vec::new(), Instant::now());
-        let mut others = OtherRanks::of(self.ranks);
+        let (mut others, mut ended) = (OtherRanks::of(self.ranks), None);
         loop {
             let pause = match waiting.is_empty() {
                 _ if others.are_working() => LOOK,
@@ -310,16 +310,16 @@ impl MergePass<'_> {
                 Err(RecvTimeoutError::Disconnected) => true,
             };
             if others.are_working() {
-                let arrived = others.arrived(self.writer)?;
-                let names: HashSet<&str> = arrived.iter().map(|of| of.name.as_str()).collect();
-                let tensors = self.tensors.iter();
-                tensors
-                    .filter(|tensor| names.contains(tensor.recipe.name.as_str()))
-                    .for_each(|tensor| self.count(tensor, progress));
-                waiting.extend(arrived);
+                match self.take_reports(&mut others, progress) {
+                    Ok(arrived) => waiting.extend(arrived),
+                    // The workers stop by themselves, and what is finished is recorded.
+                    Err(error) => {
+                        others.forget();
+                        ended = Some(error);
+                    }
+                }
                 if is_over && others.are_working() && !has_failed.load(Ordering::Relaxed) {
                     is_over = false;
-                    self.events.check()?;
                     std::thread::sleep(LOOK);
                 }
             }
@@ -333,9 +333,25 @@ impl MergePass<'_> {
                 next = Instant::now() + pause;
             }
             if is_over {
-                return Ok(());
+                return ended.map_or(Ok(()), Err);
             }
         }
+    }
+
+    /// Takes the reports that have arrived from other ranks, unless the run should stop.
+    fn take_reports(
+        &self,
+        others: &mut OtherRanks<'_>,
+        progress: &MergeProgress,
+    ) -> Result<Vec<MergedTensor>> {
+        self.events.check()?;
+        let arrived = others.arrived(self.writer)?;
+        let names: HashSet<&str> = arrived.iter().map(|of| of.name.as_str()).collect();
+        let tensors = self.tensors.iter();
+        tensors
+            .filter(|tensor| names.contains(tensor.recipe.name.as_str()))
+            .for_each(|tensor| self.count(tensor, progress));
+        Ok(arrived)
     }
 
     /// Calls `work` for each index, on all workers; the first error ends all of them.

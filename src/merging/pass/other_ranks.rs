@@ -45,6 +45,11 @@ impl<'a> OtherRanks<'a> {
         !self.working.is_empty()
     }
 
+    /// Waits for no rank any more.
+    pub(super) fn forget(&mut self) {
+        self.working.clear();
+    }
+
     /// The tensors whose reports have arrived. The writer learns their hashes.
     ///
     /// # Errors

@@ -164,6 +164,37 @@ fn a_stopped_merge_is_continued_by_another_number_of_ranks() {
 }
 
 #[test]
+fn recipes_of_a_file_are_merged_one_after_the_other() {
+    let place = place();
+    let path = |name: &str| place.path(name).display().to_string();
+    let recipe = format!(
+        "merge_method: linear\nname: first\nmodels:\n  - model: {0}\n    parameters: {{weight: 1}}\n  - model: {1}\n    \
+         parameters: {{weight: 2}}\n---\nmerge_method: task_arithmetic\nbase_model: {2}\nmodels:\n  - model: first\n    \
+         parameters: {{weight: 0.5}}\n",
+        path("e1"),
+        path("e2"),
+        path("m")
+    );
+    fs::write(place.path("recipe.yaml"), recipe).expect("written");
+    let line = |save: &str| format!("{} --save {}", path("recipe.yaml"), path(save));
+    merge(&Ranks::alone(), &line("one"), &Silent).unwrap();
+    for manifest in threads::run(2, |ranks| merge(ranks, &line("two"), &Silent)) {
+        manifest.unwrap();
+    }
+    for folder in ["", "/merges/first"] {
+        let [one, two] = ["one", "two"].map(|save| files(&place, &format!("{save}{folder}")));
+        assert!(one == two && !one.is_empty(), "{folder}");
+    }
+    // The second process finds the first merge finished.
+    fs::remove_dir_all(place.path("two/model")).expect("removed");
+    fs::remove_file(place.path("two/run.json")).expect("removed");
+    for manifest in threads::run(3, |ranks| merge(ranks, &line("two"), &Silent)) {
+        manifest.unwrap();
+    }
+    assert!(files(&place, "two") == files(&place, "one"));
+}
+
+#[test]
 fn a_rank_that_does_not_see_the_files_of_the_first_ends_all() {
     let place = place();
     let flags = "--method linear";
