@@ -22,7 +22,7 @@ use crate::checkpoint::check_sidecars;
 use crate::data::chat::begin_run;
 use crate::failure::Failure;
 use crate::pipeline::RunShape;
-use crate::run::{Events, Manifest, RunState};
+use crate::run::{AllocationReport, Events, Manifest, RunState};
 use crate::settings::{EvalSides, Settings};
 
 /// Opens the checkpoint, resolves targets, folders and memory, and tokenizes the texts.
@@ -88,8 +88,7 @@ fn settle_opened(
         // The settings are resolved already.
         pruning = Pruning::resolve(&mut settings.clone(), &model.config, &folder)?;
     }
-    let known = unfinished.as_ref().filter(|_| !settings.output.force);
-    let known = known.and_then(|state| state.allocation.clone());
+    let known = known_allocation(&settings, unfinished.as_ref());
     if pruning.as_ref().is_some_and(|of| allocates(&settings, of)) {
         let mut shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
         plan_early(&planning, &mut shape, &model)?;
@@ -102,8 +101,8 @@ fn settle_opened(
         Sharing::Alone | Sharing::First(_) => {
             let mut shape = early_shape(&settings, &model, pruning.as_ref(), &given, &folder);
             let samples = settings.calibration.as_ref().map_or(0, |of| of.nsamples as usize);
-            let ranks = given.ranks.size();
-            shape.trains = recovery.as_ref().map(|of| of.shape(&shape, samples, ranks));
+            let of = |of: &Recovery| of.shape(&shape, samples, given.ranks.size());
+            shape.trains = recovery.as_ref().map(of);
             shape.against = dense.as_ref().map(OpenedModel::as_against).or(shape.against);
             planning.texts_and_plan(&settings, &model, shape, &given, events)?
         }
@@ -143,6 +142,14 @@ fn settle_opened(
     let job = against::join(job, dense)?;
     job.check_disk()?;
     Ok(RunStart::Run(Box::new(job)))
+}
+
+/// The allocation that an earlier process measured.
+fn known_allocation(
+    settings: &Settings,
+    unfinished: Option<&RunState>,
+) -> Option<AllocationReport> {
+    unfinished.filter(|_| !settings.output.force)?.allocation.clone()
 }
 
 /// Gives texts the date of the first process, also where a run continues on a later day.

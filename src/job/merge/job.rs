@@ -8,6 +8,7 @@ use super::saliency::Saliency;
 use crate::checkpoint::Layout;
 use crate::job::folder::RunFolder;
 use crate::merging::methods::MethodSettings;
+use crate::ranks::Ranks;
 use crate::run::{Plan, RunState};
 use crate::runtime::Clock;
 use crate::settings::MergeSettings;
@@ -31,4 +32,6 @@ pub(super) struct MergeJob {
     pub(super) unfinished: Option<RunState>,
     pub(super) clock: Clock,
     pub(super) started_unix_seconds: u64,
+    /// The ranks that share its tensors.
+    pub(super) ranks: Ranks,
 }

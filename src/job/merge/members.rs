@@ -46,9 +46,9 @@ enum MergeStart {
 ///
 /// # Errors
 /// Fails for combined adapters, and for a plan with GPUs.
-pub(super) fn check(job: &MergeJob, ranks: &Ranks) -> Result<(), Failure> {
+pub(super) fn check(job: &MergeJob) -> Result<(), Failure> {
     let refused = |why: &str, hint: &str| Err(Failure::usage(why).hint(hint));
-    match ranks.is_alone() {
+    match job.ranks.is_alone() {
         true => Ok(()),
         false if job.merge.combined.is_some() => refused(
             "--semantics peft combines adapters in a single process",
@@ -66,12 +66,12 @@ pub(super) fn check(job: &MergeJob, ranks: &Ranks) -> Result<(), Failure> {
 ///
 /// # Errors
 /// Fails when the disk refuses, and when a rank has left.
-pub(super) fn share(job: &MergeJob, outputs: &MergeOutputs<'_>, ranks: &Ranks) -> Result<()> {
-    match ranks.is_alone() {
+pub(super) fn share(job: &MergeJob, outputs: &MergeOutputs<'_>) -> Result<()> {
+    match job.ranks.is_alone() {
         true => Ok(()),
         false => {
             let finished = outputs.writer.sync()?;
-            ranks.tell_others(&MergeStart::Run { finished, size: job.size })
+            job.ranks.tell_others(&MergeStart::Run { finished, size: job.size })
         }
     }
 }

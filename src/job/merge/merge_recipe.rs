@@ -6,9 +6,9 @@ use super::combined::CombinedJob;
 use super::job::MergeJob;
 use super::outputs::MergeOutputs;
 use super::{devices, members};
+use crate::job::machine;
 use crate::job::recorder::Recorder;
 use crate::job::settled_run::RunStart;
-use crate::job::{machine, rank_reports};
 use crate::merging::pass::{MergePass, MergeSources};
 use crate::merging::recipe::Recipe;
 use crate::ranks::Ranks;
@@ -42,7 +42,7 @@ pub(super) fn merge_recipe(
             return Ok(*manifest);
         }
     };
-    members::check(&job, ranks)?;
+    members::check(&job)?;
     job.announce(&recorder);
     let unfinished = job
         .folder
@@ -61,7 +61,7 @@ pub(super) fn merge_recipe(
         Some(combined) => combined,
         None => &job.merge.inputs,
     };
-    members::share(&job, &outputs, ranks)?;
+    members::share(&job, &outputs)?;
     let pass = MergePass {
         method: job.merge.method,
         settings: job.method_settings,
@@ -94,8 +94,7 @@ pub(super) fn merge_recipe(
     job.evaluate_merged(&mut state, &mut weighed.devices, &recorder)?;
     report.perplexities.clone_from(&state.run().perplexities_of_models);
     job.publish_perplexities(&report)?;
-    let of_ranks = rank_reports::gather(ranks, &job.clock, job.threads)?;
-    let manifest = job.record((report, of_ranks), weighed.devices, (state, output), &recorder)?;
+    let manifest = job.record(report, weighed.devices, (state, output), &recorder)?;
     ranks.tell_others(&manifest)?;
     events.emit(Event::IfInterrupted(None));
     Ok(manifest)

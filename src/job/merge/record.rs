@@ -11,6 +11,7 @@ use super::weighing::MeasuredTensors;
 use crate::bytes::ByteSize;
 use crate::job::device_records::DeviceRecords;
 use crate::job::folder::state_file::StateFile;
+use crate::job::rank_reports;
 use crate::job::record::{close, measured_by};
 use crate::job::recorder::Recorder;
 use crate::linalg::kernel;
@@ -21,7 +22,6 @@ use crate::model::EMBEDDING;
 use crate::run::Moment;
 use crate::run::manifest::{Arithmetic, Manifest, ModelReport, OutputReport};
 use crate::run::merging::{InputModel, MergeReport, MergedLayer, MergedTensor};
-use crate::run::rank_report::RankReport;
 
 impl MergeJob {
     /// The merge, in the record.
@@ -109,7 +109,7 @@ impl MergeJob {
     /// Writes the record of a merge that ends now, and removes its state.
     pub(super) fn record(
         &self,
-        (report, ranks): (MergeReport, Vec<RankReport>),
+        report: MergeReport,
         devices: DeviceRecords,
         (state, output): (StateFile<'_>, OutputReport),
         recorder: &Recorder<'_>,
@@ -145,7 +145,7 @@ impl MergeJob {
             merge: Some(report),
             plan: Some(self.plan.clone()),
             output: Some(output),
-            ranks,
+            ranks: rank_reports::gather(&self.ranks, &self.clock, self.threads)?,
             fallbacks: devices.fallbacks,
             devices: devices.devices,
             ..measured_by(&self.clock)

@@ -118,6 +118,7 @@ impl MergeJob {
             unfinished,
             clock,
             started_unix_seconds,
+            ranks: ranks.clone(),
         };
         if job.unfinished.is_none() {
             job.folder.check_disk(job.layout.bytes())?;
