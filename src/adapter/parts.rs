@@ -153,6 +153,7 @@ impl Parts {
         let misfit = |what: String| {
             Failure::new(format!("the adapter does not fit `{}` of the base", base.name))
                 .detail(format!("{what}, the base's tensor is {:?}", base.shape))
+                .hint("name the base that the adapter was trained on: MODEL+ADAPTER")
         };
         if let Some(whole) = &self.whole
             && whole.entry.shape != base.shape

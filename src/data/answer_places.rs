@@ -12,7 +12,8 @@
 //!
 //! An answer begins after the header: where G ends if W begins with G, else after the header's last appearance before the content. It ends
 //! where the texts after the content in P and in R first differ: the end of the turn is common to both, the next header or the end E is
-//! not. The last answer ends before E. So templates may end every text, decorate the last answer alone, or remove thoughts
+//! not. The last answer ends before E, which is sought in the messages before all answers
+//! that stand in a row with it. So templates may end every text, decorate the last answer alone, or remove thoughts
 //! from earlier answers. Borders of texts that differ within a token move to its first byte.
 
 use std::ops::Range;
@@ -77,14 +78,25 @@ pub(super) fn find_answers(
     }
     let rendered: Vec<Option<String>> =
         rendered.map(|beginning| beginning.map(|beginning| beginning.text)).collect();
-    let (mut places, mut unmatched) = (Vec::new(), 0);
-    for (answer, texts) in answers.iter().zip(rendered.as_chunks::<4>().0) {
+    let (mut places, mut unmatched): (Vec<Range<usize>>, usize) = (Vec::new(), 0);
+    let mut last: Option<(usize, Option<&str>)> = None;
+    for (&answer, texts) in answers.iter().zip(rendered.as_chunks::<4>().0) {
         let [before, prompt, probed, cut] = texts.each_ref().map(Option::as_deref);
-        let difference = Difference { whole: &text, before, prompt, tokenizer };
+        let before_answers = match last {
+            Some((before_it, first)) if before_it + 1 == answer => first,
+            _ => before,
+        };
+        last = Some((answer, before_answers));
+        let earlier = places.last().map_or(0, |place| place.end);
+        let difference =
+            Difference { whole: &text, earlier, before, before_answers, prompt, tokenizer };
         let is_last = answer + 1 == messages;
         let place = difference.place(probed, cut, is_last)?;
         unmatched += usize::from(place.is_empty());
-        places.push(place);
+        // An answer that is not found ends the text; it would hide those after it.
+        if place.start < text.len() {
+            places.push(place);
+        }
     }
     Ok(AnswerPlaces { text, places, unmatched })
 }
@@ -92,9 +104,13 @@ pub(super) fn find_answers(
 /// The texts that show an answer.
 struct Difference<'a> {
     whole: &'a str,
+    /// The end of the answer before this one.
+    earlier: usize,
     /// The messages before the answer.
     before: Option<&'a str>,
-    /// The same with the place of the answer.
+    /// The messages before the answers that stand in a row with this one. A template may decorate the last answer of `before`.
+    before_answers: Option<&'a str>,
+    /// The messages before the answer with the place of the answer.
     prompt: Option<&'a str>,
     tokenizer: &'a Tokenizer,
 }
@@ -140,10 +156,14 @@ impl Difference<'_> {
                 before_content.map_or(self.whole.len(), |text| common_start(text, self.whole))
             );
         };
-        if self.whole.starts_with(prompt) {
+        // Some templates render nothing, and no place of an answer, where no message stands before it.
+        if self.whole.starts_with(prompt) && !prompt.is_empty() {
             return Ok(prompt.len());
         }
         let most = before_content.map_or(self.whole.len(), |text| common_start(text, self.whole));
+        if prompt.is_empty() {
+            return Ok(most);
+        }
         let before = self.before.unwrap_or_default();
         let shared = common_start(prompt, self.whole);
         if self.whole.starts_with(before) && shared > before.len() {
@@ -166,8 +186,8 @@ impl Difference<'_> {
             true => shared.min(most),
             // A message before the answer is rendered differently where no message follows. Its end is the same.
             false => {
-                let ends = (most.saturating_sub(LONGEST_GAP)..=most)
-                    .filter(|end| self.whole.is_char_boundary(*end));
+                let first = most.saturating_sub(LONGEST_GAP).max(self.earlier).min(most);
+                let ends = (first..=most).filter(|end| self.whole.is_char_boundary(*end));
                 ends.max_by_key(|end| common_end(before, &self.whole[..*end])).unwrap_or(most)
             }
         })
@@ -175,7 +195,8 @@ impl Difference<'_> {
 
     /// Bytes of the end that the template gives to every text, whatever its last message is.
     fn end_of_text(&self) -> Result<usize> {
-        let Some(before) = self.before.filter(|before| !self.whole.starts_with(before)) else {
+        let before = self.before_answers.filter(|before| !self.whole.starts_with(before));
+        let Some(before) = before else {
             return Ok(0);
         };
         let end = &before[self.common(before, self.whole)?..];

@@ -62,11 +62,11 @@ pub(super) fn marked_tokens(
     }
 }
 
-/// The failure for messages without a template.
+/// The failure for a conversation without a template.
 pub(super) fn no_template() -> Failure {
-    Failure::new("`messages` need a chat template, and the model has none")
+    Failure::new("a conversation needs a chat template, and the model has none")
         .detail("looked for `chat_template.jinja`, and for `chat_template` in `tokenizer_config.json`")
-        .hint("copy `chat_template.jinja` of the model's chat version into the model's folder, or write lines with `prompt` and `completion`")
+        .hint("copy `chat_template.jinja` of the model's chat version into the model's folder, or write `prompt` and `completion` as strings")
 }
 
 fn conversation(

@@ -168,12 +168,21 @@ impl ChatTemplate {
         let all = conversation.messages.len();
         Ok(self.apply(conversation, beginnings).map_err(|refusal| {
             let failure = self.failure(&refusal);
-            match refusal.messages {
-                None => failure,
-                Some(count) => {
-                    failure.detail(format!("it was rendering the first {count} of {all} messages"))
-                }
-            }
+            let Some(count) = refusal.messages else {
+                return failure.hint("copy the template from the model's page again");
+            };
+            let first = conversation.messages.iter().take(count);
+            let hint = match first.enumerate().find(|(_, of)| of.get("content").is_none()) {
+                // Templates that were not made for tool calls add the content to a text.
+                Some((index, _)) => format!(
+                    "write \"content\": \"\" in message {}, or name a model whose template knows tool calls",
+                    index + 1
+                ),
+                None => "change the conversation as the template asks, or leave it out".to_owned(),
+            };
+            failure
+                .detail(format!("it was rendering the first {count} of {all} messages"))
+                .hint(hint)
         })?)
     }
 

@@ -4,6 +4,7 @@
 //! parts are joined, and fields that are null are left out.
 
 use super::ordered_json::OrderedJson;
+use crate::failure::Failure;
 
 /// Messages, and the variables of the template.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -18,6 +19,9 @@ pub(super) struct Conversation {
 
 /// The role of the messages that loss counts on.
 pub(super) const ASSISTANT: &str = "assistant";
+
+/// The remedy for a list that is no conversation.
+const MESSAGES: &str = "write messages like [{\"role\": \"user\", \"content\": \"Hi\"}, {\"role\": \"assistant\", \"content\": \"Hello\"}]";
 
 /// Names of roles in ShareGPT, and the names that templates know.
 const ROLES: [(&str, &str); 9] = [
@@ -59,7 +63,7 @@ impl Conversation {
     }
 
     /// Adds what a line has for its template: a system message, `tools`, `documents` and `chat_template_kwargs`.
-    pub(super) fn with_fields_of(mut self, line: &OrderedJson) -> Result<Self, String> {
+    pub(super) fn with_fields_of(mut self, line: &OrderedJson) -> Result<Self, Failure> {
         let first = self.messages.first().and_then(|message| message.get("role")?.as_text());
         if let Some(system) = line.get("system").and_then(OrderedJson::as_text)
             && first != Some("system")
@@ -74,7 +78,11 @@ impl Conversation {
                 Some(OrderedJson::List(list)) if list.is_empty() => {}
                 Some(list @ OrderedJson::List(_)) => self.variables.push((name.to_owned(), list)),
                 Some(OrderedJson::Text(text)) if text.is_empty() => {}
-                Some(other) => return Err(format!("`{name}` is {}, not a list", other.kind())),
+                Some(other) => {
+                    let why = format!("`{name}` is {}, not a list", other.kind());
+                    return Err(Failure::new(why)
+                        .hint(format!("write `{name}` as a list of objects, or leave it out")));
+                }
             }
         }
         if let Some(OrderedJson::Object(fields)) = line.get("chat_template_kwargs") {
@@ -98,18 +106,20 @@ fn unwritten(value: &OrderedJson) -> OrderedJson {
 }
 
 /// Reads the messages of field `name`. Fails when a message has no role or no content, or a value of a wrong type.
-pub(super) fn messages(value: &OrderedJson, name: &str) -> Result<Vec<OrderedJson>, String> {
+pub(super) fn messages(value: &OrderedJson, name: &str) -> Result<Vec<OrderedJson>, Failure> {
     let OrderedJson::List(messages) = unwritten(value) else {
-        return Err(format!("`{name}` is {}, not a list", value.kind()));
+        let why = format!("`{name}` is {}, not a list", value.kind());
+        return Err(Failure::new(why).hint(MESSAGES));
     };
     let messages = messages.into_iter().enumerate();
     messages.map(|(index, message)| read_message(message, index + 1)).collect()
 }
 
 /// Reads message `number`, counted from 1.
-fn read_message(message: OrderedJson, number: usize) -> Result<OrderedJson, String> {
+fn read_message(message: OrderedJson, number: usize) -> Result<OrderedJson, Failure> {
+    let refused = |why: String| Failure::new(why).hint(MESSAGES);
     let OrderedJson::Object(fields) = message else {
-        return Err(format!("message {number} is {}, not an object", message.kind()));
+        return Err(refused(format!("message {number} is {}, not an object", message.kind())));
     };
     let mut read = Vec::with_capacity(fields.len());
     for (name, value) in fields {
@@ -129,7 +139,9 @@ fn read_message(message: OrderedJson, number: usize) -> Result<OrderedJson, Stri
             ("content", OrderedJson::Text(text)) => OrderedJson::Text(text),
             ("role" | "content", other) => {
                 let kind = other.kind();
-                return Err(format!("`{name}` of message {number} is {kind}, not a string"));
+                return Err(refused(format!(
+                    "`{name}` of message {number} is {kind}, not a string"
+                )));
             }
             (_, other) => other,
         };
@@ -137,11 +149,12 @@ fn read_message(message: OrderedJson, number: usize) -> Result<OrderedJson, Stri
     }
     let read = with_thoughts(OrderedJson::Object(read));
     if read.get("role").is_none() {
-        return Err(format!("message {number} has no `role`"));
+        return Err(refused(format!("message {number} has no `role`")));
     }
     let has_more = ["tool_calls", "function_call", "reasoning_content"];
     if read.get("content").is_none() && !has_more.iter().any(|name| read.get(name).is_some()) {
-        return Err(format!("message {number} has no `content`"));
+        return Err(Failure::new(format!("message {number} has no `content`"))
+            .hint("write \"content\": \"\" where the message is empty, or leave the line out"));
     }
     Ok(read)
 }
@@ -162,7 +175,7 @@ fn with_thoughts(message: OrderedJson) -> OrderedJson {
 }
 
 /// The text of the parts of a content.
-fn joined(parts: &[OrderedJson], number: usize) -> Result<String, String> {
+fn joined(parts: &[OrderedJson], number: usize) -> Result<String, Failure> {
     let mut text = String::new();
     for part in parts {
         let kind = part.get("type").and_then(OrderedJson::as_text).unwrap_or("text");
@@ -172,9 +185,10 @@ fn joined(parts: &[OrderedJson], number: usize) -> Result<String, String> {
                 text += part;
             }
             _ => {
-                return Err(format!(
+                return Err(Failure::new(format!(
                     "message {number} has a content part of type `{kind}`; parts of type `text` are read"
-                ));
+                ))
+                .hint("leave the part or the line out"));
             }
         }
     }

@@ -11,6 +11,13 @@ use crate::failure::Failure;
 pub(super) const FORMS: &str = "rename the fields to one of: `text`; `messages` with `role` and `content`; `conversations` with `from` and \
      `value`; `prompt` and `completion`; `instruction`, `input` and `output`";
 
+/// The remedy for a line that is not JSON.
+const LINES: &str = "write each object in one line, or all objects as one list; correct or leave out a damaged line";
+
+/// The remedy for a prompt and a completion of different kinds.
+const COMPLETION: &str =
+    "write `prompt` and `completion` both as strings, or both as lists of messages";
+
 /// The form of a document, named by its fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum DocumentShape {
@@ -91,27 +98,35 @@ impl Document {
     /// The caller adds the place of the line to a failure. Fails when the line is not JSON, not an object, of no shape, and when a value has
     /// a wrong type.
     pub(super) fn parse(line: &[u8]) -> Result<Option<Self>, Failure> {
-        let refused = |why: String| Failure::new(format!("not a document: {why}")).hint(FORMS);
+        let refused = |mut why: Failure| {
+            why.message = format!("not a document: {}", why.message);
+            why
+        };
         let value = OrderedJson::parse(line).map_err(|error| {
             let reason = error.to_string();
             // The library counts lines within the line.
             let reason = reason.split(" at line ").next().unwrap_or_default();
-            refused(format!("it is not JSON: {reason} at column {}", error.column()))
-                .detail(found_in(line))
+            let why = format!("it is not JSON: {reason} at column {}", error.column());
+            refused(Failure::new(why)).detail(found_in(line)).hint(LINES)
         })?;
         if !matches!(value, OrderedJson::Object(_)) {
-            return Err(refused(format!("it is {}, not an object", value.kind())));
+            let why = format!("it is {}, not an object", value.kind());
+            return Err(refused(Failure::new(why)).hint(FORMS));
         }
         Self::of(&value).map_err(|why| refused(why).detail(found_in(line)))
     }
 
-    fn of(line: &OrderedJson) -> Result<Option<Self>, String> {
+    fn of(line: &OrderedJson) -> Result<Option<Self>, Failure> {
         let string = |name: &str| match line.get(name) {
             Some(OrderedJson::Text(text)) => Ok(text.as_str()),
             None => Ok(""),
-            Some(other) => Err(format!("`{name}` is {}, not a string", other.kind())),
+            Some(other) => {
+                let why = format!("`{name}` is {}, not a string", other.kind());
+                Err(Failure::new(why)
+                    .hint(format!("write \"{name}\": \"…\", or leave the line out")))
+            }
         };
-        let of_messages = |name: &str| -> Result<Option<Self>, String> {
+        let of_messages = |name: &str| -> Result<Option<Self>, Failure> {
             let messages = match line.get(name) {
                 Some(value) => conversation::messages(value, name)?,
                 None => Vec::new(),
@@ -136,7 +151,9 @@ impl Document {
                     Ok(Some(Self::Conversation(conversation.with_fields_of(line)?)))
                 }
                 _ => {
-                    let (prompt, completion) = (string("prompt")?, string("completion")?);
+                    let both = |failure: Failure| failure.hint(COMPLETION);
+                    let prompt = string("prompt").map_err(both)?;
+                    let completion = string("completion").map_err(both)?;
                     let turns = [("user", prompt), (conversation::ASSISTANT, completion)];
                     Ok(Some(Self::Completion {
                         prompt: prompt.to_owned(),
@@ -164,7 +181,7 @@ impl Document {
     }
 
     /// The result for a line of no shape: nothing if its fields are there and null, else the reason why it is refused.
-    fn without_shape(line: &OrderedJson) -> Result<Option<Self>, String> {
+    fn without_shape(line: &OrderedJson) -> Result<Option<Self>, Failure> {
         let OrderedJson::Object(fields) = line else {
             return Ok(None);
         };
@@ -175,9 +192,23 @@ impl Document {
             Some(format!("it has `{there}` without `{missing}`"))
         });
         match (half, DocumentShape::of(is_named)) {
-            (Some(half), _) => Err(half),
+            (Some(half), _) => Err(Failure::new(half).hint(FORMS)),
             (None, Some(_)) => Ok(None),
-            (None, None) => Err("it has none of the fields that documents are made of".to_owned()),
+            (None, None) => {
+                let why = "it has none of the fields that documents are made of";
+                // A data set inside an object, such as {"data": [{…}, …]}.
+                let inside = fields.iter().find(|(_, value)| {
+                    matches!(value, OrderedJson::List(list) if matches!(list[..], [OrderedJson::Object(_), ..]))
+                });
+                Err(match inside {
+                    Some((name, _)) => Failure::new(why)
+                        .detail(format!("`{name}` is a list of objects"))
+                        .hint(format!(
+                            "if `{name}` holds the documents, write its list alone; else {FORMS}"
+                        )),
+                    None => Failure::new(why).hint(FORMS),
+                })
+            }
         }
     }
 }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 
 use super::cache::{TextCache, short};
-use super::document::{Document, FORMS, found_in};
+use super::document::{Document, found_in};
 use super::line_index::{self, LineIndex, LineIndexer, WriteFailed};
 use super::shape_count::ShapeCount;
 use super::source::Source;
@@ -61,9 +61,11 @@ impl Documents {
             // The reason why the first line is refused, if it is.
             let refused = Document::parse(&line).err();
             let failure = refused.unwrap_or_else(|| {
-                Failure::new("not a document: its fields are null").detail(found_in(&line))
+                Failure::new("not a document: its fields are null or empty lists")
+                    .detail(found_in(&line))
+                    .hint("name a file that has documents: no line of this one has any content")
             });
-            return Err(self.of_copy(self.at_line(failure.or_hint(FORMS), 0)).into());
+            return Err(self.of_copy(self.at_line(failure, 0)).into());
         }
         let name = self.source.file_name().unwrap_or_default().display();
         events.note(format!("documents    {shapes} of `{name}`"));

@@ -11,7 +11,7 @@ use anyhow::Result;
 use super::ChatTemplate;
 use super::answers::no_template;
 use super::dataset::{DatasetSpec, Name};
-use super::document::{Document, FORMS};
+use super::document::Document;
 use super::document_text::DocumentText;
 use super::role::Role;
 use super::stored_form::Format;
@@ -130,8 +130,8 @@ impl Source {
         let shown = path.display();
         let Some(first) = first_line(path, format)? else {
             return Err(Failure::new(format!("no documents in `{shown}`"))
-                .detail("the file has only blank lines, or none")
-                .hint(FORMS)
+                .detail("it is empty, or has blank lines or an empty list alone")
+                .hint("name a file that has documents")
                 .into());
         };
         if !first.is_whole {

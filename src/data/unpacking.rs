@@ -8,7 +8,6 @@ use std::time::Instant;
 
 use anyhow::{Context, Result};
 
-use super::document::FORMS;
 use super::json_array::ArrayLines;
 use super::line_index::{LineIndex, LineIndexer, unreadable};
 use super::stored_form::{BYTE_ORDER_MARK, DocumentFiles, Format};
@@ -160,8 +159,8 @@ pub(super) fn index<'a>(
     events.emit(Event::PhaseDone { phase, elapsed: started.elapsed() });
     if index.count() == 0 {
         return Err(Failure::new(format!("no documents in `{}`", path.display()))
-            .detail("the file has only blank lines, or none")
-            .hint(FORMS)
+            .detail("it is empty, or has blank lines or an empty list alone")
+            .hint("name a file that has documents")
             .into());
     }
     Ok(index)

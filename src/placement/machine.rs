@@ -104,7 +104,7 @@ impl<'a> Machine<'a> {
         if !policy.cpu_only && present > 0 {
             let least = least_gpu(workload);
             if least == ByteSize::ZERO {
-                let why = "a sample is too long for their kernels, or the given memory settings need the CPU";
+                let why = "the method has no work for them, a sample is too long for their kernels, or the given memory settings need the CPU";
                 notes.push(format!("no GPU is used: {why}"));
             }
             for index in (0..present).filter(may_use) {

@@ -310,9 +310,10 @@ impl Plan {
         }
     }
 
-    /// The names of the devices that compute: `cpu`, or the GPUs as `cuda:0+cuda:1`.
+    /// The names of the devices that compute: `cpu`, or the GPUs as `cuda:0+cuda:1`. A GPU on which nothing is planned computes nothing.
     pub fn computing(&self) -> String {
-        let names = self.devices.iter().map(|device| device.device.as_str());
+        let used = self.devices.iter().filter(|device| device.peak > ByteSize::ZERO);
+        let names = used.map(|device| device.device.as_str());
         let gpus: Vec<&str> = names.filter(|name| *name != "cpu").collect();
         if gpus.is_empty() { "cpu".to_string() } else { gpus.join("+") }
     }

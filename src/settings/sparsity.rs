@@ -96,12 +96,22 @@ impl SparsitySettings {
     /// # Errors
     /// Fails for a method or a refinement that does not exist, and for options that do not fit.
     pub fn technique(&self) -> Result<Technique> {
+        let technique = self.unchecked_technique()?;
+        technique.check()?;
+        Ok(technique)
+    }
+
+    /// The technique that the settings name, whose parts may not go together.
+    ///
+    /// # Errors
+    /// Fails for a method or a refinement that does not exist.
+    pub fn unchecked_technique(&self) -> Result<Technique> {
         let method = pruning::method(&self.prune_method)
             .with_context(|| format!("there is no method `{}`", self.prune_method))?;
         let refinement = self.refine.as_ref().map(|name| {
             pruning::refinement(name).with_context(|| format!("there is no refinement `{name}`"))
         });
-        let technique = Technique {
+        Ok(Technique {
             method,
             options: self.options.clone(),
             refinement: refinement.transpose()?,
@@ -109,9 +119,7 @@ impl SparsitySettings {
                 Pattern::NOfM { m, .. } if self.permute_channels => Some(m),
                 _ => None,
             },
-        };
-        technique.check()?;
-        Ok(technique)
+        })
     }
 
     /// The way of the calibration samples.

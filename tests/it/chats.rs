@@ -104,10 +104,85 @@ fn unknown_forms_and_roles_are_refused_with_what_was_found_and_what_is_needed() 
     let ran = place.run(eval);
     assert!(
         ran.code == 1
-            && ran.stderr.contains("line 1 of `d.jsonl`: `messages` need a chat template"),
+            && ran.stderr.contains("line 1 of `d.jsonl`: a conversation needs a chat template"),
         "{}",
         ran.stderr
     );
+}
+
+/// A line of a known form with a wrong value: the hint is the change of this value, not another name of a field.
+#[test]
+fn a_wrong_value_is_refused_with_the_change_that_it_needs() {
+    let place = place();
+    let answer = json!({"role": "assistant", "content": words(1, 40)});
+    let called = json!({"role": "assistant", "tool_calls": [{"function": {"name": "look"}}]});
+    fs::write(
+        place.path("m/chat_template.jinja"),
+        "{% for m in messages %}{{ m['content'] + ' end ' }}{% endfor %}",
+    )
+    .unwrap();
+    let cases = [
+        (json!({"text": 5}), "`text` is a number, not a string", r#"write "text": "…""#),
+        (
+            json!({"messages": {"role": "user"}}),
+            "`messages` is an object, not a list",
+            r#"write messages like [{"role""#,
+        ),
+        (
+            json!({"messages": [{"content": "a"}, answer]}),
+            "message 1 has no `role`",
+            "write messages like",
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": null}, answer]}),
+            "message 1 has no `content`",
+            r#"write "content": """#,
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, answer]}),
+            "content part of type `image_url`",
+            "leave the part or the line out",
+        ),
+        (
+            json!({"messages": [answer], "tools": "look"}),
+            "`tools` is a string",
+            "write `tools` as a list",
+        ),
+        (
+            json!({"prompt": [{"role": "user", "content": "a"}], "completion": "b"}),
+            "`prompt` is a list, not a string",
+            "`prompt` and `completion` both as strings, or both as lists of messages",
+        ),
+        (
+            json!({"data": [{"text": "a"}]}),
+            "`data` is a list of objects",
+            "if `data` holds the documents, write its list alone; else rename the fields",
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": "a"}, called]}),
+            "cannot be used",
+            r#"write "content": "" in message 2"#,
+        ),
+    ];
+    for (row, why, hint) in cases {
+        fs::write(place.path("d.jsonl"), format!("{row}\n").repeat(9)).unwrap();
+        let ran = place.run("eval m --eval-dataset d.jsonl --seqlen 32");
+        assert!(ran.code == 1 && ran.stderr.contains(why), "{row}: {}", ran.stderr);
+        assert!(ran.stderr.contains("line 1 of `d.jsonl`"), "{row}: {}", ran.stderr);
+        let told = ran.stderr.lines().find(|line| line.starts_with("hint: "));
+        assert!(told.is_some_and(|told| told.contains(hint)), "{row}: {}", ran.stderr);
+    }
+    // An object over several lines, and lists without an entry.
+    for (text, why, hint) in [
+        ("{\n \"text\": \"a\"\n}\n", "it is not JSON", "hint: write each object in one line"),
+        ("[]", "no documents in `d.json`", "hint: name a file that has documents"),
+        ("[{\"messages\": []}]", "null or empty lists", "hint: name a file that has documents"),
+    ] {
+        fs::write(place.path("d.json"), text).unwrap();
+        let ran = place.run("eval m --eval-dataset d.json --seqlen 32");
+        assert!(ran.code == 1 && ran.stderr.contains(why), "{text}: {}", ran.stderr);
+        assert!(ran.stderr.contains(hint), "{text}: {}", ran.stderr);
+    }
 }
 
 #[test]

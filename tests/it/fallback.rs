@@ -125,6 +125,20 @@ fn a_unit_that_is_refused_is_done_on_the_cpu_whichever_it_is() {
 }
 
 #[test]
+fn a_method_without_work_for_a_gpu_is_recorded_as_computed_on_the_cpu() {
+    let place = place();
+    let line = format!(
+        "--model m --prune-method magnitude --sparsity-ratio 0.5 --eval none --save out --device cuda --simulate {ONE}"
+    );
+    let ran = place.run(&line);
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    assert!(ran.stderr.contains("no GPU is used: the method has no work"), "{}", ran.stderr);
+    let manifest = place.manifest("out");
+    assert_eq!(manifest.arithmetic.device, "cpu");
+    assert!(manifest.devices.iter().all(|device| device.units == 0));
+}
+
+#[test]
 fn gram_matrices_have_the_bits_of_the_cpu_on_any_number_of_devices() {
     let place = place();
     let masks = |flags: &str| {

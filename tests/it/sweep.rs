@@ -1,5 +1,6 @@
 //! `prune sweep` on a tiny model: cells equal single runs, sweeps continue, shards share a folder, failures are recorded.
 
+mod impossible;
 mod measured;
 mod together;
 
@@ -299,31 +300,6 @@ fn a_cell_that_fails_is_recorded_and_the_others_go_on() {
     assert_eq!(after.len(), 6);
     assert!(before.iter().all(|(cell, record)| after[cell] == *record));
     assert!(table(&place)["cells"][0].get("error").is_none());
-}
-
-#[test]
-fn an_impossible_cell_is_recorded_and_the_others_are_pruned() {
-    let place = Place::new();
-    let line = format!("sweep --model m --methods wanda --types 2:4,3:7 --save out {TEXTS}");
-    let ran = place.run(&line);
-    assert_eq!(ran.code, 1, "{}", ran.stderr);
-    assert!(
-        ran.stderr.contains("error: 1 of 2 cells failed\n  wanda-3of7-seed0\n"),
-        "{}",
-        ran.stderr
-    );
-    let json = table(&place);
-    let cells = json["cells"].as_array().expect("a list");
-    let states: Vec<_> = cells.iter().map(|cell| (&cell["name"], &cell["state"])).collect();
-    assert_eq!(states[0], (&Value::from("wanda-2of4-seed0"), &Value::from("finished")));
-    assert_eq!(states[1], (&Value::from("wanda-3of7-seed0"), &Value::from("failed")));
-    let error = cells[1]["error"].as_str().expect("recorded");
-    assert!(error.contains("3:7"), "{error}");
-    // A sweep without a possible cell is refused before anything is written.
-    let line = format!("sweep --model m --methods wanda --types 3:7 --save none {TEXTS}");
-    let ran = place.run(&line);
-    assert_eq!(ran.code, 1, "{}", ran.stderr);
-    assert!(!place.path("none").exists());
 }
 
 #[test]

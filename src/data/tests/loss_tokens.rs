@@ -115,6 +115,23 @@ fn loss_counts_on_the_completion_alone_also_where_a_prompt_has_answers() {
     }
 }
 
+/// A tool call before every other message, whose place no other rendering shows, under a template that needs a first message.
+#[test]
+fn an_answer_that_is_not_found_leaves_the_others_their_loss() {
+    let model = tempfile::tempdir().unwrap();
+    fs::write(model.path().join("tokenizer.json"), read("tokenizer.json")).unwrap();
+    let template = "{% if messages[0]['role'] == 'system' %}{{ '<|system|>' }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}{{ m.tool_calls[0].name }}{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}";
+    fs::write(model.path().join("chat_template.jinja"), template).unwrap();
+    let tokenizer = Tokenizer::load(model.path()).unwrap();
+    let chat = ChatTemplate::load(model.path()).unwrap();
+    let line = br#"{"messages": [{"role": "assistant", "content": "No", "tool_calls": [{"name": "f"}]}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "bcd"}]}"#;
+    let document = Document::parse(line).unwrap().unwrap();
+    let marked = marked_tokens(&document, &tokenizer, Some(&chat)).unwrap();
+    // <|assistant|> f <|end|> <|user|> a <|end|> <|assistant|> b c d <|end|>
+    assert_eq!(Mask::of(&marked), Mask { tokens: 11, loss: vec![(7, 4)] });
+    assert_eq!(marked.unmatched, 1);
+}
+
 /// Templates in which an answer is not where its prefix ends, with the answers that loss counts on.
 #[test]
 fn every_answer_has_loss_whatever_the_template_adds() {

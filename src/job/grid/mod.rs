@@ -196,6 +196,7 @@ fn check<'c>(
     RunFolder::at(&[&model.folder], &run.output, false)?;
     let check = |cell: &PlannedCell| {
         let sparsity = cell.settings.sparsity.as_ref().context("a cell prunes")?;
+        cell.technique.check()?;
         check_verification(&cell.technique, run.output.verify)?;
         TargetPlan::resolve(&sparsity.selection, cell.technique.method, &model.config).map(drop)
     };

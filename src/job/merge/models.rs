@@ -214,6 +214,11 @@ impl InputModelFiles {
         own.filter(|own| own.join(TOKENIZER_FILE).is_file()).unwrap_or(&self.folder)
     }
 
+    /// The number of tokens, if the adapter adds some.
+    pub(super) fn grown_rows(&self) -> Option<usize> {
+        self.grown.get(EMBEDDING)?.shape.first().copied()
+    }
+
     /// The folder of the chat template: the adapter's, if it has one, else the model's.
     ///
     /// # Errors

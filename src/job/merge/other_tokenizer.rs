@@ -35,6 +35,14 @@ pub(super) fn of_donor(
     for (at, model) in inputs.models.iter().enumerate() {
         let folder = model.tokenizer_folder();
         if folder == model.folder {
+            if at == donor
+                && let Some(rows) = model.grown_rows()
+            {
+                events.warn(format!(
+                    "the adapter in `{}` has {rows} tokens and no `{TOKENIZER_FILE}` in its folder: the output has the tokenizer of its base; copy the tokenizer's files into the adapter's folder",
+                    model.spec
+                ));
+            }
             continue;
         }
         if at != donor {

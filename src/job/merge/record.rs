@@ -20,6 +20,7 @@ use crate::merging::pass::MergeTensor;
 use crate::merging::recipe::Parameter;
 use crate::model::EMBEDDING;
 use crate::run::Moment;
+use crate::run::fallback::FallbackOutcome;
 use crate::run::manifest::{Arithmetic, Manifest, ModelReport, OutputReport};
 use crate::run::merging::{InputModel, MergeReport, MergedLayer, MergedTensor};
 
@@ -118,7 +119,9 @@ impl MergeJob {
         let donor = self.merge.donor();
         let hub = donor.hub_model.as_ref();
         // Some methods are computed by no GPU, and a GPU may have had no memory for any linear.
-        let on_gpus = devices.devices.iter().any(|device| device.units > 0);
+        let given: u64 = devices.devices.iter().map(|device| device.units).sum();
+        let returned = devices.fallbacks.iter().filter(|fall| fall.outcome == FallbackOutcome::Cpu);
+        let on_gpus = given > returned.count() as u64;
         let manifest = Manifest {
             command: "merge".to_string(),
             arguments: self.settings.arguments.clone(),

@@ -391,7 +391,10 @@ fn rows_by_model(inputs: &InputModels, tensors: &[MergeTensor]) -> Result<BTreeM
                     "the embedding of `{}` has {known} rows and its head has {own}",
                     model.spec
                 ))
-                .hint("save the model with as many rows in both")
+                .hint(match &model.spec.adapter {
+                    Some(_) => "save the adapter with `embed_tokens` and `lm_head` in `modules_to_save`, with as many rows in both",
+                    None => "save the model with as many rows in both",
+                })
                 .into());
             }
         }

@@ -218,7 +218,7 @@ fn layer_ends(teacher: &ModelConfig, model: &OpenedModel, folder: &Path) -> Resu
                 config.num_hidden_layers,
                 model.folder.join(PRUNING_FILE).display()
             ))
-            .hint("name the model whose layers were dropped; --how lora and full need no map of layers")
+            .hint("name a model with the layers of this one, such as the smaller model before weights were removed; --how lora and full need no map of layers")
             .into());
     };
     Ok(kept.into_iter().skip(1).chain([layers]).collect())

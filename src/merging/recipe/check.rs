@@ -119,8 +119,14 @@ impl Recipe {
             "the method `{method}` merges {} models{beside}, found {count}",
             shown(&declaration.models)
         ));
+        let hint = match count < *declaration.models.start() {
+            true => "add a model, or choose another method: docs/merging.md compares them",
+            false => {
+                "leave models out, or choose a method of several models, like `linear` or `multislerp`"
+            }
+        };
         let models: Vec<String> = models.iter().map(ToString::to_string).collect();
-        Err(failure.detail(listed(models.iter().map(String::as_str))))
+        Err(failure.detail(listed(models.iter().map(String::as_str))).hint(hint))
     }
 }
 

@@ -165,9 +165,15 @@ fn dtype<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<StoredDtyp
 fn layer_range<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Range<usize>, D::Error> {
     match Vec::deserialize(deserializer)?.as_slice() {
         &[start, end] if start <= end => Ok(start..end),
-        ends => Err(D::Error::custom(format!(
-            "the layer range {ends:?} is not [first layer, layer after the last]"
-        ))),
+        ends => {
+            let example = match ends {
+                &[end, start] => format!("[{start}, {end}]"),
+                _ => "[0, 16]".to_owned(),
+            };
+            Err(D::Error::custom(format!(
+                "the layer range {ends:?} is not [first layer, layer after the last]\nhint: write `layer_range: {example}`"
+            )))
+        }
     }
 }
 
@@ -202,7 +208,7 @@ impl Recipe {
             Err(failure)
         })?;
         let (count, mut names) = (read.len(), BTreeSet::new());
-        let mut recipes = Vec::with_capacity(count);
+        let (mut recipes, mut places) = (Vec::with_capacity(count), Vec::with_capacity(count));
         for (at, read) in read.into_iter().enumerate() {
             let place = read.place.clone();
             match &read.name {
@@ -216,8 +222,10 @@ impl Recipe {
                 }
                 _ => {}
             }
+            places.push(place);
             recipes.push(Self::of_file(read, methods)?);
         }
+        check_order(&recipes, &places)?;
         Ok(recipes)
     }
 
@@ -352,6 +360,27 @@ fn check_name(name: &str, place: &Place, known: &mut BTreeSet<String>) -> Result
             .failure(format!("two recipes have the name `{name}`"))
             .hint("give each recipe its own name")),
     }
+}
+
+/// Refuses a model that is the name of a recipe which is not merged yet. A folder of this name is a model.
+fn check_order(recipes: &[Recipe], places: &[Place]) -> Result<(), Failure> {
+    for (at, (recipe, place)) in recipes.iter().zip(places).enumerate() {
+        for model in recipe.models() {
+            let named = |of: &Recipe| of.name.as_deref() == Some(model.model.as_str());
+            let is_later = !recipes[..at].iter().any(named) && recipes[at..].iter().any(named);
+            if is_later && model.revision.is_none() && !Path::new(&model.model).exists() {
+                let name = &model.model;
+                let failure = place.failure(format!(
+                    "the recipe reads the merge `{name}`, which is not made before it"
+                ));
+                return Err(match named(recipe) {
+                    true => failure.hint("name another model: a merge cannot read itself"),
+                    false => failure.hint(format!("move the recipe `{name}` before this one")),
+                });
+            }
+        }
+    }
+    Ok(())
 }
 
 /// The declaration of a method.

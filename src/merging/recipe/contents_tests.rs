@@ -144,13 +144,15 @@ models:
   - {model: /home/me/a+../loras/b, parameters: {weight: 1}}
   - {model: owner/name@v1, parameters: {weight: 1}}
   - {model: x/y/z, parameters: {weight: 1}}
+  - {model: out/merges/first/model, parameters: {weight: 1}}
+  - {model: /model, parameters: {weight: 1}}
 ",
     )
     .unwrap();
     let written = recipe.to_yaml(without_folders);
     let MergeInputs::Models(inputs) = read(&written).unwrap().inputs else { panic!("models") };
     let names: Vec<String> = inputs.iter().map(|input| input.model.to_string()).collect();
-    assert_eq!(names, ["a+b", "owner/name@v1", "z"]);
+    assert_eq!(names, ["a+b", "owner/name@v1", "z", "first", "model"]);
 }
 
 /// Checks the errors of recipes that end with these lines.
@@ -239,7 +241,7 @@ fn methods_models_and_slices_that_do_not_fit_are_refused() {
         (models("tise", ""), "hint: write `ties`"),
         (models("tise", ""), "line 1: no merge method is called `tise`"),
         (models("ties", ""), "line 2: the method `ties` needs a base model\nhint: add `base_model: MODEL`"),
-        (models("slerp", "base_model: c"), "line 2: the method `slerp` merges 2 models, found 3"),
+        (models("slerp", "base_model: c"), "line 2: the method `slerp` merges 2 models, found 3\n  `a`, `b`, `c`\nhint: leave models out"),
         (models("model_stock", "base_model: a"), "the method `model_stock` merges at least 3 models, found 2"),
         ("merge_method: linear\nmodels:\n- model: a\n- model: a\n".into(), "line 4: `a` is merged with itself"),
         ("merge_method: linear\nmodels:\n- model: a+b+c\n".into(), "line 3: `a+b+c` does not name a model: it holds more than one `+`"),
@@ -249,7 +251,7 @@ fn methods_models_and_slices_that_do_not_fit_are_refused() {
         (slices("{model: a}"), "line 3: missing field `layer_range`"),
         (slices("{model: a, layer_range: [0]}"), "line 3: the layer range [0] is not [first layer, layer after the last]"),
         (slices("{model: a, layer_range: [-1, 2]}"), "line 3: expected a whole number from 0 on"),
-        (slices("{model: a, layer_range: [3, 2]}"), "line 3: the layer range [3, 2] is not [first layer, layer after the last]"),
+        (slices("{model: a, layer_range: [3, 2]}"), "line 3: the layer range [3, 2] is not [first layer, layer after the last]\nhint: write `layer_range: [2, 3]`"),
         (slices("{model: a, layer_range: [0, 2]}, {model: b, layer_range: [0, 3]}"), "line 3: the sources of a slice have different numbers of layers: 2 of `a`, 3 of `b`"),
         ("merge_method: slerp\nbase_model: c\nslices:\n- sources: [{model: a, layer_range: [0, 1]}, {model: b, layer_range: [0, 1]}]\n".into(), "line 4: the base model `c` is no source of this slice"),
     ] {
@@ -321,6 +323,13 @@ fn recipes_of_a_file_read_one_another_by_name() {
             "line 5: two recipes have the name `x`",
         ),
         (format!("name: x\n{one}---\n{two}lamda: 1\n"), "line 11: `lamda` is not known here"),
+        (
+            format!(
+                "name: x\n{}---\nname: late\n{one}---\n{two}",
+                one.replace("model: a", "model: late")
+            ),
+            "line 1: the recipe reads the merge `late`, which is not made before it",
+        ),
         (
             format!("name: x\n{one}---\nmerge_method: ram\n"),
             "line 5: the method `ram` does not exist",

@@ -181,10 +181,12 @@ impl Recipe {
             for source in &slice.sources {
                 let (range, layers) = (&source.layer_range, layers_of(&source.model));
                 if range.end > layers {
-                    return Err(source.place.failure(format!(
+                    let failure = source.place.failure(format!(
                         "the layer range [{}, {}] ends behind the last layer of `{}`, which has {layers} layers",
                         range.start, range.end, source.model
-                    )));
+                    ));
+                    let start = range.start.min(layers);
+                    return Err(failure.hint(format!("write `layer_range: [{start}, {layers}]`")));
                 }
             }
             count += slice.sources.first().map_or(0, |source| source.layer_range.len());

@@ -314,7 +314,7 @@ fn layers_that_a_model_does_not_have_are_refused() {
     let text = "merge_method: passthrough\nslices:\n  - sources:\n      - {model: a, layer_range: [3, 6]}\n";
     assert_eq!(
         refusal(text, &[shape(5)]),
-        "`x.yml` line 4: the layer range [3, 6] ends behind the last layer of `a`, which has 5 layers"
+        "`x.yml` line 4: the layer range [3, 6] ends behind the last layer of `a`, which has 5 layers\nhint: write `layer_range: [3, 5]`"
     );
     let refused = refusal(TWO, &[shape(5), shape(4)]);
     assert!(refused.contains("the models have different numbers of layers"), "{refused}");

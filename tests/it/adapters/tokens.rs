@@ -113,6 +113,19 @@ fn a_tokenizer_source_may_be_the_folder_of_an_adapter() {
 }
 
 #[test]
+fn added_tokens_without_their_tokenizer_are_a_warning() {
+    let place = place();
+    for name in ["tokenizer.json", "tokenizer_config.json"] {
+        fs::remove_file(place.path("a").join(name)).expect("a file");
+    }
+    let ran = place.run("merge --model m+a --method linear --save out");
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    let warning =
+        "warning: the adapter in `m+a` has 323 tokens and no `tokenizer.json` in its folder";
+    assert!(ran.stderr.contains(warning), "{}", ran.stderr);
+}
+
+#[test]
 fn transposed_linears_are_ignored_with_a_warning() {
     let place = place();
     for (name, settings) in [("plain", json!({})), ("fan", json!({"fan_in_fan_out": true}))] {

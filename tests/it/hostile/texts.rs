@@ -3,6 +3,8 @@
 use super::{FORMS, documents, gzipped, nested, parquet_bytes, put, refuses_text};
 use crate::support::{Place, words};
 
+const LINES: &str = "hint: write each object in one line, or all objects as one list; correct or leave out a damaged line";
+
 #[test]
 fn lines_that_are_no_documents_are_named() {
     let place = Place::new();
@@ -14,17 +16,27 @@ fn lines_that_are_no_documents_are_named() {
         (
             "{\"txt\": \"a\"}\n".to_string(),
             is_no(1, "it has none of the fields that documents are made of"),
+            FORMS,
         ),
-        ("{\"text\": 5}\n".into(), is_no(1, "`text` is a number, not a string")),
+        (
+            "{\"text\": 5}\n".into(),
+            is_no(1, "`text` is a number, not a string"),
+            "hint: write \"text\": \"…\", or leave the line out",
+        ),
         (
             format!("{{\"text\": {}\n", nested()),
             is_no(1, "it is not JSON: recursion limit exceeded at column 136"),
+            LINES,
         ),
-        ("\0\0\0\0\n".into(), is_no(1, "it is not JSON: expected value at column 1")),
-        ("\n \n".into(), "error: no documents in `d.jsonl`".into()),
+        ("\0\0\0\0\n".into(), is_no(1, "it is not JSON: expected value at column 1"), LINES),
+        (
+            "\n \n".into(),
+            "error: no documents in `d.jsonl`".into(),
+            "hint: name a file that has documents",
+        ),
     ];
-    for (text, first) in first_lines {
-        let ran = refuses_text(&place, "d.jsonl", text.as_bytes(), &first, FORMS);
+    for (text, first, hint) in first_lines {
+        let ran = refuses_text(&place, "d.jsonl", text.as_bytes(), &first, hint);
         assert!(ran.stderr.starts_with("error: "), "before any work: {}", ran.stderr);
     }
     // The sixth line, found when it is drawn.

@@ -102,6 +102,28 @@ fn names_without_model_and_a_head_that_is_the_embedding_load_as_in_transformers(
     assert_eq!(perplexity("head-only"), plain);
 }
 
+/// The name in the first Llama checkpoints that were converted for transformers.
+#[test]
+fn an_earlier_name_of_the_architecture_loads_as_the_model_that_it_names() {
+    let place = Place::new();
+    let perplexity = |name: &str| {
+        set(&place, "m/config.json", "architectures", json!([name]));
+        let ran = place.run(&format!("eval m {EVAL}"));
+        assert_eq!(ran.code, 0, "{name}: {}", ran.stderr);
+        let perplexity = ran.stdout.lines().find(|line| line.starts_with("perplexity"));
+        perplexity.expect("a perplexity").to_owned()
+    };
+    assert_eq!(perplexity("LLaMAForCausalLM"), perplexity("LlamaForCausalLM"));
+    let line = "--model m --sparsity-ratio 0.5 --prune-method magnitude --eval none --save p";
+    set(&place, "m/config.json", "architectures", json!(["LLaMAForCausalLM"]));
+    assert_eq!(place.run(line).code, 0);
+    assert!(
+        fs::read_to_string(place.path("p/model/config.json"))
+            .expect("a model")
+            .contains("LLaMAForCausalLM")
+    );
+}
+
 #[test]
 fn a_missing_head_names_the_key_that_ties_it() {
     let place = Place::new();

@@ -86,6 +86,17 @@ fn a_gpu_too_small_for_calibration_leaves_it_to_the_cpu() {
 }
 
 #[test]
+fn a_merge_of_which_gpus_computed_nothing_is_recorded_as_the_cpus() {
+    let place = place(2);
+    let (_, manifest, _) = merged(&place, &simulation(""));
+    assert_eq!(manifest.arithmetic.device, "cuda:0");
+    // Its memory is the context's, so no linear has room.
+    let (_, manifest, stderr) = merged(&place, r#"--device cuda --simulate {"gpus":["513MiB"]}"#);
+    assert_eq!(manifest.fallbacks.len() as u64, LINEARS, "{stderr}");
+    assert_eq!(manifest.arithmetic.device, "cpu");
+}
+
+#[test]
 fn a_linear_that_is_refused_is_merged_on_the_cpu_whichever_it_is() {
     let place = place(2);
     let (cpu, ..) = merged(&place, "");
