@@ -2,16 +2,23 @@
 //!
 //! ```text
 //! rate of kept weights   0.04 / (hidden_size · d²)  3.9e-3 for 64, 6.1e-5 for 4096, both at 60 % zeros
-//! while masks close      0.64 / hidden_size         1e-2 for 64, 1.6e-4 for 4096
-//! kept weights in blocks 0.256 / hidden_size        4e-3 for 64, 6.3e-5 for 4096
-//! rate of factors        0.016 / √hidden_size       2e-3 for 64, 2.5e-4 for 4096
+//! kept weights in blocks 0.08 / (hidden_size · d²)  7.8e-3 for 64, 1.2e-4 for 4096
+//! rate of factors        0.016 / (√hidden_size · d) 5e-3 for 64, 6.3e-4 for 4096
+//! while masks close      1 / hidden_size            1.6e-2 for 64, 2.4e-4 for 4096
 //! ```
 //!
-//! d is the share of weights that are not zero, and at least a fifth: a sparser model has lost more, and its best rate is higher. On
-//! stories260k after `ladder` and 200 steps, the best of five rates is 3e-3 at 50 and 60 % zeros, 1e-2 at 70 % and 2e-2 at 80 %.
+//! d is the share of weights that are not zero, and at least a fifth: a sparser model has lost more, and its best rate is higher. The best
+//! of some rates on stories260k after `ladder`:
 //!
-//! The first three follow the scaling of Adam's rate with the width (Yang et al. 2022, arXiv:2203.03466). The last is near 1e-3 for a
-//! width of 256, and near QLoRA's 2e-4 for 7B (Dettmers et al. 2023, arXiv:2305.14314).
+//! | zeros | `full`, 200 steps | `blocks` | `lora`, 150 steps |
+//! | --- | --- | --- | --- |
+//! | 50 % | 3e-3 | 8e-3 | |
+//! | 60 % | 3e-3 | 8e-3 | 1.2e-2 |
+//! | 70 % | 1e-2 | 1.6e-2 | |
+//! | 80 % | 2e-2 | 3.2e-2 | 1.2e-2 |
+//!
+//! Kept weights follow the scaling of Adam's rate with the width (Yang et al. 2022, arXiv:2203.03466). The rate of factors is 2.5e-4 for a
+//! dense model of 7B, near QLoRA's 2e-4 (Dettmers et al. 2023, arXiv:2305.14314).
 
 use std::convert::Infallible;
 use std::path::PathBuf;
@@ -29,7 +36,7 @@ use crate::recovery::optimizers::{ScheduleShape, find};
 /// The value of `--target-modules` for all linear layers of the decoder.
 pub const ALL_LINEAR: &str = "all-linear";
 
-/// The share of kept weights below which the default rate of `full` no longer rises.
+/// The share of kept weights below which the default rate no longer rises.
 const LEAST_DENSITY: f64 = 0.2;
 
 /// The share of the teacher in the loss of the whole model.
@@ -105,9 +112,9 @@ pub struct RecoverySettings {
     #[arg(long, value_name = "NAME", default_value = "adamw", value_parser = optimizer, help_heading = OPTIMIZER)]
     pub optim: String,
 
-    /// Learning rate [default: fits the width]
+    /// Learning rate [default: fits width and zeros]
     ///
-    /// The default is 0.04 / (hidden_size * d^2) for weights, where d is the share of weights that are not zero, at least 0.2; with --close-to 0.64 / hidden_size, in blocks 0.256 / hidden_size, and 0.016 / sqrt(hidden_size) for factors.
+    /// The default is 0.04 / (hidden_size * d^2) for weights, in blocks 0.08 / (hidden_size * d^2), and 0.016 / (sqrt(hidden_size) * d) for factors, where d is the share of weights that are not zero, at least 0.2; with --close-to 1 / hidden_size.
     #[arg(long, value_name = "RATE", value_parser = positive, help_heading = OPTIMIZER)]
     pub lr: Option<f64>,
 
@@ -276,10 +283,10 @@ impl RecoverySettings {
         let width = hidden_size as f64;
         let density = (1.0 - sparsity).max(LEAST_DENSITY);
         self.lr.unwrap_or(match (self.trains, self.how) {
-            (TrainedKind::Weights, RecoveryWay::Blocks) => 0.256 / width,
-            (TrainedKind::Weights, _) if self.closing.close_to.is_some() => 0.64 / width,
+            _ if self.closing.close_to.is_some() => 1.0 / width,
+            (TrainedKind::Weights, RecoveryWay::Blocks) => 0.08 / (width * density.powi(2)),
             (TrainedKind::Weights, _) => 0.04 / (width * density.powi(2)),
-            (TrainedKind::Factors, _) => 0.016 / width.sqrt(),
+            (TrainedKind::Factors, _) => 0.016 / (width.sqrt() * density),
         })
     }
 
@@ -316,11 +323,11 @@ mod tests {
         assert_eq!(full.rate(64, 0.8), full.rate(64, 0.95));
         assert!((full.rate(4096, 0.5) - 3.90625e-5).abs() < 1e-12);
         let closing = ClosingSettings { close_to: "0.8".parse().ok(), ..Default::default() };
-        assert_eq!(RecoverySettings { closing, ..full }.rate(64, 0.6), 1e-2);
-        assert_eq!(RecoverySettings::of(RecoveryWay::Blocks).rate(64, 0.6), 4e-3);
+        assert_eq!(RecoverySettings { closing, ..full }.rate(64, 0.6), 1.0 / 64.0);
+        assert_eq!(RecoverySettings::of(RecoveryWay::Blocks).rate(64, 0.5), 5e-3);
         let lora = RecoverySettings::of(RecoveryWay::Lora);
-        assert_eq!(lora.rate(64, 0.6), 2e-3);
-        assert_eq!(lora.rate(4096, 0.6), 2.5e-4);
+        assert_eq!(lora.rate(64, 0.5), 4e-3);
+        assert_eq!(lora.rate(4096, 0.0), 2.5e-4);
         let asked = RecoverySettings { lr: Some(0.5), ..lora };
         assert_eq!(asked.rate(4096, 0.6), 0.5);
     }
