@@ -135,8 +135,9 @@ fn a_stopped_merge_is_continued_by_another_number_of_ranks() {
     merge(&Ranks::alone(), &line(&place, flags, "whole"), &Silent).unwrap();
     let expected = files(&place, "whole");
     let line = line(&place, flags, "out");
-    // The rank that is asked to stop, and the matrices that are merged by then; the first rank counts the matrices of all.
-    for (before, stops, merged, after) in [(2, 0, 8, 3), (3, 0, 8, 1), (1, 0, 8, 2), (3, 2, 3, 2)] {
+    // The rank that is asked to stop, and the matrices that are merged by then: few, so that a fast merge is not over before. The first
+    // rank counts the matrices of all.
+    for (before, stops, merged, after) in [(2, 0, 2, 3), (3, 0, 2, 1), (1, 0, 2, 2), (3, 2, 1, 2)] {
         let _ = fs::remove_dir_all(place.path("out"));
         let stopped = threads::run(before, |ranks| {
             let most = if ranks.rank() == stops { merged } else { usize::MAX };
