@@ -335,7 +335,7 @@ impl CellsOfSweep<'_> {
         Ok(settings)
     }
 
-    /// Reports the outcome of a cell. An error is recorded, unless another process works on the cell.
+    /// Reports the outcome of a cell. An error is recorded, unless another process works on the cell or has finished it.
     fn end(
         &self,
         cell: &PlannedCell,
@@ -347,6 +347,10 @@ impl CellsOfSweep<'_> {
             Err(error) if error.is::<Stopped>() => return Err(error),
             Err(error) if error.is::<FolderInUse>() => {
                 self.events.note(format!("  {}: another process works on it", cell.name()));
+            }
+            // It ended its work after this process had looked at the cell.
+            Err(_) if !cell.settings.output.force && is_finished(&cell.folder) => {
+                self.events.note(format!("  {}: another process has finished it", cell.name()));
             }
             Err(error) => {
                 records::failed(cell, self.common, &messages::in_words(&error))?;
