@@ -185,8 +185,8 @@ fn render_chat_templates() -> ExitCode {
     ExitCode::from(u8::from(served.is_err()))
 }
 
-/// The ranks of a command: prune, eval, merge, recover and sweep share their work, commands that only print may run several times, and every other command
-/// runs in a single process.
+/// The ranks of a command: prune, eval, merge, recover and sweep share their work, commands that only print may run several times, and
+/// every other command runs in a single process.
 ///
 /// # Errors
 /// Fails where a launcher has started several processes of a command that runs in one, and where MPI cannot be started.

@@ -12,9 +12,8 @@
 //!
 //! An answer begins after the header: where G ends if W begins with G, else after the header's last appearance before the content. It ends
 //! where the texts after the content in P and in R first differ: the end of the turn is common to both, the next header or the end E is
-//! not. The last answer ends before E, which is sought in the messages before all answers
-//! that stand in a row with it. So templates may end every text, decorate the last answer alone, or remove thoughts
-//! from earlier answers. Borders of texts that differ within a token move to its first byte.
+//! not. The last answer ends before E, which is sought in the messages before all answers that stand in a row with it. So templates may
+//! end every text, decorate the last answer alone, or remove thoughts from earlier answers. Borders of texts that differ within a token move to its first byte.
 
 use std::ops::Range;
 

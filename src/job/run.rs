@@ -45,12 +45,7 @@ pub fn prune_on(
     observer: Option<&mut dyn MaskObserver>,
 ) -> Result<Manifest> {
     let given = RunInputs { ranks: ranks.clone(), ..RunInputs::default() };
-    let done = run(settings, given, events, observer);
-    // This rank stopped because of it.
-    match ranks.departure() {
-        Some(departure) if done.is_err() => Err(departure.into_error()),
-        _ => done,
-    }
+    ranks.or_departure(run(settings, given, events, observer))
 }
 
 /// Measures the perplexity of a checkpoint and returns the record.

@@ -24,8 +24,8 @@ use crate::linalg::gram::GramMatrix;
 use crate::model::{InputId, InputMap, ModelConfig};
 use crate::pruning::{Statistics, StatisticsKind};
 use crate::ranks::{PIECE, Ranks};
-use crate::runtime::SampleShare;
 use crate::runtime::blocks::SampleBlocks;
+use crate::runtime::{SampleShare, owned};
 
 /// The statistics by input; `None` for an input that the pass does not observe.
 pub(super) type Points = InputMap<Option<Mutex<Statistics>>>;
@@ -177,12 +177,6 @@ fn each_gram(points: &Points, each: impl Fn(&mut GramMatrix) -> Result<()>) -> R
         Statistics::Merged(_) => Ok(()),
     };
     points.values().flatten().try_for_each(each_of)
-}
-
-/// The part of the sums that a rank owns.
-fn owned(sums: usize, rank: usize, ranks: usize) -> Range<usize> {
-    let start = |rank: usize| sums * rank / ranks;
-    start(rank)..start(rank + 1)
 }
 
 /// The pieces of the largest part.

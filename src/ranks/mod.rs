@@ -361,6 +361,17 @@ impl Ranks {
         inbox.left.clone()
     }
 
+    /// The outcome of this rank's work. Where another rank has left, its departure is the reason for the error of this rank.
+    ///
+    /// # Errors
+    /// Fails as `done`, and with the error of a rank that has left.
+    pub fn or_departure<T>(&self, done: Result<T>) -> Result<T> {
+        match self.departure() {
+            Some(departure) if done.is_err() => Err(departure.into_error()),
+            _ => done,
+        }
+    }
+
     /// Ends the communication at the end of a run.
     pub fn close(&self) {
         if let Some(connection) = &self.connection {

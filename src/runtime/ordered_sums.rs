@@ -123,7 +123,7 @@ pub fn gathered(makers: &[usize], own: &[f64], ranks: &Ranks) -> Result<Vec<f64>
 }
 
 /// The elements of an array that a rank owns.
-fn owned(length: usize, rank: usize, ranks: usize) -> Range<usize> {
+pub fn owned(length: usize, rank: usize, ranks: usize) -> Range<usize> {
     let start = |rank: usize| length * rank / ranks;
     start(rank)..start(rank + 1)
 }

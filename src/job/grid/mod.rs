@@ -79,12 +79,7 @@ pub fn grid(settings: &GridSettings, events: &dyn Events) -> Result<GridOutcome>
 pub fn grid_on(ranks: &Ranks, settings: &GridSettings, events: &dyn Events) -> Result<GridOutcome> {
     let of_rank = GridShard::of_rank(ranks.rank(), ranks.size());
     let shard = if ranks.is_alone() { settings.shard } else { of_rank };
-    let done = cells_of_rank(ranks, &GridSettings { shard, ..settings.clone() }, events);
-    // This rank stopped because of it.
-    match ranks.departure() {
-        Some(departure) if done.is_err() => Err(departure.into_error()),
-        _ => done,
-    }
+    ranks.or_departure(cells_of_rank(ranks, &GridSettings { shard, ..settings.clone() }, events))
 }
 
 /// Runs the cells of this rank, and waits for the other ranks.

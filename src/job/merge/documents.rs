@@ -34,12 +34,7 @@ pub fn merge(settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
 /// # Errors
 /// Fails as [`merge`], and when a rank has left.
 pub fn merge_on(ranks: &Ranks, settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {
-    let done = merge_all(ranks, settings, events);
-    // This rank stopped because of it.
-    match ranks.departure() {
-        Some(departure) if done.is_err() => Err(departure.into_error()),
-        _ => done,
-    }
+    ranks.or_departure(merge_all(ranks, settings, events))
 }
 
 fn merge_all(ranks: &Ranks, settings: MergeSettings, events: &dyn Events) -> Result<Manifest> {

@@ -107,7 +107,7 @@ impl MergeJournal for ToFirstRank<'_> {
     }
 }
 
-/// The tensors of a rank among those that are left, in their order: each goes to the rank that has the fewest elements so far.
+/// The share of a rank in the tensors that are left, in their order. A tensor goes to the rank with the fewest elements so far.
 pub(super) fn own_share(left: Vec<usize>, tensors: &[MergeTensor], ranks: &Ranks) -> Vec<usize> {
     let mut elements = vec![0; ranks.size()];
     let is_own = |at: &usize| {
