@@ -22,7 +22,7 @@ use anyhow::{Context, Result};
 use super::base::BaseLayers;
 use super::closing::ClosingMasks;
 use super::merger::{LayerOutput, zeros};
-use super::parameters::{BaseLayer, LayerParameters, TrainedPart};
+use super::parameters::{BaseLayer, LayerParameters, TrainedPart, masked};
 use super::parts::Diverged;
 use super::reuse::BufferReuse;
 use super::store::ChangedParameter;
@@ -166,17 +166,22 @@ impl BlockTrainer<'_> {
         let elements = samples.len() * self.states.seqlen() * self.config.hidden_size;
         let factor = 1.0 / elements as f32;
         let mut errors = Vec::new();
+        let mut gradients = self.part.gradients(&self.config, base, &trained.values())?;
         for (term, samples) in terms {
-            let mut gradients = self.part.gradients(&self.config, base, &trained.values())?;
             for &(_, place) in samples {
                 errors.push(self.backward(&layer, place, factor, (compute, &mut gradients))?);
             }
             compute.collect_gradients(&mut gradients)?;
-            let kept = &trained.parameters.kept;
-            let collected = self.part.collected(&self.config, gradients, kept)?;
-            clock.measure(Phase::Backward, || sums.add(term, collected))?;
+            clock.measure(Phase::Backward, || {
+                sums.add(term, self.part.collected(&self.config, &mut gradients)?)?;
+                gradients.clear();
+                anyhow::Ok(())
+            })?;
         }
-        let mut collected = clock.measure(Phase::Backward, || sums.finish())?;
+        drop(gradients);
+        let kept = &trained.parameters.kept;
+        let mut collected =
+            clock.measure(Phase::Backward, || anyhow::Ok(masked(sums.finish()?, kept)))?;
         let sum = gathered(&makers, &errors, &ranks)?.into_iter().sum::<f64>();
         let LayerParameters { values, kept } = &mut trained.parameters;
         let squares = collected.iter().map(|one| sum_of_squares(one)).sum::<f64>();

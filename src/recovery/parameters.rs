@@ -13,7 +13,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 
 use super::reuse::BufferReuse;
 use crate::data::PythonRandom;
@@ -273,35 +273,34 @@ impl TrainedPart {
         })
     }
 
-    /// The gradients of the parameters in their order. The gradients of pruned weights are +0.
+    /// The gradients of the parameters in their order.
     ///
     /// # Errors
     /// Fails when a parameter has no gradient, which would be a bug.
-    pub fn collected(
+    pub fn collected<'g>(
         &self,
         config: &ModelConfig,
-        mut gradients: LayerGradients,
-        kept: &[Option<KeptMask>],
-    ) -> Result<Vec<Vec<f32>>> {
-        let mut of = |name: ParameterName| match name {
-            // The largest gradients are not copied.
-            ParameterName::Weight(id) => gradients.take_weight(id),
-            ParameterName::A(id) => gradients.factors(id).map(|[a, _]| a.to_vec()),
-            ParameterName::B(id) => gradients.factors(id).map(|[_, b]| b.to_vec()),
-            ParameterName::Norm(norm) => gradients.norm(norm).map(<[f32]>::to_vec),
-        };
-        let specs = self.parameters(config);
-        let collected = specs.iter().zip(kept).map(|(spec, kept)| {
-            let gradient = of(spec.name);
-            let mut gradient =
-                gradient.with_context(|| format!("{:?} has no gradient", spec.name))?;
-            if let Some(kept) = kept {
-                kept.apply(&mut gradient);
-            }
-            Ok(gradient)
-        });
-        collected.collect()
+        gradients: &'g mut LayerGradients,
+    ) -> Result<Vec<&'g mut Vec<f32>>> {
+        let (mut matrices, mut norms) = gradients.arrays_mut();
+        let of_matrices = self.ids.iter().filter_map(|id| matrices.remove(id)).flatten();
+        let of_norms = config.family.norms.iter().filter_map(|(role, _)| norms.remove(role));
+        let collected: Vec<_> = of_matrices.chain(of_norms).collect();
+        let parameters = self.parameters(config).len();
+        let found = collected.len();
+        ensure!(found == parameters, "{found} of {parameters} parameters have gradients");
+        Ok(collected)
     }
+}
+
+/// Gradients whose pruned weights have the gradient +0.
+pub(super) fn masked(mut gradients: Vec<Vec<f32>>, kept: &[Option<KeptMask>]) -> Vec<Vec<f32>> {
+    for (gradient, kept) in gradients.iter_mut().zip(kept) {
+        if let Some(kept) = kept {
+            kept.apply(gradient);
+        }
+    }
+    gradients
 }
 
 /// The weight of a norm as it is stored.

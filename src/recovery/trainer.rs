@@ -16,7 +16,7 @@ use anyhow::{Context, Result};
 use candle_core::{DType, Tensor};
 
 use super::example::Example;
-use super::parameters::{BaseLayer, LayerParameters, ParameterSpec, TrainedForm};
+use super::parameters::{BaseLayer, LayerParameters, ParameterSpec, TrainedForm, masked};
 use super::parts::{Diverged, StepOutcome, TrainerParts};
 use super::reuse::BufferReuse;
 use super::states::LayerInputs;
@@ -387,10 +387,9 @@ impl<'a> Trainer<'a> {
             TrainedForm::Weights => Vec::new(),
             TrainedForm::Factors { .. } => parts.store.values(index)?,
         };
-        let masks = parts.store.kept(index)?;
         let mut of_examples = std::mem::take(&mut kept.of_examples).into_iter();
+        let mut of_block = parts.part.gradients(&parts.config, &kept.layer, &values)?;
         for (block, places) in blocks {
-            let mut of_block = parts.part.gradients(&parts.config, &kept.layer, &values)?;
             for example in places {
                 parts.events.check()?;
                 let (state, dy) = (inputs.get(index, example)?, gradients.get(example)?);
@@ -411,10 +410,15 @@ impl<'a> Trainer<'a> {
                 gradients.put(example, dx)?;
             }
             parts.compute.collect_gradients(&mut of_block)?;
-            let collected = parts.part.collected(&parts.config, of_block, &masks)?;
-            parts.clock.measure(Phase::Backward, || sums.add(block, collected))?;
+            parts.clock.measure(Phase::Backward, || {
+                sums.add(block, parts.part.collected(&parts.config, &mut of_block)?)?;
+                of_block.clear();
+                anyhow::Ok(())
+            })?;
         }
-        parts.clock.measure(Phase::Backward, || sums.finish())
+        drop(of_block);
+        let masks = parts.store.kept(index)?;
+        parts.clock.measure(Phase::Backward, || Ok(masked(sums.finish()?, &masks)))
     }
 
     fn update(&mut self, norm: f64, at: TrainingStep) -> Result<()> {

@@ -46,18 +46,24 @@ impl<'a> OrderedSums<'a> {
         Self { ranks, makers, added: 0, lengths, sums }
     }
 
-    /// Adds a term that this rank has made. Its terms come in ascending order.
+    /// Adds a term that this rank has made. Its terms come in ascending order. The arrays may be used again, but not their content.
     ///
     /// # Errors
     /// Fails when a rank has left.
-    pub fn add(&mut self, term: usize, arrays: Vec<Vec<f32>>) -> Result<()> {
+    pub fn add(&mut self, term: usize, arrays: Vec<&mut Vec<f32>>) -> Result<()> {
         if self.ranks.is_alone() {
             self.added += 1;
-            if self.added == 1 {
-                self.sums = arrays;
+            if self.added > 1 {
+                let pairs = self.sums.iter_mut().zip(arrays);
+                pairs.for_each(|(sum, array)| elementwise::add(sum, array));
                 return Ok(());
             }
-            self.sums.iter_mut().zip(arrays).for_each(|(sum, more)| elementwise::add(sum, &more));
+            // The first term becomes the sum, and a single term needs no second memory.
+            let length = |length| if self.makers.len() > 1 { length } else { 0 };
+            let arrays = arrays.into_iter();
+            let taken =
+                arrays.map(|array| std::mem::replace(array, vec![0.0; length(array.len())]));
+            self.sums = taken.collect();
             return Ok(());
         }
         let (rank, size) = (self.ranks.rank(), self.ranks.size());
@@ -149,7 +155,8 @@ mod tests {
         let own = makers.iter().enumerate().filter(|(_, maker)| **maker == ranks.rank());
         let mut numbers = Vec::new();
         for (number, _) in own {
-            sums.add(number, term(number))?;
+            let mut arrays = term(number);
+            sums.add(number, arrays.iter_mut().collect())?;
             numbers.push(number as f64);
         }
         let sums = sums.finish()?;

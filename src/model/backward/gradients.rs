@@ -33,6 +33,15 @@ enum MatrixGradient {
     },
 }
 
+impl MatrixGradient {
+    fn arrays_mut(&mut self) -> Vec<&mut Vec<f32>> {
+        match self {
+            Self::Whole(values) => vec![values],
+            Self::Factors { a, b, .. } => vec![a, b],
+        }
+    }
+}
+
 impl LayerGradients {
     /// Zeros for the trained matrices of a layer. Frozen matrices cost neither memory nor time.
     ///
@@ -66,16 +75,21 @@ impl LayerGradients {
         Self { norms: Some(zeros.collect()), ..self }
     }
 
-    /// Sets all gradients to zero, for the next step.
+    /// Sets all gradients to zero, for the next examples.
     pub fn clear(&mut self) {
+        let matrices = self.weights.values_mut().flat_map(MatrixGradient::arrays_mut);
         let norms = self.norms.iter_mut().flat_map(BTreeMap::values_mut);
-        let weights = self.weights.values_mut().flat_map(|gradient| match gradient {
-            MatrixGradient::Whole(values) => vec![values],
-            MatrixGradient::Factors { a, b, .. } => vec![a, b],
-        });
-        for values in weights.chain(norms) {
-            values.fill(0.0);
-        }
+        matrices.chain(norms).for_each(|values| values.fill(0.0));
+    }
+
+    /// All gradients: of each matrix, or of its factors A and B; of each norm.
+    #[allow(clippy::type_complexity)]
+    pub fn arrays_mut(
+        &mut self,
+    ) -> (BTreeMap<LinearId, Vec<&mut Vec<f32>>>, BTreeMap<NormRole, &mut Vec<f32>>) {
+        let matrices = self.weights.iter_mut().map(|(&id, gradient)| (id, gradient.arrays_mut()));
+        let norms = self.norms.iter_mut().flatten().map(|(&role, norm)| (role, norm));
+        (matrices.collect(), norms.collect())
     }
 
     /// The matrices that have a gradient.
@@ -86,14 +100,6 @@ impl LayerGradients {
     /// The gradient of a matrix `[out_features, in_features]`; `None` if it is frozen, or only its factors are trained.
     pub fn weight(&self, id: LinearId) -> Option<&[f32]> {
         match self.weights.get(&id)? {
-            MatrixGradient::Whole(values) => Some(values),
-            MatrixGradient::Factors { .. } => None,
-        }
-    }
-
-    /// Takes the gradient of a matrix out; `None` as of [`LayerGradients::weight`].
-    pub fn take_weight(&mut self, id: LinearId) -> Option<Vec<f32>> {
-        match self.weights.remove(&id)? {
             MatrixGradient::Whole(values) => Some(values),
             MatrixGradient::Factors { .. } => None,
         }
