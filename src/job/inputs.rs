@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::recover::GivenTraining;
 use super::settled_run::SettledRun;
+use crate::pipeline::RanksShape;
 use crate::pruning::Technique;
 use crate::ranks::Ranks;
 use crate::run::Manifest;
@@ -41,8 +42,9 @@ impl RunInputs<'_> {
     }
 
     /// The samples and windows of all ranks, for a plan; `None` for a run of a single process.
-    pub(super) fn of_all_ranks(&self, samples: usize, windows: usize) -> Option<[usize; 2]> {
-        (!self.ranks.is_alone()).then_some([samples, windows])
+    pub(super) fn of_all_ranks(&self, samples: usize, windows: usize) -> Option<RanksShape> {
+        let ranks = self.ranks.size();
+        (!self.ranks.is_alone()).then_some(RanksShape { ranks, samples, windows })
     }
 
     /// The techniques of the runs after the first in the sweep. Only the first run knows them.

@@ -5,7 +5,8 @@
 //!         + bytes that a rank sends / network
 //! ```
 //!
-//! Every rank reads all weights from the storage that all share, and scores or solves all matrices. Messages do not overlap with computing.
+//! Every rank reads all weights from the storage that all share, scores all matrices, and solves its rows. Messages do not overlap with
+//! computing.
 //! Ranks compute on their CPUs. The writing of the model is in every row: the first rank does it.
 
 use anyhow::Result;
@@ -13,6 +14,7 @@ use anyhow::Result;
 use super::machine;
 use super::plan::{Subject, inventory, run_shape};
 use super::planned::plan as plan_run;
+use crate::pipeline::{RanksShape, RunShape};
 use crate::report::rank_plan::RankRow;
 use crate::run::Events;
 use crate::runtime::blocks::SampleBlocks;
@@ -38,12 +40,13 @@ pub fn rank_table(
         let share = |samples: usize| SampleBlocks::new(samples).most_of(size);
         let mut shape = whole.clone();
         (shape.samples, shape.windows) = (share(whole.samples), share(whole.windows));
-        shape.of_all_ranks = (size > 1).then_some([whole.samples, whole.windows]);
+        let RunShape { samples, windows, .. } = whole;
+        shape.of_all_ranks = (size > 1).then_some(RanksShape { ranks: size, samples, windows });
         if let Some(storage) = ranks.storage {
             machine_of_rank.rates.disk_gb_s = storage.gigabytes() / size as f64;
         }
         let plan = plan_run(&shape, &machine_of_rank, &policy)?;
-        let sent = shape.bytes_sent(size);
+        let sent = shape.bytes_sent();
         let seconds = plan.time.seconds + ranks.network.seconds(sent);
         let alone = rows.first().map_or(seconds, |first| first.seconds);
         rows.push(RankRow {

@@ -204,6 +204,11 @@ impl Radix {
         }
     }
 
+    /// The counts of the current pass, to which counts of other scores are added.
+    pub fn counts_mut(&mut self) -> &mut [u64] {
+        &mut self.counts
+    }
+
     /// Adds the counts of a second counter of the same pass.
     pub fn merge(mut self, other: &Self) -> Self {
         self.counts.iter_mut().zip(&other.counts).for_each(|(count, more)| *count += more);

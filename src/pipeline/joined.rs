@@ -23,9 +23,10 @@ use crate::linalg::Products;
 use crate::linalg::gram::GramMatrix;
 use crate::model::{InputId, InputMap, ModelConfig};
 use crate::pruning::{Statistics, StatisticsKind};
+use crate::ranks::arrays::owned;
 use crate::ranks::{PIECE, Ranks};
+use crate::runtime::SampleShare;
 use crate::runtime::blocks::SampleBlocks;
-use crate::runtime::{SampleShare, owned};
 
 /// The statistics by input; `None` for an input that the pass does not observe.
 pub(super) type Points = InputMap<Option<Mutex<Statistics>>>;
@@ -213,16 +214,12 @@ fn add_blocks(ranks: &Ranks, gram: &mut GramMatrix) -> Result<()> {
 
 /// Gives all ranks the whole G.
 fn gather(ranks: &Ranks, gram: &mut GramMatrix) -> Result<()> {
-    let (rank, size, all) = (ranks.rank(), ranks.size(), gram.sums().len());
-    for number in 0..pieces(all, size) {
-        let own = &gram.sums()[piece(owned(all, rank, size), number)];
-        let parts = ranks.all_gather(bytemuck::cast_slice(own))?;
-        for (owner, part) in parts.iter().enumerate().filter(|(owner, _)| *owner != rank) {
-            let part: Vec<f32> = bytemuck::pod_collect_to_vec(part);
-            gram.sums_mut()[piece(owned(all, owner, size), number)].copy_from_slice(&part);
-        }
-    }
-    Ok(())
+    let all = gram.sums().len();
+    let part_of = |rank: usize| {
+        let own = owned(all, rank, ranks.size());
+        own.start * size_of::<f32>()..own.end * size_of::<f32>()
+    };
+    ranks.gather_parts(bytemuck::cast_slice_mut(gram.sums_mut()), &part_of)
 }
 
 /// The numbers of all samples in their order, from the numbers of the samples of each rank. The numbers of a sample may be fewer than

@@ -16,6 +16,7 @@
 //! | `layer_ratios` | ratios per layer, from a file |
 //! | `expected` | masks, tensors and zeros of finished layers, for verification |
 //! | `shared` | several editors that share the statistics of a sweep |
+//! | `solve` | the pruning of a matrix whose rows the ranks share |
 //! | `save_masks` | masks into a file, as they come |
 //! | `layer_drop`, `layer_scores` | scores of whole layers, and the pass that measures them |
 //! | `width_drop` | the editor that makes layers narrower |
@@ -39,6 +40,7 @@ mod plan_tests;
 pub mod prune;
 pub mod save_masks;
 pub mod shared;
+mod solve;
 pub mod targets;
 pub mod trial;
 pub mod width_drop;
@@ -53,4 +55,6 @@ pub use prune::Pruner;
 pub use save_masks::SaveMasks;
 pub use shared::{SharedPruning, SharingCell};
 pub use targets::{Selection, TargetPlan};
-pub use workload::{AgainstShape, Observed, RunShape, TaskShape, TeacherShape, TrainingShape};
+pub use workload::{
+    AgainstShape, Observed, RanksShape, RunShape, TaskShape, TeacherShape, TrainingShape,
+};

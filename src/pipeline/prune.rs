@@ -16,6 +16,7 @@ use super::flow::{Flow, ObservationOrder, Propagation};
 use super::output::{Output, PrunedMatrix};
 use super::output_error::DenseOutput;
 use super::permute::permute;
+use super::solve;
 use super::targets::TargetPlan;
 use crate::linalg::Weight;
 use crate::model::{DecoderLayer, InputId, LinearId};
@@ -276,7 +277,7 @@ impl<'a> Pruner<'a> {
             let is_on_device = chosen.is_some();
             let mask = match chosen {
                 Some(mask) => mask,
-                None => self.technique.prune(weight, &request)?,
+                None => solve::prune(self.technique, weight, &request, compute.ranks())?,
             };
             self.output.show(&PrunedMatrix {
                 layer: index,

@@ -19,21 +19,30 @@ mod work;
 use crate::bytes::ByteSize;
 use crate::model::on_device::Tiling;
 use crate::model::{WeightForm, footprint};
-use crate::pipeline::joined;
+use crate::pipeline::{joined, solve};
 use crate::placement::{Demand, ExecutionOption, PhaseMemory, Processors, Workload};
+use crate::pruning::Technique;
 use crate::run::HiddenStatesStorage;
 use crate::run::memory_settings::{MemorySettings, WeightsHeld};
 use host::Host;
-pub use shape::{AgainstShape, Observed, RunShape, TaskShape, TeacherShape, TrainingShape};
+pub use shape::{
+    AgainstShape, Observed, RanksShape, RunShape, TaskShape, TeacherShape, TrainingShape,
+};
 
 impl RunShape<'_> {
-    /// Bytes that a rank with the most samples of `of_all_ranks` sends in the whole run, where this many ranks share them.
-    pub fn bytes_sent(&self, ranks: usize) -> f64 {
-        let Some((kind, [samples, _])) = self.statistics().zip(self.of_all_ranks) else {
+    /// Bytes that a rank with the most samples of `of_all_ranks` sends in the whole run.
+    pub fn bytes_sent(&self) -> f64 {
+        let Some((kind, all)) = self.statistics().zip(self.of_all_ranks) else {
             return 0.0;
         };
-        let of_layer = joined::bytes_sent(self.config, kind, samples, self.seqlen, ranks);
-        self.config.num_hidden_layers as f64 * of_layer
+        let of_layer = joined::bytes_sent(self.config, kind, all.samples, self.seqlen, all.ranks);
+        let solved = |technique: &Technique| -> f64 {
+            let shapes = self.config.linears().map(|id| id.shape(self.config));
+            let of = |shape| solve::bytes_sent(technique, shape, self.dtypes.layers, all.ranks);
+            shapes.map(of).sum()
+        };
+        let solved = self.techniques().map(solved).sum::<f64>();
+        self.config.num_hidden_layers as f64 * (of_layer + solved)
     }
 }
 

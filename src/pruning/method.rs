@@ -7,6 +7,7 @@ use anyhow::{Context, Result};
 use super::mask::Mask;
 use super::methods::wanda;
 use super::options::{MethodOption, MethodOptions};
+use super::rows::OwnRows;
 use super::statistics::column_moments::ColumnMoments;
 use super::statistics::column_squares::ColumnSquares;
 use super::statistics::input_gram::InputGram;
@@ -62,6 +63,18 @@ pub trait PruningMethod: Debug + Sync {
     /// `--verify full` is refused, and `prune inspect --against` accepts that they differ.
     fn changes_weights(&self) -> bool {
         false
+    }
+
+    /// States that [`PruningMethod::prune`] gives rows the same bits whether it gets the whole matrix or a part of its rows
+    /// ([`Request::rows`]). Then processes share the rows of a matrix.
+    fn can_share_rows(&self) -> bool {
+        false
+    }
+
+    /// The searches of an unstructured [`PruningMethod::prune`] among all weights of a matrix with this many columns, where processes share
+    /// its rows.
+    fn searches(&self, _in_features: usize, _options: &MethodOptions) -> usize {
+        0
     }
 
     /// States that the method has no N:M form.
@@ -126,13 +139,20 @@ pub struct Request<'a> {
     pub options: &'a MethodOptions,
     /// Takes warnings.
     pub warn: &'a (dyn Fn(String) + Sync),
+    /// The rows of the matrix that this process solves; `None` for all.
+    pub rows: Option<OwnRows<'a>>,
 }
 
 impl<'a> Request<'a> {
     /// A matrix to prune with default options, whose warnings nobody hears.
     pub fn new(name: &'a str, statistics: Option<&'a Statistics>, target: Target) -> Self {
         static DEFAULT: MethodOptions = MethodOptions::DEFAULT;
-        Self { name, statistics, target, options: &DEFAULT, warn: &|_| () }
+        Self { name, statistics, target, options: &DEFAULT, warn: &|_| (), rows: None }
+    }
+
+    /// The place of a weight's rows in its matrix.
+    pub fn rows_of(&self, weight: &StoredMatrix) -> OwnRows<'a> {
+        self.rows.unwrap_or_else(|| OwnRows::whole(weight.rows()))
     }
 
     /// The statistics as the type that the method's kind begins.

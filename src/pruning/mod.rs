@@ -8,6 +8,7 @@
 //! | [`statistics`] | what calibration collects of a linear's input |
 //! | `method`, `refinement`, `options` | the traits, their checks, and the options that they may read |
 //! | `technique` | a method, a refinement and a permutation together |
+//! | `rows` | rows of a matrix that several processes solve together |
 //! | `select` | scores → mask |
 //! | `width` | scores of whole input channels, and the refit of the remaining channels |
 //! | `permutation` | scores → an order of columns for N:M patterns |
@@ -20,6 +21,7 @@ pub mod options;
 pub mod permutation;
 pub mod refinement;
 pub mod refinements;
+pub mod rows;
 pub mod select;
 mod solvers;
 pub mod statistics;

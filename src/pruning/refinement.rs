@@ -57,6 +57,11 @@ pub trait Refinement: Debug + Sync {
         0.0
     }
 
+    /// States that rows get the same bits whether it gets the whole matrix or a part of its rows.
+    fn can_share_rows(&self) -> bool {
+        false
+    }
+
     /// Refines a matrix, and returns its mask.
     ///
     /// # Errors

@@ -95,6 +95,8 @@ pub(super) struct RowScratch {
 pub(super) struct Scorer<'a> {
     weight: &'a StoredMatrix,
     name: &'a str,
+    /// The first row of the weight in its matrix.
+    first: usize,
     score: &'a Score<'a>,
 }
 
@@ -104,8 +106,8 @@ impl<'a> Scorer<'a> {
         request: &Request<'a>,
         score: &'a Score<'a>,
     ) -> Self {
-        let name = request.name;
-        Self { weight, name, score }
+        let (name, first) = (request.name, request.rows_of(weight).first);
+        Self { weight, name, first, score }
     }
 
     /// Makes a mask row by row: `select` sets the bits of a row from its scores.
@@ -136,11 +138,11 @@ impl<'a> Scorer<'a> {
         self.weight.widen_rows(row, scores);
         scores.iter_mut().for_each(|value| *value = value.abs());
         if let Some(column) = lowest::first_not_finite(scores) {
-            return Err(not_finite(self.name, "weight", row, column));
+            return Err(not_finite(self.name, "weight", self.first + row, column));
         }
         (self.score)(scores);
         match lowest::first_not_finite(scores) {
-            Some(column) => Err(not_finite(self.name, "score", row, column)),
+            Some(column) => Err(not_finite(self.name, "score", self.first + row, column)),
             None => Ok(()),
         }
     }

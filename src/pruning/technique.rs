@@ -136,6 +136,18 @@ impl Technique {
             + refinement.map_or(0.0, |refinement| refinement.operations(out_features, in_features))
     }
 
+    /// Returns whether processes share the rows of a matrix: where rows do not depend on each other, and take more than scores.
+    pub fn shares_rows(&self) -> bool {
+        self.method.can_share_rows()
+            && self.refinement.is_none_or(Refinement::can_share_rows)
+            && self.operations(1, 1) > 0.0
+    }
+
+    /// The searches among all weights of a matrix, whose rows processes share.
+    pub fn searches(&self, in_features: usize) -> usize {
+        self.method.searches(in_features, &self.options)
+    }
+
     /// The factors of columns and the number of the lowest |W_ij| · factor_j that [`Technique::prune`] would remove from a matrix with
     /// `columns` columns, so that a device can choose; `None` where it does more.
     ///

@@ -5,6 +5,7 @@
 //!
 //! | file | content |
 //! | --- | --- |
+//! | `arrays` | arrays that all ranks hold: parts that are put together, integers that are added up |
 //! | `launcher` | the environment of a launcher: the number of processes it has started |
 //! | `mpi` | the door to MPI: the only file that calls it (feature `mpi`) |
 //! | `neighbors` | the ranks of a machine: its threads and memory are divided among them |
@@ -28,6 +29,7 @@ use crate::failure::Failure;
 use crate::run::Stopped;
 use neighbors::{Neighbors, RankPlace};
 
+pub mod arrays;
 pub mod launcher;
 #[cfg(feature = "mpi")]
 mod mpi;

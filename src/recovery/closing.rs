@@ -12,9 +12,6 @@ use crate::recovery::optimizers::{
     ChoiceEdge, ClosingSchedule, KeptMask, Optimizer, TrainedMatrix,
 };
 
-/// Makes up for the rounding of N/M · M.
-const ROUNDING: f64 = 1e-9;
-
 /// The sparsity of a matrix before the training and at its end.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ClosingRange {
@@ -87,7 +84,9 @@ impl ClosingMasks {
         let pattern = match target.pattern {
             Pattern::Unstructured => Pattern::Unstructured,
             Pattern::NOfM { m, .. } => {
-                Pattern::NOfM { n: (ratio * m as f64 + ROUNDING) as usize, m }
+                // The nearest number: groups of four would else lose their second weight in the last step that closes, with few steps left
+                // to make up for it.
+                Pattern::NOfM { n: (ratio * m as f64).round() as usize, m }
             }
         };
         Target { ratio, pattern }

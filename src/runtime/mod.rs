@@ -45,7 +45,7 @@ pub use hidden_states::{HiddenStates, PackedSamples};
 pub use layer_source::LayerSource;
 pub use layer_store::LayerStore;
 pub use loader::LayerLoader;
-pub use ordered_sums::{OrderedSums, gathered, owned};
+pub use ordered_sums::{OrderedSums, gathered};
 pub use pass::ResultOrder;
 pub use share::SampleShare;
 pub use spill::{check_spill_folder, random, spill_file};

@@ -10,12 +10,11 @@
 //! A rank makes its next term before it waits for the terms in between, so ranks work at the same time. Bytes that a rank sends for arrays
 //! of g bytes, with t terms of its own on R ranks: (t + 1) · g · (R − 1)/R. A process alone adds to its first term and sends nothing.
 
-use std::ops::Range;
-
 use anyhow::Result;
 
 use crate::linalg::elementwise;
 use crate::ranks::Ranks;
+use crate::ranks::arrays::owned;
 
 /// The sums of some arrays.
 pub struct OrderedSums<'a> {
@@ -126,12 +125,6 @@ pub fn gathered(makers: &[usize], own: &[f64], ranks: &Ranks) -> Result<Vec<f64>
     let by_rank = by_rank.iter().map(|bytes| bytemuck::pod_collect_to_vec::<u8, f64>(bytes));
     let mut by_rank: Vec<_> = by_rank.map(Vec::into_iter).collect();
     Ok(makers.iter().filter_map(|&maker| by_rank[maker].next()).collect())
-}
-
-/// The elements of an array that a rank owns.
-pub fn owned(length: usize, rank: usize, ranks: usize) -> Range<usize> {
-    let start = |rank: usize| length * rank / ranks;
-    start(rank)..start(rank + 1)
 }
 
 #[cfg(test)]

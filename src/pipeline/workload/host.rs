@@ -5,7 +5,7 @@ use crate::bytes::ByteSize;
 use crate::linalg::parts::{LEAST_ROWS, largest_part};
 use crate::linalg::product::Kernel;
 use crate::model::footprint::{self, HeadTokens, SamplePass};
-use crate::pipeline::{joined, output_error};
+use crate::pipeline::{joined, output_error, solve};
 use crate::placement::{ExecutionOption, PhaseMemory, Processors, Workload};
 use crate::pruning::Technique;
 use crate::run::memory_settings::WeightsHeld;
@@ -204,8 +204,8 @@ impl<'r> Host<'r> {
     fn samples(&self, alive: Alive) -> Vec<MemoryPart> {
         let run = self.run;
         // Every rank has all token ids.
-        let tokens = run.of_all_ranks.unwrap_or([run.samples, run.text_windows()]);
-        let tokens = tokens.iter().sum::<usize>() * run.seqlen;
+        let all = run.of_all_ranks.map(|all| all.samples + all.windows);
+        let tokens = all.unwrap_or(run.samples + run.text_windows()) * run.seqlen;
         let (samples, windows) = match alive {
             Alive::All => (run.sample_states(), run.evaluated_windows()),
             Alive::Windows => (0, run.evaluated_windows()),
@@ -271,8 +271,8 @@ impl<'r> Host<'r> {
             held + adding.unwrap_or_default() + kept.unwrap_or_default(),
         )];
         parts.extend(self.calibration_rows(false));
-        parts.extend(run.of_all_ranks.map(|[all, _]| {
-            let bytes = joined::bytes(run.config, kind, [run.samples, all], run.seqlen);
+        parts.extend(run.of_all_ranks.map(|all| {
+            let bytes = joined::bytes(run.config, kind, [run.samples, all.samples], run.seqlen);
             part(PartKind::Messages, bytes)
         }));
         parts
@@ -282,7 +282,7 @@ impl<'r> Host<'r> {
     fn calibration_rows(&self, has_outputs: bool) -> Option<MemoryPart> {
         let run = self.run;
         run.statistics()?;
-        let samples = run.of_all_ranks.map_or(run.samples, |[samples, _]| samples);
+        let samples = run.of_all_ranks.map_or(run.samples, |all| all.samples);
         let bytes = output_error::bytes(run.config, samples, run.seqlen, has_outputs);
         Some(part(PartKind::CalibrationRows, bytes))
     }
@@ -309,7 +309,11 @@ impl<'r> Host<'r> {
                 .filter(|id| id.input() as usize == point)
                 .map(|id| id.shape(config))
                 .flat_map(|(out, inner)| {
-                    run.techniques().map(move |technique| technique.working_bytes(out, inner))
+                    let of = move |technique: &_| {
+                        let (dtype, ranks) = (run.dtypes.layers, run.ranks());
+                        solve::working_bytes(technique, [out, inner], dtype, ranks)
+                    };
+                    run.techniques().map(of)
                 });
             statistics.sum::<ByteSize>() + working.max().unwrap_or_default()
         };

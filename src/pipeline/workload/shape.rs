@@ -38,9 +38,8 @@ pub struct RunShape<'a> {
     pub windows: usize,
     /// The packs of tasks.
     pub tasks: TaskShape,
-    /// The samples and windows of all ranks. `samples` and `windows` count the largest share of a rank then. `None` for a run of a single
-    /// process.
-    pub of_all_ranks: Option<[usize; 2]>,
+    /// All ranks. `samples` and `windows` count the largest share of a rank then. `None` for a run of a single process.
+    pub of_all_ranks: Option<RanksShape>,
     /// Sides that are evaluated.
     pub sides: &'a [Side],
     /// The dense model that has passed the windows before.
@@ -67,6 +66,17 @@ pub struct RunShape<'a> {
     pub retained: ByteSize,
     /// Settings given by the user; `None` leaves the choice to the plan.
     pub settings: Option<MemorySettings>,
+}
+
+/// All ranks of a run in numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RanksShape {
+    /// Their number.
+    pub ranks: usize,
+    /// The calibration samples of all of them.
+    pub samples: usize,
+    /// The evaluation windows of all of them, on a side.
+    pub windows: usize,
 }
 
 /// The packs of tasks in numbers. They are also counted as windows with as many tokens.
@@ -197,6 +207,11 @@ impl TrainingShape {
 }
 
 impl RunShape<'_> {
+    /// The number of ranks.
+    pub(super) fn ranks(&self) -> usize {
+        self.of_all_ranks.map_or(1, |of| of.ranks)
+    }
+
     /// The choices for a layer's weights: two layers in memory, one layer, or one matrix. Compact matrices are not read one at a time,
     /// and no product keeps them packed.
     pub(super) fn weight_settings(&self) -> Vec<MemorySettings> {

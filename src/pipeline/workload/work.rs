@@ -5,6 +5,7 @@ use crate::linalg::attention::Scoring;
 use crate::linalg::product::Kernel;
 use crate::linalg::{StoredDtype, gram};
 use crate::model::{LinearId, LinearRole, footprint};
+use crate::pipeline::solve;
 use crate::placement::{ExecutionOption, Processors, Work};
 use crate::pruning::StatisticsKind;
 use crate::run::HiddenStatesStorage;
@@ -194,7 +195,7 @@ fn solvers(run: &RunShape<'_>) -> f64 {
     let solvers: f64 = ids
         .map(|id| {
             let (rows, columns) = id.shape(run.config);
-            technique.operations(rows, columns)
+            solve::operations(technique, [rows, columns], run.ranks())
         })
         .sum();
     solvers / of_kernel(gram::f32_kernel())

@@ -27,6 +27,7 @@ use crate::linalg::factor;
 use crate::pruning::mask::Mask;
 use crate::pruning::method::{PruningMethod, Request, SparsityRule};
 use crate::pruning::options::MethodOptions;
+use crate::pruning::rows::OwnRows;
 use crate::pruning::solvers::admm::Admm;
 use crate::pruning::solvers::dense::{KeepRule, mask_of, widened};
 use crate::pruning::solvers::least_squares::{STEPS, ScaledGram, operations, refit, refit_bytes};
@@ -66,6 +67,15 @@ impl PruningMethod for Alps {
         true
     }
 
+    fn can_share_rows(&self) -> bool {
+        true
+    }
+
+    fn searches(&self, _in_features: usize, _options: &MethodOptions) -> usize {
+        // It mostly ends after some 60 iterations.
+        62
+    }
+
     fn working_bytes(&self, out_features: usize, in_features: usize) -> ByteSize {
         // The inverse is made in f64.
         let square = in_features.saturating_mul(in_features);
@@ -88,10 +98,11 @@ impl PruningMethod for Alps {
         let gram = statistics.prepared(ScaledGram::of)?;
         let scaled = gram.scaled(widened(weight, request)?);
         let (rows, columns) = (weight.rows(), weight.columns());
-        let keeps = keeps(request.target, rows, columns);
-        let mut admm = Admm::begin(&gram, scaled.clone(), keeps).precise();
-        schedule(&mut admm, &scaled, kept(request.target, rows * columns))?;
-        let (target, mut b, is_kept) = admm.into_largest();
+        let own = request.rows_of(weight);
+        let keeps = keeps(request.target, own.all, columns);
+        let mut admm = Admm::begin(&gram, scaled.clone(), keeps, own)?.precise();
+        schedule(&mut admm, &scaled, kept(request.target, own.all * columns), own)?;
+        let (target, mut b, is_kept) = admm.into_largest()?;
         refit(&gram, &target, &mut b, &is_kept, STEPS);
         weight.set_f32(&gram.unscaled(b));
         mask_of(&is_kept, rows, columns)
@@ -116,16 +127,16 @@ fn keeps(target: Target, rows: usize, columns: usize) -> KeepRule {
 }
 
 /// Iterates until the support settles.
-fn schedule(admm: &mut Admm<'_>, scaled: &[f32], kept: usize) -> Result<()> {
+fn schedule(admm: &mut Admm<'_>, scaled: &[f32], kept: usize, own: OwnRows<'_>) -> Result<()> {
     let (mut rho, mut has_grown) = (0.1f32, false);
     let mut last = admm.support().to_vec();
     for iteration in 1..=ITERATIONS {
         admm.set_rho(rho)?;
-        admm.step();
+        admm.step()?;
         if !iteration.is_multiple_of(EVERY) {
             continue;
         }
-        let changes = admm.changes_from(&last);
+        let changes: u64 = own.gathered(admm.changes_from(&last) as u64)?.iter().sum();
         let share = changes as f64 / kept.max(1) as f64;
         last.copy_from_slice(admm.support());
         match (changes, share) {
@@ -134,7 +145,7 @@ fn schedule(admm: &mut Admm<'_>, scaled: &[f32], kept: usize) -> Result<()> {
             (1.., _) if has_grown => rho *= 1.1,
             (1.., _) => {
                 rho /= 5.0;
-                admm.restart(scaled);
+                admm.restart(scaled)?;
             }
             (0, _) if has_grown => break,
             (0, _) => rho /= 5.0,

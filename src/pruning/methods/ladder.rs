@@ -78,6 +78,14 @@ impl PruningMethod for Ladder {
         true
     }
 
+    fn can_share_rows(&self) -> bool {
+        true
+    }
+
+    fn searches(&self, _in_features: usize, _options: &MethodOptions) -> usize {
+        1 + UNSTRUCTURED.count * UNSTRUCTURED.iterations
+    }
+
     fn working_bytes(&self, out_features: usize, in_features: usize) -> ByteSize {
         ScaledGram::bytes(in_features)
             + Admm::bytes(out_features, in_features)
@@ -97,19 +105,20 @@ impl PruningMethod for Ladder {
         let gram = statistics.prepared(ScaledGram::of)?;
         let (rows, columns) = (weight.rows(), weight.columns());
         let mut scaled = gram.scaled(widened(weight, request)?);
+        let own = request.rows_of(weight);
         let (keeps, rungs) = match request.target.pattern {
             Pattern::Unstructured => {
-                let all = rows * columns;
+                let all = own.all * columns;
                 (KeepRule::OfMatrix(all - request.target.count_of(all)), UNSTRUCTURED)
             }
             Pattern::NOfM { n, m } => (KeepRule::OfGroups { n, m }, GROUPS),
         };
         let divisors = make_comparable(&mut scaled, columns, request.target);
-        let mut admm = Admm::begin(&gram, scaled, keeps).relaxed(rungs.relaxation);
+        let mut admm = Admm::begin(&gram, scaled, keeps, own)?.relaxed(rungs.relaxation);
         for rung in 0..rungs.count {
             admm.set_rho(rungs.first * rungs.factor.powi(rung as i32))?;
             for _ in 0..rungs.iterations {
-                admm.step();
+                admm.step()?;
             }
         }
         let Admm { target, mut b, is_kept, .. } = admm;

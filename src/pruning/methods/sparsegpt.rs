@@ -32,10 +32,11 @@ use crate::linalg::update::Update;
 use crate::pruning::mask::Mask;
 use crate::pruning::method::{PruningMethod, Request, SparsityRule};
 use crate::pruning::options::{MethodOption, MethodOptions, OptionValue};
+use crate::pruning::rows::OwnRows;
 use crate::pruning::solvers::dense::{mask_of, score_at, widened, zeros_of};
 use crate::pruning::statistics::StatisticsKind;
 use crate::pruning::statistics::input_gram::{InputGram, InputGramKind};
-use crate::pruning::target::Pattern;
+use crate::pruning::target::{Pattern, Target};
 
 /// Second-order pruning with updates of the weights that stay.
 #[derive(Debug, Clone, Copy)]
@@ -85,6 +86,14 @@ impl PruningMethod for SparseGpt {
         Some(&InputGramKind)
     }
 
+    fn can_share_rows(&self) -> bool {
+        true
+    }
+
+    fn searches(&self, in_features: usize, options: &MethodOptions) -> usize {
+        in_features.div_ceil(options.count(&BLOCKSIZE))
+    }
+
     fn options(&self) -> &'static [MethodOption] {
         &[PERCDAMP, BLOCKSIZE]
     }
@@ -123,7 +132,7 @@ impl PruningMethod for SparseGpt {
         let factor = statistics.prepared(|statistics| InverseFactor::of(statistics, request))?;
         let mut values = widened(weight, request)?;
         let (rows, columns) = (weight.rows(), weight.columns());
-        let is_zero = zeros_of(&values);
+        let (is_zero, own) = (zeros_of(&values), request.rows_of(weight));
         values.par_chunks_mut(columns).for_each(|row| {
             for (value, is_dead) in row.iter_mut().zip(&factor.is_dead) {
                 if *is_dead {
@@ -136,13 +145,7 @@ impl PruningMethod for SparseGpt {
         for first in (0..columns).step_by(block) {
             let last = columns.min(first + block);
             let block = ColumnBlock::new(&factor.u, columns, first, last);
-            let errors = block.prune(
-                &mut values,
-                &mut is_kept,
-                &is_zero,
-                request.target.pattern,
-                |weights| request.target.count_of(weights) as u64,
-            );
+            let errors = block.prune(&mut values, &mut is_kept, &is_zero, request.target, own)?;
             let behind = &factor.u[first * columns + last..];
             update.subtract_product(&mut values, columns, last, &errors, behind);
         }
@@ -224,23 +227,26 @@ impl ColumnBlock {
         self.last - self.first
     }
 
-    /// Prunes the block in all rows, and returns the errors e `[rows, columns of the block]`.
+    /// Prunes the block in the own rows, and returns the errors e `[own rows, columns of the block]`.
     ///
     /// # Arguments
     /// * `is_zero`: the zeros of the source, whose scores are 0; empty without a zero
-    /// * `position`: of the threshold among so many scores
     fn prune(
         &self,
         values: &mut [f32],
         is_kept: &mut [bool],
         is_zero: &[bool],
-        pattern: Pattern,
-        position: impl Fn(usize) -> u64,
-    ) -> Vec<f32> {
+        target: Target,
+        own: OwnRows<'_>,
+    ) -> Result<Vec<f32>> {
         let (columns, width) = (self.columns, self.width());
         let rows = values.len() / columns;
+        let pattern = target.pattern;
         let threshold = match pattern {
-            Pattern::Unstructured => self.score_at(values, is_zero, position(rows * width)),
+            Pattern::Unstructured => {
+                let position = target.count_of(own.all * width);
+                self.score_at(values, is_zero, own, position as u64)?
+            }
             Pattern::NOfM { .. } => None,
         };
         let mut errors = vec![0.0f32; rows * width];
@@ -261,7 +267,7 @@ impl ColumnBlock {
                 };
                 Arch::new().dispatch(row);
             });
-        errors
+        Ok(errors)
     }
 
     /// The flags of a row in the block; empty if `flags` is empty.
@@ -272,8 +278,14 @@ impl ColumnBlock {
     }
 
     /// The score at a position of the ascending order of the block's scores.
-    fn score_at(&self, values: &[f32], is_zero: &[bool], position: u64) -> Option<f32> {
-        score_at(values, self.columns, position, |row, values, scores| {
+    fn score_at(
+        &self,
+        values: &[f32],
+        is_zero: &[bool],
+        own: OwnRows<'_>,
+        position: u64,
+    ) -> Result<Option<f32>> {
+        score_at(values, self.columns, own, position, |row, values, scores| {
             let weights = values[self.first..self.last].iter().zip(&self.squares);
             scores.clear();
             scores.extend(weights.map(|(weight, square)| weight * weight / square));

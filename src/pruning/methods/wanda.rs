@@ -31,6 +31,10 @@ impl PruningMethod for Wanda {
         "weights times input norms, compared per output row"
     }
 
+    fn can_share_rows(&self) -> bool {
+        true
+    }
+
     fn removes(&self, _options: &MethodOptions) -> SparsityRule {
         SparsityRule::FromRows
     }

@@ -51,6 +51,10 @@ impl Refinement for RefitWeights {
         operations(out_features, in_features, STEPS + 2, 0)
     }
 
+    fn can_share_rows(&self) -> bool {
+        true
+    }
+
     fn refine(&self, pruned: AsPruned<'_>, request: &Request<'_>) -> Result<Mask> {
         let AsPruned { dense, weight, mask } = pruned;
         let gram = request.statistics_as::<InputGram>()?.prepared(ScaledGram::of)?;

@@ -24,6 +24,7 @@ use crate::bytes::ByteSize;
 use crate::linalg::factor::inverse;
 use crate::linalg::gram::GramMatrix;
 use crate::linalg::product::Packed;
+use crate::pruning::rows::OwnRows;
 use crate::pruning::solvers::dense::{KeepRule, unmark, zeros_of};
 use crate::pruning::solvers::least_squares::{ScaledGram, multiply};
 
@@ -31,6 +32,7 @@ use crate::pruning::solvers::least_squares::{ScaledGram, multiply};
 pub(crate) struct Admm<'a> {
     gram: &'a ScaledGram,
     keeps: KeepRule,
+    rows: OwnRows<'a>,
     /// The zeros of ws; empty without a zero.
     is_zero: Vec<bool>,
     /// ws·Gs.
@@ -54,13 +56,22 @@ pub(crate) struct Admm<'a> {
 
 impl<'a> Admm<'a> {
     /// Begins with B = ws, D its largest weights and V = 0.
-    pub(crate) fn begin(gram: &'a ScaledGram, scaled: Vec<f32>, keeps: KeepRule) -> Self {
+    ///
+    /// # Errors
+    /// Fails when a process that shares the rows has left, as every function here that chooses.
+    pub(crate) fn begin(
+        gram: &'a ScaledGram,
+        scaled: Vec<f32>,
+        keeps: KeepRule,
+        rows: OwnRows<'a>,
+    ) -> Result<Self> {
         let mut packed = Packed::default();
         let mut target = vec![0.0; scaled.len()];
         gram.product(&scaled, &mut target, &mut packed);
         let mut admm = Self {
             gram,
             keeps,
+            rows,
             is_zero: zeros_of(&scaled),
             target,
             s: vec![0.0; scaled.len()],
@@ -74,8 +85,8 @@ impl<'a> Admm<'a> {
             b: scaled,
             packed,
         };
-        admm.start_from_b();
-        admm
+        admm.start_from_b()?;
+        Ok(admm)
     }
 
     /// Bytes for a matrix, without the bytes of [`working_bytes`](crate::linalg::factor::working_bytes).
@@ -98,38 +109,38 @@ impl<'a> Admm<'a> {
     }
 
     /// D: the largest weights of B. V: 0.
-    fn start_from_b(&mut self) {
+    fn start_from_b(&mut self) -> Result<()> {
         self.s.copy_from_slice(&self.b);
-        self.choose();
         self.rho_of_s = 0.0;
+        self.choose()
     }
 
     /// Marks the support of the largest S.
-    fn choose(&mut self) {
+    fn choose(&mut self) -> Result<()> {
         let columns = self.gram.width();
         if self.is_zero.is_empty() {
-            self.keeps.largest(&self.s, columns, &mut self.is_kept);
-            return;
+            return self.keeps.largest(&self.s, columns, self.rows, &mut self.is_kept);
         }
         self.right
             .par_iter_mut()
             .zip(&self.s)
             .zip(&self.is_zero)
             .for_each(|((right, s), is_zero)| *right = if *is_zero { 0.0 } else { *s });
-        self.keeps.largest(&self.right, columns, &mut self.is_kept);
+        self.keeps.largest(&self.right, columns, self.rows, &mut self.is_kept)?;
         unmark(&mut self.is_kept, &self.is_zero);
+        Ok(())
     }
 
     /// Ends with the support of the largest B, and returns the target, B and the support.
-    pub(crate) fn into_largest(mut self) -> (Vec<f32>, Vec<f32>, Vec<bool>) {
-        self.start_from_b();
-        (self.target, self.b, self.is_kept)
+    pub(crate) fn into_largest(mut self) -> Result<(Vec<f32>, Vec<f32>, Vec<bool>)> {
+        self.start_from_b()?;
+        Ok((self.target, self.b, self.is_kept))
     }
 
     /// Begins again with these scaled weights.
-    pub(crate) fn restart(&mut self, scaled: &[f32]) {
+    pub(crate) fn restart(&mut self, scaled: &[f32]) -> Result<()> {
         self.b.copy_from_slice(scaled);
-        self.start_from_b();
+        self.start_from_b()
     }
 
     /// Sets ρ, and inverts Gs + ρI.
@@ -164,7 +175,7 @@ impl<'a> Admm<'a> {
     }
 
     /// Makes an iteration.
-    pub(crate) fn step(&mut self) {
+    pub(crate) fn step(&mut self) -> Result<()> {
         let (n, rho, old) = (self.gram.width(), self.rho, self.rho_of_s);
         self.right
             .par_chunks_mut(n)
@@ -189,8 +200,8 @@ impl<'a> Admm<'a> {
                     s[at] = alpha * b[at] + factor * s[at];
                 }
             });
-        self.choose();
         self.rho_of_s = rho;
+        self.choose()
     }
 
     /// The support of D.
@@ -245,8 +256,10 @@ mod tests {
             (0..rows * n).map(|at| ((at * 37 % 61) as f32 - 30.0) / 20.0).collect();
         let scaled_gram = ScaledGram { gram: gram.clone(), scale: vec![1.0; n] };
         for alpha in [1.0, 1.5] {
-            let keeps = KeepRule::OfMatrix(kept);
-            let mut admm = Admm::begin(&scaled_gram, weights.clone(), keeps).relaxed(alpha as f32);
+            let (keeps, own) = (KeepRule::OfMatrix(kept), OwnRows::whole(rows));
+            let mut admm = Admm::begin(&scaled_gram, weights.clone(), keeps, own)
+                .unwrap()
+                .relaxed(alpha as f32);
             let largest = |of: &[f64]| {
                 let mut order: Vec<usize> = (0..of.len()).collect();
                 order.sort_by(|&a, &b| of[b].abs().total_cmp(&of[a].abs()));
@@ -263,7 +276,7 @@ mod tests {
             let (mut d, mut v) = (largest(&ws), vec![0.0; rows * n]);
             for rho in [0.1, 0.1, 0.3, 0.9] {
                 admm.set_rho(rho as f32).unwrap();
-                admm.step();
+                admm.step().unwrap();
                 let inverse = inverse_of(&gram, n, rho);
                 let right: Vec<f64> =
                     (0..rows * n).map(|at| target[at] - v[at] + rho * d[at]).collect();

@@ -7,6 +7,7 @@ use crate::linalg::StoredMatrix;
 use crate::linalg::select::{self as lowest, Radix};
 use crate::pruning::mask::Mask;
 use crate::pruning::method::Request;
+use crate::pruning::rows::OwnRows;
 use crate::pruning::select::not_finite;
 
 /// The weights as f32, `[out_features, in_features]`.
@@ -14,12 +15,12 @@ use crate::pruning::select::not_finite;
 /// # Errors
 /// Fails on weights that are not finite, naming matrix, row and column.
 pub(crate) fn widened(weight: &StoredMatrix, request: &Request<'_>) -> Result<Vec<f32>> {
-    let columns = weight.columns();
+    let (columns, first) = (weight.columns(), request.rows_of(weight).first);
     let mut wide = vec![0.0f32; weight.elements()];
     wide.par_chunks_mut(columns.max(1)).enumerate().try_for_each(|(row, wide)| {
         weight.widen_rows(row, wide);
         match lowest::first_not_finite(wide) {
-            Some(column) => Err(not_finite(request.name, "weight", row, column)),
+            Some(column) => Err(not_finite(request.name, "weight", first + row, column)),
             None => Ok(()),
         }
     })?;
@@ -71,7 +72,7 @@ pub(crate) fn unmark(is_kept: &mut [bool], is_zero: &[bool]) {
 /// A rule for the weights that stay.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum KeepRule {
-    /// This many of the whole matrix.
+    /// This many of the whole matrix, whose rows other processes may share.
     OfMatrix(usize),
     /// All but `n` of each aligned group of `m`.
     OfGroups {
@@ -86,11 +87,20 @@ impl KeepRule {
     /// Marks the values of the largest magnitude. On ties, later values are kept.
     ///
     /// # Arguments
-    /// * `values`: `[rows, columns]`, finite
+    /// * `values`: `[own rows, columns]`, finite
     /// * `is_kept`: as long as `values`
-    pub(crate) fn largest(self, values: &[f32], columns: usize, is_kept: &mut [bool]) {
+    ///
+    /// # Errors
+    /// Fails when a process that shares the rows has left.
+    pub(crate) fn largest(
+        self,
+        values: &[f32],
+        columns: usize,
+        rows: OwnRows<'_>,
+        is_kept: &mut [bool],
+    ) -> Result<()> {
         match self {
-            Self::OfMatrix(count) => largest_of_all(values, columns, count, is_kept),
+            Self::OfMatrix(count) => largest_of_all(values, columns, rows, count, is_kept)?,
             Self::OfGroups { n, m } => {
                 let rows = values.par_chunks(columns).zip(is_kept.par_chunks_mut(columns));
                 rows.for_each_init(
@@ -105,6 +115,7 @@ impl KeepRule {
                 );
             }
         }
+        Ok(())
     }
 }
 
@@ -113,15 +124,22 @@ fn magnitudes(_row: usize, values: &[f32], scores: &mut Vec<f32>) {
     scores.extend(values.iter().map(|value| value.abs()));
 }
 
-/// Marks the `count` values of the largest magnitude of a matrix.
-fn largest_of_all(values: &[f32], columns: usize, count: usize, is_kept: &mut [bool]) {
-    if count >= values.len() {
+/// Marks the `count` values of the largest magnitude of a matrix among the own values.
+fn largest_of_all(
+    values: &[f32],
+    columns: usize,
+    own: OwnRows<'_>,
+    count: usize,
+    is_kept: &mut [bool],
+) -> Result<()> {
+    let all = own.all * columns;
+    if count >= all {
         is_kept.fill(true);
-        return;
+        return Ok(());
     }
-    let position = values.len() - count; // The magnitude here is the lowest that stays.
-    let Some(limit) = score_at(values, columns, position as u64, magnitudes) else {
-        return;
+    let position = all - count; // The magnitude here is the lowest that stays.
+    let Some(limit) = score_at(values, columns, own, position as u64, magnitudes)? else {
+        return Ok(());
     };
     let rows = values.par_chunks(columns).zip(is_kept.par_chunks_mut(columns));
     let ties: Vec<(usize, usize)> = rows
@@ -135,7 +153,11 @@ fn largest_of_all(values: &[f32], columns: usize, count: usize, is_kept: &mut [b
             (above, ties)
         })
         .collect();
-    let mut missing = count - ties.iter().map(|(above, _)| above).sum::<usize>();
+    let sum = |of: fn(&(usize, usize)) -> usize| ties.iter().map(of).sum::<usize>() as u64;
+    let above: u64 = own.gathered(sum(|row| row.0))?.iter().sum();
+    let ties_of_all = own.gathered(sum(|row| row.1))?;
+    let later: u64 = ties_of_all[own.solvers.place() + 1..].iter().sum();
+    let mut missing = (count as u64 - above).saturating_sub(later);
     for row in (0..ties.len()).rev() {
         if missing == 0 {
             break;
@@ -149,32 +171,38 @@ fn largest_of_all(values: &[f32], columns: usize, count: usize, is_kept: &mut [b
             }
         }
     }
+    Ok(())
 }
 
-/// The score at a position of the ascending order of all scores of a matrix `[rows, columns]`, exactly. Large matrices are counted in
-/// two passes. Small matrices are not counted, because the counters would take longer than the scores.
+/// The score at a position of the ascending order of all scores of a matrix, exactly. Large matrices are counted in two passes. Small
+/// matrices are not counted, because the counters would take longer than the scores.
 ///
 /// # Arguments
-/// * `score(row, values, scores)`: fills the scores of a row, finite and ≥ 0
+/// * `values`: `[own rows, columns]`
+/// * `score(row, values, scores)`: fills the scores of an own row, finite and ≥ 0
+///
+/// # Errors
+/// Fails when a process that shares the rows has left.
 pub(crate) fn score_at(
     values: &[f32],
     columns: usize,
+    own: OwnRows<'_>,
     position: u64,
     score: impl Fn(usize, &[f32], &mut Vec<f32>) + Sync,
-) -> Option<f32> {
+) -> Result<Option<f32>> {
     /// Parts that are counted at the same time, at most.
     const PARTS: usize = 16;
     /// Scores of a part, at least, and of a small matrix, at most.
     const FEW: usize = 1 << 18;
-    if values.len() <= FEW {
+    if own.solvers.count() == 1 && values.len() <= FEW {
         let (mut keys, mut scores) = (Vec::with_capacity(values.len()), Vec::new());
         for (row, values) in values.chunks_exact(columns).enumerate() {
             score(row, values, &mut scores);
             keys.extend(scores.iter().map(|&score| lowest::key(score)));
         }
         let position = usize::try_from(position).ok();
-        let position = position.filter(|position| *position < keys.len())?;
-        return Some(f32::from_bits(*keys.select_nth_unstable(position).1));
+        let position = position.filter(|position| *position < keys.len());
+        return Ok(position.map(|at| f32::from_bits(*keys.select_nth_unstable(at).1)));
     }
     let rows = values.len() / columns;
     let parts = (values.len() / FEW).clamp(1, PARTS);
@@ -189,10 +217,15 @@ pub(crate) fn score_at(
             }
             counter
         });
-        parts.reduce_with(|one, other| one.merge(&other))
+        let counter = parts.reduce_with(|one, other| one.merge(&other));
+        let mut counter = counter.unwrap_or_else(|| Radix::new(upper));
+        own.solvers.sum(counter.counts_mut())?;
+        anyhow::Ok(counter)
     };
-    let (upper, rest) = count(None)?.narrow(position)?;
-    count(Some(upper))?.value(rest)
+    let Some((upper, rest)) = count(None)?.narrow(position) else {
+        return Ok(None);
+    };
+    Ok(count(Some(upper))?.value(rest))
 }
 
 #[cfg(test)]
@@ -209,27 +242,29 @@ mod tests {
             let mut sorted: Vec<f32> = values.iter().map(|value| value.abs()).collect();
             sorted.sort_by(f32::total_cmp);
             for at in [0, 1, sorted.len() / 2, sorted.len() - 1] {
-                let found = score_at(&values, columns, at as u64, magnitudes);
+                let own = OwnRows::whole(rows);
+                let found = score_at(&values, columns, own, at as u64, magnitudes).unwrap();
                 assert_eq!(found, Some(sorted[at]), "{rows} {at}");
             }
             let beyond = sorted.len() as u64;
-            assert_eq!(score_at(&values, columns, beyond, magnitudes), None);
+            let own = OwnRows::whole(rows);
+            assert_eq!(score_at(&values, columns, own, beyond, magnitudes).unwrap(), None);
         }
     }
 
     #[test]
     fn as_many_stay_as_the_rule_says_and_they_are_the_largest() {
         let values: Vec<f32> = (0..120).map(|at| ((at * 37 % 61) as f32 - 30.0) / 3.0).collect();
-        let mut is_kept = vec![false; 120];
+        let (mut is_kept, own) = (vec![false; 120], OwnRows::whole(10));
         for count in [0, 1, 47, 119, 120] {
-            KeepRule::OfMatrix(count).largest(&values, 12, &mut is_kept);
+            KeepRule::OfMatrix(count).largest(&values, 12, own, &mut is_kept).unwrap();
             assert_eq!(is_kept.iter().filter(|kept| **kept).count(), count);
             let lost = (0..120).filter(|&at| !is_kept[at]).map(|at| values[at].abs());
             let least = (0..120).filter(|&at| is_kept[at]).map(|at| values[at].abs());
             let least = least.fold(f32::INFINITY, f32::min);
             assert!(lost.fold(0.0, f32::max) <= least, "{count}");
         }
-        KeepRule::OfGroups { n: 1, m: 4 }.largest(&values, 12, &mut is_kept);
+        KeepRule::OfGroups { n: 1, m: 4 }.largest(&values, 12, own, &mut is_kept).unwrap();
         assert!(is_kept.chunks(4).all(|group| group.iter().filter(|kept| **kept).count() == 3));
     }
 }
