@@ -1,12 +1,12 @@
 //! `prune plan --ranks`: time, bytes sent and memory of a run on several ranks, each a machine of its own.
 //!
 //! ```text
-//! time(R) = plan of the largest share of samples and windows, with 1/R of the storage
+//! time(R) = plan of the largest share of samples and windows, with its part of the storage
 //!         + bytes that a rank sends / network
 //! ```
 //!
-//! Every rank reads all weights from the storage that all share, scores all matrices, and solves its rows. Messages do not overlap with
-//! computing.
+//! Every rank reads all weights from the storage that all share, or the first rank reads them for all, whichever is quicker
+//! (`runtime/rank_reads.rs`). Every rank scores all matrices, and solves its rows. Messages do not overlap with computing; weights do.
 //! Ranks compute on their CPUs. The writing of the model is in every row: the first rank does it.
 
 use anyhow::Result;
@@ -43,7 +43,9 @@ pub fn rank_table(
         let RunShape { samples, windows, .. } = whole;
         shape.of_all_ranks = (size > 1).then_some(RanksShape { ranks: size, samples, windows });
         if let Some(storage) = ranks.storage {
-            machine_of_rank.rates.disk_gb_s = storage.gigabytes() / size as f64;
+            // All ranks read, or the first rank reads for all: the quicker way, as in a run.
+            let (storage, network) = (storage.gigabytes(), ranks.network.gigabytes());
+            machine_of_rank.rates.disk_gb_s = (storage / size as f64).max(storage.min(network));
         }
         let plan = plan_run(&shape, &machine_of_rank, &policy)?;
         let sent = shape.bytes_sent();

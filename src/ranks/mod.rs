@@ -6,6 +6,7 @@
 //! | file | content |
 //! | --- | --- |
 //! | `arrays` | arrays that all ranks hold: parts that are put together, integers that are added up |
+//! | `connection` | values in pieces, out through the door and in from it |
 //! | `launcher` | the environment of a launcher: the number of processes it has started |
 //! | `mpi` | the door to MPI: the only file that calls it (feature `mpi`) |
 //! | `neighbors` | the ranks of a machine: its threads and memory are divided among them |
@@ -14,22 +15,21 @@
 //! A message is at most [`PIECE`] bytes long, so memory and waiting stay bounded. A wait ends with an error as soon as a rank has left the
 //! run.
 
-use std::collections::VecDeque;
 use std::fmt::{self, Debug, Formatter};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::Receiver;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::failure::Failure;
 use crate::run::Stopped;
+use connection::Connection;
 use neighbors::{Neighbors, RankPlace};
 
 pub mod arrays;
+mod connection;
 pub mod launcher;
 #[cfg(feature = "mpi")]
 mod mpi;
@@ -41,19 +41,25 @@ pub mod threads;
 /// Bytes of a message, at most.
 pub const PIECE: usize = 4 << 20;
 
-/// The time between two looks at the door while a rank waits for a message.
-const LOOK: Duration = Duration::from_millis(200);
-
 /// The way of messages to other ranks.
 pub trait Door: Send + Sync {
-    /// Sends a message; it does not wait for its arrival. Messages from one rank to another arrive in their order.
+    /// Sends a message; it does not wait for its arrival. Messages of a lane from one rank to another arrive in their order.
     ///
     /// # Errors
     /// Fails when the door is closed.
-    fn send(&self, to: usize, message: Parcel) -> Result<()>;
+    fn send(&self, to: usize, lane: Lane, message: Parcel) -> Result<()>;
 
     /// Ends the communication, after every rank has closed its door or a limit of time.
     fn close(&self);
+}
+
+/// The messages of a thread: two threads of a rank wait for messages at the same time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lane {
+    /// The thread that computes.
+    Work,
+    /// The thread that reads weights ahead.
+    Weights,
 }
 
 /// A message between two ranks.
@@ -109,34 +115,9 @@ pub type Arrival = (usize, Parcel);
 pub struct Ranks {
     /// `None` for a run of a single process.
     connection: Option<Arc<Connection>>,
+    /// The connection of the thread that reads weights.
+    weights: Option<Arc<Connection>>,
     neighbors: Neighbors,
-}
-
-/// The connection of a rank with the others.
-struct Connection {
-    rank: usize,
-    size: usize,
-    door: Box<dyn Door>,
-    inbox: Mutex<Inbox>,
-    sent: AtomicU64,
-    waited_nanoseconds: AtomicU64,
-}
-
-/// The messages that have arrived.
-struct Inbox {
-    arrivals: Receiver<Arrival>,
-    /// By sender, pieces that nobody has asked for yet.
-    waiting: Vec<VecDeque<Vec<u8>>>,
-    left: Option<Departure>,
-}
-
-impl Inbox {
-    fn take(&mut self, (from, message): Arrival) {
-        match message {
-            Parcel::Piece(bytes) => self.waiting[from].push_back(bytes),
-            Parcel::Leave(departure) => drop(self.left.get_or_insert(departure)),
-        }
-    }
 }
 
 /// The communication of a rank in numbers.
@@ -160,24 +141,34 @@ impl Ranks {
         Self::default()
     }
 
-    /// The rank `rank` of `size`, which sends through `door` and receives from `arrivals`.
-    pub fn of(rank: usize, size: usize, door: Box<dyn Door>, arrivals: Receiver<Arrival>) -> Self {
-        let waiting = vec![VecDeque::new(); size];
-        let connection = Connection {
-            rank,
-            size,
-            door,
-            inbox: Mutex::new(Inbox { arrivals, waiting, left: None }),
-            sent: AtomicU64::new(0),
-            waited_nanoseconds: AtomicU64::new(0),
+    /// The rank `rank` of `size`, which sends through `door` and receives from `arrivals`, by lane.
+    pub fn of(
+        rank: usize,
+        size: usize,
+        door: Arc<dyn Door>,
+        arrivals: [Receiver<Arrival>; 2],
+    ) -> Self {
+        let [of_work, of_weights] = arrivals;
+        let connection = |lane, arrivals| {
+            Some(Arc::new(Connection::new((rank, size), Arc::clone(&door), lane, arrivals)))
         };
-        Self { connection: Some(Arc::new(connection)), neighbors: Neighbors::default() }
+        Self {
+            connection: connection(Lane::Work, of_work),
+            weights: connection(Lane::Weights, of_weights),
+            neighbors: Neighbors::default(),
+        }
+    }
+
+    /// This rank for the thread that reads weights.
+    #[must_use]
+    pub fn for_weights(&self) -> Self {
+        Self { connection: self.weights.clone(), weights: None, neighbors: self.neighbors }
     }
 
     /// This rank as a process that works by itself beside the other ranks of its machine.
     #[must_use]
     pub fn apart(&self) -> Self {
-        Self { connection: None, neighbors: self.neighbors }
+        Self { connection: None, weights: None, neighbors: self.neighbors }
     }
 
     /// Asks all ranks for their machines.
@@ -216,14 +207,14 @@ impl Ranks {
 
     /// The communication so far.
     pub fn traffic(&self) -> Traffic {
-        let count = |of: fn(&Connection) -> &AtomicU64| {
-            self.connection
-                .as_deref()
-                .map_or(0, |connection| of(connection).load(Ordering::Relaxed))
-        };
+        let bytes = |connection: &Arc<Connection>| connection.sent.load(Ordering::Relaxed);
+        let waited = self
+            .connection
+            .as_deref()
+            .map_or(0, |connection| connection.waited_nanoseconds.load(Ordering::Relaxed));
         Traffic {
-            bytes_sent: count(|connection| &connection.sent),
-            waited_seconds: count(|connection| &connection.waited_nanoseconds) as f64 / 1e9,
+            bytes_sent: self.connection.iter().chain(&self.weights).map(bytes).sum(),
+            waited_seconds: waited as f64 / 1e9,
         }
     }
 
@@ -339,28 +330,19 @@ impl Ranks {
 
     /// Tells all ranks that this rank leaves the run early. They end as soon as they wait for a message.
     pub fn leave(&self, error: Option<String>) {
-        if let Some(connection) = &self.connection {
-            let departure = Departure { rank: connection.rank, error };
-            for to in connection.others() {
-                // A door that is closed has told it.
-                let _ = connection.door.send(to, Parcel::Leave(departure.clone()));
-            }
+        let departure = Departure { rank: self.rank(), error };
+        for connection in self.connection.iter().chain(&self.weights) {
+            connection.leave(&departure);
+        }
+        // The thread of this rank that reads weights ends, too.
+        if let Some(weights) = &self.weights {
+            weights.end_waits(departure);
         }
     }
 
     /// Returns the departure of another rank that has left the run.
     pub fn departure(&self) -> Option<Departure> {
-        let Some(connection) = &self.connection else {
-            return None;
-        };
-        // A rank that waits for a message sees departures itself.
-        let Ok(mut inbox) = connection.inbox.try_lock() else {
-            return None;
-        };
-        while let Ok(arrival) = inbox.arrivals.try_recv() {
-            inbox.take(arrival);
-        }
-        inbox.left.clone()
+        self.connection.as_ref()?.departure()
     }
 
     /// The outcome of this rank's work. Where another rank has left, its departure is the reason for the error of this rank.
@@ -377,93 +359,7 @@ impl Ranks {
     /// Ends the communication at the end of a run.
     pub fn close(&self) {
         if let Some(connection) = &self.connection {
-            connection.door.close();
+            connection.close();
         }
     }
-}
-
-impl Connection {
-    fn others(&self) -> impl Iterator<Item = usize> + use<> {
-        let rank = self.rank;
-        (0..self.size).filter(move |to| *to != rank)
-    }
-
-    /// Sends the length of a value, and the value in pieces.
-    fn send(&self, to: usize, bytes: &[u8]) -> Result<()> {
-        let length = (bytes.len() as u64).to_le_bytes();
-        for piece in [&length[..]].into_iter().chain(bytes.chunks(PIECE)) {
-            self.sent.fetch_add(piece.len() as u64, Ordering::Relaxed);
-            self.door.send(to, Parcel::Piece(piece.to_vec()))?;
-        }
-        Ok(())
-    }
-
-    /// Receives a value that [`Connection::send`] has sent.
-    fn receive(&self, from: usize) -> Result<Vec<u8>> {
-        let start = Instant::now();
-        let mut inbox = self.inbox();
-        let length = inbox.piece(from)?;
-        let length = <[u8; 8]>::try_from(&length[..]).map_err(|_| disagreement(from))?;
-        let length = usize::try_from(u64::from_le_bytes(length))?;
-        let mut bytes = Vec::with_capacity(length);
-        while bytes.len() < length {
-            bytes.append(&mut inbox.piece(from)?);
-        }
-        ensure!(bytes.len() == length, disagreement(from));
-        let waited = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        self.waited_nanoseconds.fetch_add(waited, Ordering::Relaxed);
-        Ok(bytes)
-    }
-
-    /// Receives a value whose pieces have all arrived.
-    fn try_receive(&self, from: usize) -> Result<Option<Vec<u8>>> {
-        let mut inbox = self.inbox();
-        while let Ok(arrival) = inbox.arrivals.try_recv() {
-            inbox.take(arrival);
-        }
-        let waiting = &inbox.waiting[from];
-        let length = waiting.front().and_then(|piece| <[u8; 8]>::try_from(&piece[..]).ok());
-        let bytes: usize = waiting.iter().skip(1).map(Vec::len).sum();
-        let has_arrived = length.is_some_and(|of| bytes as u64 >= u64::from_le_bytes(of));
-        if !has_arrived && let Some(departure) = &inbox.left {
-            return Err(departure.clone().into_error());
-        }
-        drop(inbox);
-        match has_arrived {
-            true => self.receive(from).map(Some),
-            false => Ok(None),
-        }
-    }
-
-    fn inbox(&self) -> MutexGuard<'_, Inbox> {
-        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Inbox {
-    /// Waits for the next piece from a rank.
-    fn piece(&mut self, from: usize) -> Result<Vec<u8>> {
-        loop {
-            if let Some(piece) = self.waiting[from].pop_front() {
-                return Ok(piece);
-            }
-            if let Some(departure) = &self.left {
-                return Err(departure.clone().into_error());
-            }
-            match self.arrivals.recv_timeout(LOOK) {
-                Ok(arrival) => self.take(arrival),
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => {
-                    return Err(Failure::new("the connection to the other ranks has ended").into());
-                }
-            }
-        }
-    }
-}
-
-/// A message of a length that this rank does not expect: the ranks execute different commands.
-fn disagreement(rank: usize) -> Failure {
-    Failure::new(format!("rank {rank} sent a message that does not belong here"))
-        .detail("all ranks must run the same version of prune with the same flags")
-        .hint("start every rank with the same command: mpirun -n 4 prune …")
 }

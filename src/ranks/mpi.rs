@@ -13,15 +13,15 @@
 //! | abort | a silent rank |
 //! | finalize | end, after a farewell to and from all ranks |
 
-use std::sync::Mutex;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
 use ferrompi::{Communicator, Mpi, Source, Tag, ThreadLevel};
 
-use super::{Arrival, Door, Parcel, Ranks};
+use super::{Arrival, Door, Lane, Parcel, Ranks};
 use crate::failure::Failure;
 
 /// The time between two signs of life.
@@ -37,9 +37,9 @@ const LOOKS: u32 = 200;
 /// The time that the thread sleeps after [`LOOKS`], and the longest sleep.
 const SLEEPS: [Duration; 2] = [Duration::from_micros(20), Duration::from_micros(500)];
 
-/// The kinds of messages, as tags.
-const PIECE: i32 = 1;
-const LEAVE: i32 = 2;
+/// The kinds of messages, as tags; by [`Lane`] where a rank has asked for them.
+const PIECES: [i32; 2] = [1, 5];
+const LEAVES: [i32; 2] = [2, 6];
 const ALIVE: i32 = 3;
 const BYE: i32 = 4;
 
@@ -63,10 +63,10 @@ struct MpiDoor {
 }
 
 impl Door for MpiDoor {
-    fn send(&self, to: usize, message: Parcel) -> Result<()> {
+    fn send(&self, to: usize, lane: Lane, message: Parcel) -> Result<()> {
         let (tag, bytes) = match message {
-            Parcel::Piece(bytes) => (PIECE, bytes),
-            Parcel::Leave(departure) => (LEAVE, serde_json::to_vec(&departure)?),
+            Parcel::Piece(bytes) => (PIECES[lane as usize], bytes),
+            Parcel::Leave(departure) => (LEAVES[lane as usize], serde_json::to_vec(&departure)?),
         };
         self.order(Order::Send(Outgoing { to, tag, bytes }))
     }
@@ -98,7 +98,8 @@ impl MpiDoor {
 /// Fails when MPI cannot be started.
 pub(super) fn start(tell: fn(&str)) -> Result<Ranks> {
     let (orders, ordered) = channel();
-    let (arrived, arrivals) = channel();
+    let (to_work, of_work) = channel();
+    let (to_weights, of_weights) = channel();
     let (place, placed) = channel();
     let serve = move || {
         let mpi = match Mpi::init_thread(ThreadLevel::Funneled) {
@@ -110,7 +111,7 @@ pub(super) fn start(tell: fn(&str)) -> Result<Ranks> {
         if place.send(Ok((world.rank(), size))).is_err() {
             return;
         }
-        let mut service = Service::new(&world, arrived, tell);
+        let mut service = Service::new(&world, [to_work, to_weights], tell);
         if let Err(error) = service.run(&ordered) {
             // Other ranks would wait for this rank.
             tell(&format!("error: MPI: {error}"));
@@ -124,13 +125,14 @@ pub(super) fn start(tell: fn(&str)) -> Result<Ranks> {
             .hint("start prune with the mpirun or srun of the MPI that it was built with")
     })?;
     let door = MpiDoor { orders: Mutex::new(orders), thread: Mutex::new(Some(thread)) };
-    Ok(Ranks::of(rank as usize, size as usize, Box::new(door), arrivals))
+    Ok(Ranks::of(rank as usize, size as usize, Arc::new(door), [of_work, of_weights]))
 }
 
 /// The state of the thread.
 struct Service<'w> {
     world: &'w Communicator,
-    arrived: Sender<Arrival>,
+    /// By lane.
+    arrived: [Sender<Arrival>; 2],
     tell: fn(&str),
     /// By rank, the time of its last message, and whether it has said farewell.
     heard: Vec<Instant>,
@@ -142,7 +144,7 @@ struct Service<'w> {
 }
 
 impl<'w> Service<'w> {
-    fn new(world: &'w Communicator, arrived: Sender<Arrival>, tell: fn(&str)) -> Self {
+    fn new(world: &'w Communicator, arrived: [Sender<Arrival>; 2], tell: fn(&str)) -> Self {
         let (now, size) = (Instant::now(), world.size() as usize);
         Self {
             world,
@@ -250,20 +252,22 @@ impl<'w> Service<'w> {
             };
             let from = from as usize;
             self.heard[from] = Instant::now();
-            let message = match tag {
-                PIECE => Parcel::Piece(bytes),
-                LEAVE => match serde_json::from_slice(&bytes) {
-                    Ok(departure) => Parcel::Leave(departure),
-                    Err(_) => continue,
-                },
-                BYE => {
-                    self.gone[from] = true;
+            if tag == BYE {
+                self.gone[from] = true;
+            }
+            for lane in [Lane::Work, Lane::Weights] {
+                let message = if tag == PIECES[lane as usize] {
+                    Parcel::Piece(std::mem::take(&mut bytes))
+                } else if tag == LEAVES[lane as usize]
+                    && let Ok(departure) = serde_json::from_slice(&bytes)
+                {
+                    Parcel::Leave(departure)
+                } else {
                     continue;
-                }
-                _ => continue,
-            };
-            // A rank that has ended takes no messages.
-            let _ = self.arrived.send((from, message));
+                };
+                // A rank that has ended takes no messages.
+                let _ = self.arrived[lane as usize].send((from, message));
+            }
         }
         Ok(has_received)
     }

@@ -1,21 +1,23 @@
 //! Ranks that are threads of a single process: they share its worker threads and no memory of a run. For tests of what ranks compute.
 
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 
 use anyhow::{Context, Result};
 
-use super::{Arrival, Door, Parcel, Ranks};
+use super::{Arrival, Door, Lane, Parcel, Ranks};
 
 /// A door whose messages arrive at once.
 struct ChannelDoor {
     rank: usize,
-    to: Vec<Sender<Arrival>>,
+    /// By lane and rank.
+    to: [Vec<Sender<Arrival>>; 2],
 }
 
 impl Door for ChannelDoor {
-    fn send(&self, to: usize, message: Parcel) -> Result<()> {
-        self.to[to].send((self.rank, message)).context("the other rank has ended")
+    fn send(&self, to: usize, lane: Lane, message: Parcel) -> Result<()> {
+        self.to[lane as usize][to].send((self.rank, message)).context("the other rank has ended")
     }
 
     fn close(&self) {}
@@ -26,12 +28,15 @@ pub fn group(size: usize) -> Vec<Ranks> {
     if size == 1 {
         return vec![Ranks::alone()];
     }
-    let (to, from): (Vec<Sender<Arrival>>, Vec<Receiver<Arrival>>) =
-        (0..size).map(|_| channel()).unzip();
-    let ranks = from.into_iter().enumerate();
+    let channels = || (0..size).map(|_| channel()).unzip();
+    let (to_work, of_work): (Vec<Sender<Arrival>>, Vec<Receiver<Arrival>>) = channels();
+    let (to_weights, of_weights): (Vec<Sender<Arrival>>, Vec<Receiver<Arrival>>) = channels();
+    let to = [to_work, to_weights];
+    let ranks = of_work.into_iter().zip(of_weights).enumerate();
     ranks
-        .map(|(rank, arrivals)| {
-            Ranks::of(rank, size, Box::new(ChannelDoor { rank, to: to.clone() }), arrivals)
+        .map(|(rank, (work, weights))| {
+            let door = ChannelDoor { rank, to: to.clone() };
+            Ranks::of(rank, size, Arc::new(door), [work, weights])
         })
         .collect()
 }

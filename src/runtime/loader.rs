@@ -11,14 +11,14 @@ use std::thread::JoinHandle;
 use anyhow::{Result, anyhow};
 
 use super::engine::CopyAhead;
-use super::layer_source::LayerSource;
+use super::rank_reads::RankReads;
 use crate::model::DecoderLayer;
-use crate::run::MemorySettings;
 
 /// Hands out layers in ascending order.
 pub struct LayerLoader {
-    source: LayerSource,
-    settings: MemorySettings,
+    reads: Arc<RankReads>,
+    /// Reads the next layer while a layer is in use.
+    prefetch: bool,
     /// Copies a layer to its devices as soon as it is read ahead.
     copy: Arc<CopyAhead>,
     /// The index after the last layer.
@@ -28,14 +28,17 @@ pub struct LayerLoader {
 
 impl LayerLoader {
     /// Begins to read the first of `layers`, if it may read ahead. The reading thread calls `copy` with every layer.
-    pub fn new(
-        source: LayerSource,
-        settings: MemorySettings,
+    ///
+    /// # Arguments
+    /// * `prefetch`: reads the next layer while a layer is in use
+    pub(super) fn new(
+        reads: RankReads,
+        prefetch: bool,
         copy: CopyAhead,
         layers: Range<usize>,
     ) -> Self {
-        let copy = Arc::new(copy);
-        let mut loader = Self { source, settings, copy, end: layers.end, ahead: None };
+        let (copy, reads) = (Arc::new(copy), Arc::new(reads));
+        let mut loader = Self { reads, prefetch, copy, end: layers.end, ahead: None };
         loader.read_ahead(layers.start);
         loader
     }
@@ -46,19 +49,18 @@ impl LayerLoader {
             Some((ahead, reading)) if ahead == index => {
                 reading.join().map_err(|_| anyhow!("the reader of layer {index} panicked"))??
             }
-            _ => self.source.layer(self.settings.weights, index)?,
+            _ => self.reads.layer(index)?,
         };
         Ok(layer)
     }
 
     /// Begins to read the layer `index`, if it may read ahead and the layer exists.
     pub fn read_ahead(&mut self, index: usize) {
-        if self.settings.prefetch && index < self.end {
-            let (source, held) = (self.source.clone(), self.settings.weights);
-            let copy = Arc::clone(&self.copy);
+        if self.prefetch && index < self.end {
+            let (reads, copy) = (Arc::clone(&self.reads), Arc::clone(&self.copy));
             let reading =
                 std::thread::Builder::new().name("reading ahead".to_string()).spawn(move || {
-                    let layer = source.layer(held, index)?;
+                    let layer = reads.layer(index)?;
                     copy(&layer);
                     Ok(layer)
                 });

@@ -15,6 +15,7 @@
 //! | `engine` | the arithmetic of a device |
 //! | `devices` | the opened devices of a plan |
 //! | `clock`, `memory` | measured time and memory |
+//! | `rank_reads` | layers that every rank reads, or that the first rank reads for all |
 //! | `resident_set` | measured memory where the system has no `/proc` |
 
 pub mod blocks;
@@ -32,6 +33,7 @@ pub mod memory;
 mod one_sample;
 mod ordered_sums;
 mod pass;
+mod rank_reads;
 #[cfg(any(test, not(target_os = "linux")))]
 mod resident_set;
 pub mod share;
@@ -47,6 +49,7 @@ pub use layer_store::LayerStore;
 pub use loader::LayerLoader;
 pub use ordered_sums::{OrderedSums, gathered};
 pub use pass::ResultOrder;
+pub use rank_reads::bytes_on_the_way;
 pub use share::SampleShare;
 pub use spill::{check_spill_folder, random, spill_file};
 pub use sweep::{Editor, Finished, Passenger, Side, Sweep};

@@ -18,6 +18,7 @@ use super::devices::Devices;
 use super::layer_source::LayerSource;
 use super::loader::LayerLoader;
 use super::memory;
+use super::rank_reads::RankReads;
 use crate::linalg::{CodedActivations, Products};
 use crate::model::{DecoderLayer, Head};
 use crate::ranks::Ranks;
@@ -197,8 +198,8 @@ impl Sweep<'_> {
     ) -> Result<()> {
         let Reporter { clock, events } = self.reporter;
         let mut loader = LayerLoader::new(
-            source.clone(),
-            self.settings.clone(),
+            RankReads::new(source.clone(), &self.ranks, self.settings.weights),
+            self.settings.prefetch,
             compute.copies_ahead(),
             layers.clone(),
         );

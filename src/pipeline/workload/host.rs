@@ -11,6 +11,7 @@ use crate::pruning::Technique;
 use crate::run::memory_settings::WeightsHeld;
 use crate::run::plan::{MemoryPart, PartKind};
 use crate::run::{HiddenStatesStorage, Phase};
+use crate::runtime::bytes_on_the_way;
 
 /// The program before it opens a model: thread stacks, lists of tensors. Measured: 4 to 6 MiB.
 const PROGRAM: ByteSize = ByteSize(6 << 20);
@@ -134,7 +135,13 @@ impl<'r> Host<'r> {
 
     /// A phase with `parts` in addition to the program.
     pub(super) fn phase(&self, phase: Phase, mut parts: Vec<MemoryPart>) -> PhaseMemory {
-        let library = self.run.of_all_ranks.map_or(ByteSize::ZERO, |_| MPI_LIBRARY);
+        let run = self.run;
+        let of_ranks = |_| {
+            let layer =
+                footprint::layer_weights(run.config, run.dtypes.layers, &self.option.settings);
+            MPI_LIBRARY + bytes_on_the_way(layer)
+        };
+        let library = run.of_all_ranks.map_or(ByteSize::ZERO, of_ranks);
         parts.insert(0, part(PartKind::Program, PROGRAM + library));
         if let Processors::Gpus(_) = self.option.processors {
             parts.push(part(PartKind::CudaOnHost, CUDA_ON_HOST));

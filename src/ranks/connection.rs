@@ -1,0 +1,174 @@
+//! The connection of a rank with the others: values in pieces, out through the door, and in from the messages that have arrived.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+
+use super::{Arrival, Departure, Door, Lane, PIECE, Parcel};
+use crate::failure::Failure;
+
+/// The time between two looks at the door while a rank waits for a message.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// The connection of a rank with the others.
+pub(super) struct Connection {
+    pub(super) rank: usize,
+    pub(super) size: usize,
+    door: Arc<dyn Door>,
+    lane: Lane,
+    inbox: Mutex<Inbox>,
+    pub(super) sent: AtomicU64,
+    pub(super) waited_nanoseconds: AtomicU64,
+}
+
+/// The messages that have arrived.
+struct Inbox {
+    arrivals: Receiver<Arrival>,
+    /// By sender, pieces that nobody has asked for yet.
+    waiting: Vec<VecDeque<Vec<u8>>>,
+    left: Option<Departure>,
+}
+
+impl Inbox {
+    fn take(&mut self, (from, message): Arrival) {
+        match message {
+            Parcel::Piece(bytes) => self.waiting[from].push_back(bytes),
+            Parcel::Leave(departure) => drop(self.left.get_or_insert(departure)),
+        }
+    }
+}
+
+impl Connection {
+    pub(super) fn new(
+        (rank, size): (usize, usize),
+        door: Arc<dyn Door>,
+        lane: Lane,
+        arrivals: Receiver<Arrival>,
+    ) -> Self {
+        let waiting = vec![VecDeque::new(); size];
+        Self {
+            rank,
+            size,
+            door,
+            lane,
+            inbox: Mutex::new(Inbox { arrivals, waiting, left: None }),
+            sent: AtomicU64::new(0),
+            waited_nanoseconds: AtomicU64::new(0),
+        }
+    }
+
+    pub(super) fn others(&self) -> impl Iterator<Item = usize> + use<> {
+        let rank = self.rank;
+        (0..self.size).filter(move |to| *to != rank)
+    }
+
+    /// Sends the length of a value, and the value in pieces.
+    pub(super) fn send(&self, to: usize, bytes: &[u8]) -> Result<()> {
+        let length = (bytes.len() as u64).to_le_bytes();
+        for piece in [&length[..]].into_iter().chain(bytes.chunks(PIECE)) {
+            self.sent.fetch_add(piece.len() as u64, Ordering::Relaxed);
+            self.door.send(to, self.lane, Parcel::Piece(piece.to_vec()))?;
+        }
+        Ok(())
+    }
+
+    /// Receives a value that [`Connection::send`] has sent.
+    pub(super) fn receive(&self, from: usize) -> Result<Vec<u8>> {
+        let start = Instant::now();
+        let mut inbox = self.inbox();
+        let length = inbox.piece(from)?;
+        let length = <[u8; 8]>::try_from(&length[..]).map_err(|_| disagreement(from))?;
+        let length = usize::try_from(u64::from_le_bytes(length))?;
+        let mut bytes = Vec::with_capacity(length);
+        while bytes.len() < length {
+            bytes.append(&mut inbox.piece(from)?);
+        }
+        ensure!(bytes.len() == length, disagreement(from));
+        let waited = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.waited_nanoseconds.fetch_add(waited, Ordering::Relaxed);
+        Ok(bytes)
+    }
+
+    /// Receives a value whose pieces have all arrived.
+    pub(super) fn try_receive(&self, from: usize) -> Result<Option<Vec<u8>>> {
+        let mut inbox = self.inbox();
+        while let Ok(arrival) = inbox.arrivals.try_recv() {
+            inbox.take(arrival);
+        }
+        let waiting = &inbox.waiting[from];
+        let length = waiting.front().and_then(|piece| <[u8; 8]>::try_from(&piece[..]).ok());
+        let bytes: usize = waiting.iter().skip(1).map(Vec::len).sum();
+        let has_arrived = length.is_some_and(|of| bytes as u64 >= u64::from_le_bytes(of));
+        if !has_arrived && let Some(departure) = &inbox.left {
+            return Err(departure.clone().into_error());
+        }
+        drop(inbox);
+        match has_arrived {
+            true => self.receive(from).map(Some),
+            false => Ok(None),
+        }
+    }
+
+    /// Tells all ranks that this rank leaves the run early.
+    pub(super) fn leave(&self, departure: &Departure) {
+        for to in self.others() {
+            // A door that is closed has told it.
+            let _ = self.door.send(to, self.lane, Parcel::Leave(departure.clone()));
+        }
+    }
+
+    /// Ends the waits of this rank, too.
+    pub(super) fn end_waits(&self, departure: Departure) {
+        // A thread that waits holds the inbox, and looks for its own departure there.
+        let _ = self.door.send(self.rank, self.lane, Parcel::Leave(departure));
+    }
+
+    /// Returns the departure of another rank, as far as no thread waits for messages: that thread sees departures itself.
+    pub(super) fn departure(&self) -> Option<Departure> {
+        let mut inbox = self.inbox.try_lock().ok()?;
+        while let Ok(arrival) = inbox.arrivals.try_recv() {
+            inbox.take(arrival);
+        }
+        inbox.left.clone()
+    }
+
+    pub(super) fn close(&self) {
+        self.door.close();
+    }
+
+    fn inbox(&self) -> MutexGuard<'_, Inbox> {
+        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Inbox {
+    /// Waits for the next piece from a rank.
+    fn piece(&mut self, from: usize) -> Result<Vec<u8>> {
+        loop {
+            if let Some(piece) = self.waiting[from].pop_front() {
+                return Ok(piece);
+            }
+            if let Some(departure) = &self.left {
+                return Err(departure.clone().into_error());
+            }
+            match self.arrivals.recv_timeout(LOOK) {
+                Ok(arrival) => self.take(arrival),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(Failure::new("the connection to the other ranks has ended").into());
+                }
+            }
+        }
+    }
+}
+
+/// A message of a length that this rank does not expect: the ranks execute different commands.
+fn disagreement(rank: usize) -> Failure {
+    Failure::new(format!("rank {rank} sent a message that does not belong here"))
+        .detail("all ranks must run the same version of prune with the same flags")
+        .hint("start every rank with the same command: mpirun -n 4 prune …")
+}
