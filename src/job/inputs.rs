@@ -44,7 +44,7 @@ impl RunInputs<'_> {
     /// The samples and windows of all ranks, for a plan; `None` for a run of a single process.
     pub(super) fn of_all_ranks(&self, samples: usize, windows: usize) -> Option<RanksShape> {
         let ranks = self.ranks.size();
-        (!self.ranks.is_alone()).then_some(RanksShape { ranks, samples, windows })
+        (!self.ranks.is_alone()).then_some(RanksShape { ranks, samples, windows, reading: 1.0 })
     }
 
     /// The techniques of the runs after the first in the sweep. Only the first run knows them.

@@ -15,6 +15,7 @@ use super::machine;
 use super::plan::{Subject, inventory, run_shape};
 use super::planned::plan as plan_run;
 use crate::pipeline::{RanksShape, RunShape};
+use crate::placement::Rate;
 use crate::report::rank_plan::RankRow;
 use crate::run::Events;
 use crate::runtime::blocks::SampleBlocks;
@@ -41,11 +42,13 @@ pub fn rank_table(
         let mut shape = whole.clone();
         (shape.samples, shape.windows) = (share(whole.samples), share(whole.windows));
         let RunShape { samples, windows, .. } = whole;
-        shape.of_all_ranks = (size > 1).then_some(RanksShape { ranks: size, samples, windows });
+        // All ranks read, or the first rank reads for all: the quicker way, as in a run.
+        let passed_on = |storage: Rate| (storage.gigabytes() / ranks.network.gigabytes()).max(1.0);
+        let reading = ranks.storage.map_or(1.0, |storage| passed_on(storage).min(size as f64));
+        let all = RanksShape { ranks: size, samples, windows, reading };
+        shape.of_all_ranks = (size > 1).then_some(all);
         if let Some(storage) = ranks.storage {
-            // All ranks read, or the first rank reads for all: the quicker way, as in a run.
-            let (storage, network) = (storage.gigabytes(), ranks.network.gigabytes());
-            machine_of_rank.rates.disk_gb_s = (storage / size as f64).max(storage.min(network));
+            machine_of_rank.rates.disk_gb_s = storage.gigabytes();
         }
         let plan = plan_run(&shape, &machine_of_rank, &policy)?;
         let sent = shape.bytes_sent();

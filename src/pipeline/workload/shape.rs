@@ -69,7 +69,7 @@ pub struct RunShape<'a> {
 }
 
 /// All ranks of a run in numbers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RanksShape {
     /// Their number.
     pub ranks: usize,
@@ -77,6 +77,8 @@ pub struct RanksShape {
     pub samples: usize,
     /// The evaluation windows of all of them, on a side.
     pub windows: usize,
+    /// The time of reading weights, relative to a rank that has the storage for itself.
+    pub reading: f64,
 }
 
 /// The packs of tasks in numbers. They are also counted as windows with as many tokens.

@@ -72,7 +72,7 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Work {
     Work {
         layer_flop: flop * seqlen / speed(run, option.processors) + grams.gpu_flop,
         layer_host_flop: grams.host_flop + solvers(run),
-        layer_read: weights,
+        layer_read: weights * run.of_all_ranks.map_or(1.0, |all| all.reading),
         layer_moved: moved,
         // Dense, and again after pruning.
         layer_uploaded: weights * (1 + run.techniques().count()) as f64 + grams.sums,
