@@ -414,9 +414,9 @@ fn a_target_decides_how_much_goes() {
         assert!(!place.path("none").exists());
         // The target of the hint, as it is typed.
         if let Some((_, larger)) = ran.stderr.split_once("a larger target, like ") {
-            let larger = larger.split([',', ';']).next().expect("a flag");
+            let larger = larger.split([',', '\n']).next().expect("a flag");
             let auto = flags.split(" --target").next().expect("a flag");
-            place.prune(&format!("--model m {auto} {larger} --eval none --no-save-model"));
+            place.prune(&format!("--model m {auto} {larger} --eval none --save larger --force"));
         }
     }
 }

@@ -326,7 +326,7 @@ tokenizer_source: base
             ),
             (
                 FlagRecipe { lambda: Some(f64::NAN), ..flags("ties", &["a"]) },
-                "`lambda` is NaN; it must be a finite number",
+                "--lambda is NaN; it must be a finite number",
             ),
             (
                 FlagRecipe { t: Some(0.5), ..flags("ties", &["a"]) },
