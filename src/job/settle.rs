@@ -17,7 +17,7 @@ use super::recover::{Recovery, closing};
 use super::resolved::{Pruning, allocates};
 use super::same_run;
 use super::settled_run::{RunStart, RunTask, SettledRun, offload_folder};
-use super::{against, allocate, layer_drop, target_size, unused_flags, weight_choice, width_drop};
+use super::{against, allocate, layer_drop, target_size, weight_choice, width_drop};
 use crate::checkpoint::check_sidecars;
 use crate::data::chat::begin_run;
 use crate::failure::Failure;
