@@ -99,10 +99,18 @@ fn adapter(path: &Path) -> Failure {
     let config = config.and_then(|text| serde_json::from_str::<Value>(&text).ok());
     let base = config.as_ref().and_then(|config| config["base_model_name_or_path"].as_str());
     let base = base.filter(|base| !base.is_empty()).unwrap_or("BASE");
+    // The name may be a path from the adapter's folder, or from the folder where peft ran.
+    let is_path = base.starts_with('.') || base.starts_with('/');
+    let mut places = path.ancestors().map(|folder| folder.join(base));
+    let base = match (Path::new(base).is_dir(), places.find(|place| place.is_dir())) {
+        (false, Some(place)) => place.display().to_string(),
+        (false, None) if is_path => "BASE".to_string(),
+        _ => base.to_string(),
+    };
     Failure::new(format!("`{shown}` is an adapter, not a whole model"))
         .detail(format!("it has `{ADAPTER_FILE}` and no weights of a model"))
         .hint(format!(
-            "fold it into its base first: prune merge --base {base} --model {base}+{shown} --method linear --save merged"
+            "fold it into its base first: prune merge --model {base}+{shown} --method linear --save merged"
         ))
 }
 

@@ -2,6 +2,7 @@
 
 use clap::{CommandFactory, Parser, Subcommand};
 
+use super::advice;
 use super::args::MessageArgs;
 #[cfg(feature = "synthetic")]
 use super::make_checkpoint;
@@ -138,7 +139,8 @@ impl Cli {
 /// The whole command line as clap knows it. `--version` also prints what this build and this machine can do.
 pub fn command() -> clap::Command {
     let version = env!("CARGO_PKG_VERSION");
-    Cli::command().long_version(format!("{version}\n{}", machine::describe()))
+    let command = advice::with_numbers_below_zero(Cli::command());
+    command.long_version(format!("{version}\n{}", machine::describe()))
 }
 
 /// The text for a command line without arguments. It fits on a terminal of 80 columns and 24 lines.

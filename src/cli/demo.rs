@@ -55,11 +55,14 @@ pub fn command(args: &DemoArgs, console: &Console) -> Result<()> {
 fn explanation(args: &DemoArgs) -> String {
     let kept = match &args.save {
         Some(save) => {
-            let save = save.display();
+            let save = save.display().to_string();
+            let save = save.trim_end_matches('/');
             format!(
                 "The models are in `{save}`. Look closer:\n  \
-                 prune recover --model {save}/wanda-60/model --how full --dataset demo --eval-dataset demo\n  \
-                 prune --model {save}/dense --sparsity-ratio 0.7 --dataset demo --eval-dataset demo"
+                 prune recover --model {save}/wanda-60/model --how full --dataset demo \\\n        \
+                 --eval-dataset demo --save {save}-full\n  \
+                 prune --model {save}/dense --sparsity-ratio 0.7 --dataset demo \\\n        \
+                 --eval-dataset demo --save {save}-70"
             )
         }
         None => "Keep the models with `prune demo --save DIR`. Then, on a model of your own:\n  \
@@ -72,6 +75,28 @@ fn explanation(args: &DemoArgs) -> String {
          activations they meet. Ladder adjusts the weights that stay, and a recovery\n\
          trains them, with the dense model as the teacher. Zeros take room and time\n\
          until `prune pack` and `prune generate` leave them out; other programs keep\n\
-         them. `prune generate --bench` measures a model of your own.\n{kept}"
+         them. `prune generate DIR --prompt Hello --bench` measures a model of your own.\n{kept}"
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::definition::command;
+
+    #[test]
+    fn the_commands_of_the_explanation_parse_and_save_their_results() {
+        let line = ["prune", "demo", "--save", "out/demo/"];
+        let matches = command().try_get_matches_from(line).unwrap();
+        let (_, demo) = matches.subcommand().unwrap();
+        let args = <DemoArgs as clap::FromArgMatches>::from_arg_matches(demo).unwrap();
+        let text = explanation(&args).replace("\\\n", " ");
+        let commands: Vec<&str> =
+            text.lines().map(str::trim).filter(|line| line.starts_with("prune ")).collect();
+        assert_eq!(commands.len(), 2, "{text}");
+        for line in commands {
+            assert!(line.contains(" --save out/demo-"), "{line}");
+            assert!(command().try_get_matches_from(line.split_whitespace()).is_ok(), "{line}");
+        }
+    }
 }

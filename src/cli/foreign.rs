@@ -1,7 +1,7 @@
 //! Command lines of foreign pruning programs, in the words of this program: the tip under a command line that is refused.
 //!
-//! Users replace `python main.py` by `prune` and keep their flags. The tables have the flags and values of Wanda, DSnoT, OWL and SparseGPT
-//! that have a different name here. A translation is shown only if the whole command line then parses.
+//! Users replace `python main.py` by `prune` and keep their flags. The tables have the flags and values of Wanda, DSnoT, OWL, SparseGPT and
+//! transformers' Trainer that have a different name here. A translation is shown only if the whole command line then parses.
 
 use std::ffi::OsString;
 
@@ -29,7 +29,7 @@ const SCRIPTS: [(&str, &str); 3] =
 const SCRIPTS_OF_SPARSEGPT: [&str; 3] = ["llama.py", "opt.py", "bloom.py"];
 
 /// Flags, and the same flags here. With a value, only this value means what the program does anyway.
-const FLAGS: [(&str, Option<&str>, &str); 18] = [
+const FLAGS: [(&str, Option<&str>, &str); 29] = [
     ("--model-path", None, "--model"),
     ("--model-name-or-path", None, "--model"),
     ("--sparsity", None, "--sparsity-ratio"),
@@ -48,6 +48,17 @@ const FLAGS: [(&str, Option<&str>, &str); 18] = [
     ("--output", None, "--save"),
     ("--eval-dataset-path", None, "--eval-dataset"),
     ("--wbits", Some("16"), ""),
+    ("--max-steps", None, "--steps"),
+    ("--num-train-epochs", None, "--epochs"),
+    ("--learning-rate", None, "--lr"),
+    ("--warmup-steps", None, "--warmup"),
+    ("--per-device-train-batch-size", None, "--batch-size"),
+    ("--gradient-accumulation-steps", None, "--accumulate"),
+    ("--max-seq-length", None, "--seqlen"),
+    ("--eval-steps", None, "--eval-every"),
+    ("--save-steps", None, "--save-every"),
+    ("--lora-r", None, "--rank"),
+    ("--lora-alpha", None, "--alpha"),
 ];
 
 /// A flag and its value; a word has the flag "".
@@ -96,7 +107,7 @@ pub(super) fn translated(arguments: &[OsString]) -> Option<Vec<String>> {
     if here.is_empty() && is_elsewhere {
         of_pruning(&mut line);
     }
-    if here.is_empty() && !names_ratio(&line) {
+    if here.is_empty() && !has_ratio(&line) {
         return None;
     }
     let mut all = vec!["prune".to_string()];
@@ -220,7 +231,7 @@ fn of_pruning(line: &mut Vec<Argument>) {
             *flag = "--model".to_string();
         }
     }
-    if !names_ratio(line) {
+    if !has_ratio(line) {
         line.push(("--sparsity-ratio".to_string(), Some("0.5".to_string())));
     }
 }
@@ -229,11 +240,23 @@ fn has(line: &[Argument], name: &str) -> bool {
     line.iter().any(|(flag, _)| flag == name)
 }
 
-/// Returns whether a pruning command says what it removes.
-fn names_ratio(line: &[Argument]) -> bool {
-    let flags =
-        ["--sparsity-ratio", "--sparsity-type", "--layer-ratios", "--drop-layers", "--drop-width"];
-    flags.iter().any(|name| has(line, name))
+/// Flags that say what a pruning command removes.
+const REMOVING: [&str; 6] = [
+    "--sparsity-ratio",
+    "--sparsity-type",
+    "--layer-ratios",
+    "--drop-layers",
+    "--layers-dropped",
+    "--drop-width",
+];
+
+/// Returns whether the words of a pruning command say what it removes.
+pub(super) fn names_ratio(words: &[String]) -> bool {
+    words.iter().any(|word| REMOVING.contains(&word.split('=').next().unwrap_or_default()))
+}
+
+fn has_ratio(line: &[Argument]) -> bool {
+    REMOVING.iter().any(|name| has(line, name))
 }
 
 #[cfg(test)]
@@ -281,6 +304,10 @@ mod tests {
                 "prune --model m --dataset c4 --prune-method magnitude --sparsity-type 2:4",
             ),
             ("prune evaluate m8", "prune eval m8"),
+            (
+                "prune recover --model m --how full --max-steps 20 --learning-rate=1e-3",
+                "prune recover --model m --how full --steps 20 --lr 1e-3",
+            ),
             ("prune prune m8", "prune --model m8 --sparsity-ratio 0.5"),
         ] {
             assert_eq!(of(theirs).as_deref(), Some(ours), "{theirs}");

@@ -21,8 +21,7 @@ Examples:
   prune merge ties.yml --save out/merged
   prune merge --base llama-2-7b --model chat --model math --method ties \\
         --density 0.5 --weight 0.6,0.4 --save out/merged
-  prune merge --base llama-2-7b --model llama-2-7b+my-lora --method linear \\
-        --save out/folded";
+  prune merge --model llama-2-7b+my-lora --method linear --save out/folded";
 
 /// Flags of `prune merge`.
 #[derive(Debug, Clone, Args)]

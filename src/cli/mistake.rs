@@ -9,7 +9,7 @@ use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
 use super::definition::command;
-use super::foreign;
+use super::{advice, foreign};
 use crate::run::command_line::quoted;
 
 /// Flags that people look for, each with the advice for it.
@@ -53,7 +53,8 @@ const FLAGS_OF_ONE_RUN: [(&str, &str); 6] = [
 pub(super) fn explain(error: clap::Error, arguments: &[OsString]) -> clap::Error {
     let is_mistake = error.use_stderr();
     let mut error = explain_kind(error, arguments);
-    if is_mistake && let Some(line) = foreign::translated(arguments) {
+    let spelt = with_command_spelt(arguments);
+    if is_mistake && let Some(line) = foreign::translated(&spelt) {
         error.remove(ContextKind::SuggestedArg);
         error.remove(ContextKind::SuggestedSubcommand);
         let other = error.remove(ContextKind::Suggested);
@@ -70,8 +71,12 @@ pub(super) fn explain(error: clap::Error, arguments: &[OsString]) -> clap::Error
 }
 
 fn explain_kind(mut error: clap::Error, arguments: &[OsString]) -> clap::Error {
+    let program = command();
+    let command = advice::command_of(&program, arguments);
     match error.kind() {
         ErrorKind::InvalidValue => explain_value(&mut error),
+        ErrorKind::ValueValidation => advice::explain_unreadable(&mut error, command),
+        ErrorKind::MissingRequiredArgument => advice::explain_missing(&mut error, command),
         ErrorKind::UnknownArgument => explain_flag(&mut error),
         ErrorKind::InvalidSubcommand | ErrorKind::ArgumentConflict => {
             if let Some(word) = text(&error, ContextKind::InvalidSubcommand) {
@@ -112,17 +117,15 @@ fn explain_value(error: &mut clap::Error) {
     }
 }
 
-/// A flag of a single run beside the lists of a sweep.
+/// Two flags that exclude each other, such as a flag of a single run and the lists of a sweep.
 fn explain_conflict(error: &mut clap::Error) {
     let flag = |kind| text(error, kind)?.split(' ').next().map(ToString::to_string);
     let pair = [flag(ContextKind::InvalidArg), flag(ContextKind::PriorArg)];
-    if !pair.contains(&Some("--methods".to_string())) {
-        return;
-    }
     let known =
         FLAGS_OF_ONE_RUN.iter().find(|(name, _)| pair.iter().flatten().any(|flag| flag == name));
-    if let Some((_, advice)) = known {
-        advise(error, format!("a sweep has many runs: {advice}"));
+    match known.filter(|_| pair.contains(&Some("--methods".to_string()))) {
+        Some((_, advice)) => advise(error, format!("a sweep has many runs: {advice}")),
+        None => advice::explain_pair(error),
     }
 }
 
@@ -133,6 +136,10 @@ fn explain_flag(error: &mut clap::Error) {
     let Some(flag) = text(error, ContextKind::InvalidArg) else {
         return;
     };
+    if !flag.starts_with('-') {
+        advise(error, format!("leave `{flag}` out"));
+        return;
+    }
     let known = FLAGS.iter().find(|(name, _)| *name == flag);
     let proposed = text(error, ContextKind::SuggestedArg);
     let is_meant = proposed.is_some_and(|proposed| {
@@ -179,7 +186,19 @@ fn explain_word(mut error: clap::Error, word: &str, arguments: &[OsString]) -> c
     error
 }
 
-/// The command line with `--model` before `word`; `None` where that flag or a command is given already.
+/// The command line with a misspelt `prune` corrected: people who type `prune prune MODEL` may misspell the second word.
+fn with_command_spelt(arguments: &[OsString]) -> Vec<OsString> {
+    let mut arguments = arguments.to_vec();
+    if let Some(word) = arguments.get_mut(1)
+        && word.to_str().is_some_and(|word| !meant(word, std::iter::once("prune")).is_empty())
+    {
+        *word = "prune".into();
+    }
+    arguments
+}
+
+/// The command line with `--model` before `word`, and a ratio where none is named; `None` where that flag or a command is given already, and
+/// where the rest of the line is refused, too.
 fn with_flag(word: &str, commands: &[String], arguments: &[OsString]) -> Option<String> {
     let mut flagged = vec!["prune".to_string()];
     for argument in arguments.iter().skip(1) {
@@ -192,11 +211,14 @@ fn with_flag(word: &str, commands: &[String], arguments: &[OsString]) -> Option<
         }
         flagged.push(argument);
     }
-    Some(quoted(&flagged))
+    if !foreign::names_ratio(&flagged) {
+        flagged.extend(["--sparsity-ratio", "0.5"].map(String::from));
+    }
+    command().try_get_matches_from(&flagged).is_ok().then(|| quoted(&flagged))
 }
 
 /// Adds a line of advice.
-fn advise(error: &mut clap::Error, advice: String) {
+pub(super) fn advise(error: &mut clap::Error, advice: String) {
     let advice = ContextValue::StyledStrs(vec![StyledStr::from(advice)]);
     error.insert(ContextKind::Suggested, advice);
 }
@@ -219,7 +241,8 @@ fn meant<'a>(given: &str, candidates: impl Iterator<Item = &'a str>) -> Vec<Stri
         .collect()
 }
 
-fn text(error: &clap::Error, kind: ContextKind) -> Option<String> {
+/// The text of a kind in the context of an error.
+pub(super) fn text(error: &clap::Error, kind: ContextKind) -> Option<String> {
     match error.get(kind) {
         Some(ContextValue::String(text)) => Some(text.clone()),
         _ => None,

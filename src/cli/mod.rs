@@ -4,6 +4,7 @@
 //!
 //! | file | content |
 //! | --- | --- |
+//! | `advice` | advice that holds for every flag: a value to type, a flag to leave out, an example of the command |
 //! | `console` | the receiver of all output: results to standard output, everything else to standard error |
 //! | `definition` | the definition of the command line for clap |
 //! | `demo` | `prune demo`: flags, table and explanation |
@@ -31,6 +32,7 @@
 //! | `sweep` | `prune sweep`: flags, checks of the lists, and the table |
 //! | `terminal` | the terminal as the bars see it |
 
+mod advice;
 pub mod args;
 pub mod console;
 mod definition;

@@ -340,10 +340,14 @@ impl Samples {
     }
 }
 
+/// The shortest sequences that a hint proposes: shorter ones hold hardly any context, so their statistics and losses mean little.
+pub(super) const SHORTEST_PROPOSED: usize = 32;
+
 /// The hint for a text of `available` tokens: the largest power of two below it, or `otherwise` alone.
 pub(super) fn shorter(available: usize, otherwise: &str) -> String {
-    match available.saturating_sub(1).checked_ilog2() {
-        Some(log) => format!("use --seqlen {}, or {otherwise}", 1usize << log),
+    let log = available.saturating_sub(1).checked_ilog2();
+    match log.map(|log| 1usize << log).filter(|length| *length >= SHORTEST_PROPOSED) {
+        Some(length) => format!("use --seqlen {length}, or {otherwise}"),
         None => otherwise.to_owned(),
     }
 }

@@ -47,7 +47,7 @@ impl Source {
     ) -> Result<Evaluation> {
         if seqlen == 0 || max_windows == Some(0) {
             return Err(Failure::usage("no windows to evaluate: seqlen or --eval-windows is 0")
-                .hint("use numbers above zero, or prune with --eval none")
+                .hint("use numbers above zero")
                 .into());
         }
         let text = tokenize_joined(self, tokenizer, cache, events)?;
@@ -58,10 +58,7 @@ impl Source {
                 "the evaluation text is too short for one window of {seqlen} tokens"
             ))
             .detail(format!("`{}` has {} tokens", self.path(), tokens.len()))
-            .hint(shorter(
-                tokens.len(),
-                "name a longer text with --eval-dataset, or prune with --eval none",
-            ))
+            .hint(shorter(tokens.len(), "name a longer text with --eval-dataset"))
             .into());
         }
         let most = if text.is_of_documents { DOCUMENT_WINDOWS } else { usize::MAX };

@@ -10,6 +10,7 @@ use anyhow::Result;
 
 use super::answers::{MarkedTokens, marked_tokens};
 use super::cache::TextCache;
+use super::calibration::SHORTEST_PROPOSED;
 use super::document::Document;
 use super::documents::Documents;
 use super::examples::{ExampleBuilder, Examples, check_seqlen};
@@ -42,6 +43,8 @@ pub struct ExampleRequest {
     pub packing: Packing,
     /// Examples that are needed, such as the examples of a step.
     pub at_least: usize,
+    /// Examples of them that are held out from the training.
+    pub held_out: usize,
     /// Examples that are enough; all of the text if `None`.
     pub at_most: Option<usize>,
 }
@@ -71,7 +74,7 @@ impl Source {
                 "at most {at_most} examples are to be used, but {} are needed",
                 request.at_least.max(1)
             ))
-            .hint("use more examples, or a smaller --batch-size")
+            .hint("use more examples, or fewer in a step")
             .into());
         }
         match (&self.files, request.packing) {
@@ -374,11 +377,11 @@ fn too_few(
             failure.detail(format!("{left_out} more examples have no token that loss counts on"));
     }
     let mut fixes = Vec::new();
-    if found > 0 {
-        fixes.push(format!("use --batch-size {found}"));
+    if found > request.held_out {
+        fixes.push(format!("use --batch-size {} --accumulate 1", found - request.held_out));
     }
     let length = (tokens / needed).checked_ilog2().map_or(0, |log| 1 << log);
-    if request.packing == Packing::Packed && (2..request.seqlen).contains(&length) {
+    if request.packing == Packing::Packed && (SHORTEST_PROPOSED..request.seqlen).contains(&length) {
         fixes.push(format!("use --seqlen {length}"));
     }
     let flag = source.role.flag();

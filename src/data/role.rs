@@ -17,12 +17,4 @@ impl Role {
             Self::Evaluation => "--eval-dataset",
         }
     }
-
-    /// The end of a hint: evaluation can be left out.
-    pub fn or_not_at_all(self) -> &'static str {
-        match self {
-            Self::Calibration => "",
-            Self::Evaluation => ", or prune with --eval none",
-        }
-    }
 }

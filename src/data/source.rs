@@ -113,13 +113,13 @@ impl Source {
                 paths.iter().try_for_each(|path| self.check_documents(path, *format))
             }
             Files::Plain(path) | Files::Sentences(path) => {
-                text_file::check_beginning(path, Expected::Text)
+                text_file::check_beginning(path, Expected::Text, self.role)
             }
             Files::Demo => Ok(()),
             Files::Rows(parts) => {
                 parts.iter().try_for_each(|part| match Format::of(part, Expected::Rows)? {
                     format if format.is_columnar() => first_line(part, format).map(drop),
-                    _ => text_file::check_beginning(part, Expected::Rows),
+                    _ => text_file::check_beginning(part, Expected::Rows, self.role),
                 })
             }
         }
@@ -274,9 +274,8 @@ fn expand_home(path: &Path) -> PathBuf {
 fn no_local_text(spec: &DatasetSpec, role: Role) -> Failure {
     let split = spec.name.unwrap_or(Name::Wikitext2).split(role);
     Failure::new(format!("no local text for `{} {spec}`", role.flag())).hint(format!(
-        "use {} {spec}:PATH (a file, or a folder with its {split} split){}",
-        role.flag(),
-        role.or_not_at_all()
+        "use {} {spec}:PATH (a file, or a folder with its {split} split)",
+        role.flag()
     ))
 }
 
@@ -289,5 +288,5 @@ fn not_found(spec: &DatasetSpec, path: &Path, role: Role) -> Failure {
             "use wikitext2:PATH, c4:PATH, hub:OWNER/NAME, or the path of a folder or file (text, .jsonl, .json, .gz, .parquet, .arrow)"
         }
     };
-    failure.hint(format!("{hint}{}", role.or_not_at_all()))
+    failure.hint(hint)
 }

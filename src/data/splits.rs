@@ -113,7 +113,7 @@ fn matching(folder: &Path, prefix: &str, suffix: &str) -> Vec<PathBuf> {
 fn missing(what: &str, folder: &Path, names: &str, role: Role, dataset: &str) -> Failure {
     Failure::new(format!("no {what} in `{}`", folder.display()))
         .detail(format!("looked for {names}"))
-        .hint(format!("name the file: {} {dataset}:PATH{}", role.flag(), role.or_not_at_all()))
+        .hint(format!("name the file: {} {dataset}:PATH", role.flag()))
 }
 
 fn ambiguous(folder: &Path, found: &[PathBuf], split: &str, role: Role, dataset: &str) -> Failure {

@@ -7,6 +7,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 
 use super::line_memory::{LONGEST_LINE, LineMemory};
+use super::role::Role;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::input::{self, Expected, cannot_read};
@@ -21,7 +22,7 @@ pub(super) fn open(path: &Path, expected: Expected) -> Result<File> {
 
 /// Checks that a file is not empty and that its first bytes are UTF-8. Fails when they are not, when the file cannot be read, and for
 /// content that does not agree with its role or its name.
-pub(super) fn check_beginning(path: &Path, expected: Expected) -> Result<()> {
+pub(super) fn check_beginning(path: &Path, expected: Expected, role: Role) -> Result<()> {
     let mut start = Vec::new();
     open(path, expected)?
         .take(PORTION as u64)
@@ -29,7 +30,7 @@ pub(super) fn check_beginning(path: &Path, expected: Expected) -> Result<()> {
         .with_context(|| format!("cannot read `{}`", path.display()))?;
     if start.is_empty() {
         return Err(Failure::new(format!("`{}` is empty", path.display()))
-            .hint("name another text with --dataset or --eval-dataset")
+            .hint(format!("name another text with {}", role.flag()))
             .into());
     }
     match std::str::from_utf8(&start) {

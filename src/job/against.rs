@@ -30,8 +30,7 @@ pub(super) fn open(
         return Ok(None);
     };
     let asked = ModelSettings { model: dense.clone(), revision: None, ..settings.model.clone() };
-    let dense = OpenedModel::open(&asked, &settings.device, Some(model.seqlen), events)?;
-    dense.check_ends(events)?;
+    let mut dense = OpenedModel::open(&asked, &settings.device, None, events)?;
     let (here, there) = (model.config.vocab_size, dense.config.vocab_size);
     if here != there {
         return Err(Failure::new(format!(
@@ -42,6 +41,18 @@ pub(super) fn open(
         .hint("name the dense model that this model was made from")
         .into());
     }
+    let limit = dense.config.longest_sequence();
+    if model.seqlen > limit {
+        return Err(Failure::usage(format!(
+            "the windows have {} tokens, and `{}` of --against has {limit} positions",
+            model.seqlen,
+            dense.folder.display()
+        ))
+        .hint(format!("use --seqlen {limit} or less"))
+        .into());
+    }
+    dense.seqlen = model.seqlen;
+    dense.check_ends(events)?;
     Ok(Some(dense))
 }
 

@@ -31,18 +31,16 @@ impl ConversionFolder {
         deciding: Vec<(&str, String)>,
         events: &dyn Events,
     ) -> Result<Self> {
-        let output = OutputSettings {
-            save_model: Some(settings.save.clone()),
-            force: settings.force,
-            ..OutputSettings::default()
-        };
-        let mut folder = RunFolder::at(&[source], &output, true)?;
+        let mut folder = RunFolder::of_model(source, &settings.save, settings.force)?;
         folder.lock(events)?;
         let program = ("program", format!("prune {}", env!("CARGO_PKG_VERSION")));
         let deciding = deciding.into_iter().chain([program]);
         let deciding = deciding.map(|(name, value)| (name.to_string(), value)).collect();
         let unfinished = match folder.look()? {
-            Some(state) => same_run::check(state, &deciding, &folder, &output)?,
+            Some(state) => {
+                let output = OutputSettings { force: settings.force, ..OutputSettings::default() };
+                same_run::check(state, &deciding, &folder, &output)?
+            }
             None => None,
         };
         Ok(Self { folder, deciding, unfinished })

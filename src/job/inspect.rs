@@ -184,6 +184,14 @@ fn merge(model: &Path, events: &dyn Events) -> Option<String> {
 
 /// Opens a checkpoint; a run folder is answered with its model's folder.
 fn open(folder: &Path, events: &dyn Events) -> Result<OpenedWeights> {
+    if !folder.exists() {
+        let hint = match located::neighbour(folder) {
+            Some(near) => format!("did you mean {}?", near.display()),
+            None => "name a checkpoint folder, like out/7b/model".to_string(),
+        };
+        let refusal = format!("there is no folder `{}`", folder.display());
+        return Err(Failure::new(refusal).hint(hint).into());
+    }
     match located::run_folder(folder) {
         Some(failure) => Err(failure.into()),
         None => OpenedWeights::open(folder, events),

@@ -37,12 +37,22 @@ pub(super) fn in_evaluation(job: &SettledRun, events: &dyn Events) {
     })));
 }
 
-/// Files exist from now on.
+/// Files exist from now on; finished layers are kept.
 pub(super) fn with_outputs(job: &SettledRun, events: &dyn Events) {
+    while_kept("layers", job, events);
+}
+
+/// The whole model is trained; finished steps are kept.
+pub(super) fn in_training(job: &SettledRun, events: &dyn Events) {
+    while_kept("steps", job, events);
+}
+
+/// Finished parts of the work are kept where a model is written.
+fn while_kept(parts: &str, job: &SettledRun, events: &dyn Events) {
     let run = job.folder.run.as_ref();
     let unfinished = match (job.folder.state(), run) {
         (Some(folder), _) => {
-            Some(Unfinished::resumable("layers", folder, "run", &job.settings.arguments))
+            Some(Unfinished::resumable(parts, folder, "run", &job.settings.arguments))
         }
         (None, Some(run)) => Some(Unfinished {
             text: format!(

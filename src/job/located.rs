@@ -365,13 +365,9 @@ fn with_path(error: anyhow::Error, dataset: &DatasetSpec, role: Role) -> anyhow:
     match error.downcast::<Failure>() {
         Ok(failure) => {
             let own = format!("{} {dataset}:PATH for a text on disk", role.flag());
-            let or_none = match role {
-                Role::Calibration => "",
-                Role::Evaluation => ", or prune with --eval none",
-            };
             let hint = match &failure.hint {
-                Some(hint) => format!("{hint}; or use {own}{or_none}"),
-                None => format!("use {own}{or_none}"),
+                Some(hint) => format!("{hint}; or use {own}"),
+                None => format!("use {own}"),
             };
             failure.hint(hint).into()
         }
@@ -385,7 +381,29 @@ fn hub(cache_dir: Option<&Path>) -> Result<Hub> {
 }
 
 fn missing_folder(folder: &Path) -> Failure {
+    let layout = "in Hugging Face layout: config.json, *.safetensors, tokenizer.json";
+    let hint = match neighbour(folder) {
+        Some(near) => format!("did you mean {}? name a folder {layout}", near.display()),
+        None => format!("name a folder {layout}"),
+    };
     Failure::new(format!("the model folder `{}` does not exist", folder.display()))
         .detail("neither is it an id on the hub, which is like meta-llama/Llama-2-7b-hf")
-        .hint("name a folder in Hugging Face layout: config.json, *.safetensors, tokenizer.json")
+        .hint(hint)
+}
+
+/// The folder that a path to no folder is a misspelling of. A third of the letters may be wrong, from 1 to 3, but no digit: it would name a
+/// different model.
+pub(super) fn neighbour(path: &Path) -> Option<PathBuf> {
+    let name = path.file_name()?.to_str()?;
+    let parent = path.parent().filter(|parent| *parent != Path::new(""));
+    let entries = std::fs::read_dir(parent.unwrap_or(Path::new("."))).ok()?;
+    let folders = entries.flatten().filter(|entry| entry.path().is_dir());
+    let digits = |text: &str| -> String { text.chars().filter(char::is_ascii_digit).collect() };
+    let wrong_at_most = (name.chars().count() / 3).clamp(1, 3);
+    let names = folders.filter_map(|entry| entry.file_name().into_string().ok());
+    let near = names
+        .filter(|other| digits(other) == digits(name))
+        .map(|other| (strsim::osa_distance(name, &other), other))
+        .filter(|(wrong, _)| *wrong <= wrong_at_most);
+    near.min().map(|(_, other)| path.with_file_name(other))
 }

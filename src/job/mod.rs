@@ -25,6 +25,7 @@
 //! | `tensor_files` | files whose tensors are finished in any order, of a merge, a quantisation and a packing |
 //! | `pack_plan`, `original_files` | the pieces of a packing that fit into the memory; the files that it keeps beside the weights |
 //! | `conversion` | the output folder of `quantize`, `pack` and `unpack` |
+//! | `unused_flags` | warnings of flags that a run was given and does not read |
 //! | `disk_room` | the check that disks have room for the files of a run |
 //! | `folder` | the run folder: refusals, lock, state of an unfinished run, memory log |
 //! | `streams` | samples and windows, and the sweep they pass |
@@ -98,6 +99,7 @@ mod task_log;
 mod tensor_files;
 mod texts;
 mod unpack;
+mod unused_flags;
 mod weight_choice;
 mod width_drop;
 mod zeros_gain;

@@ -373,6 +373,7 @@ pub(super) fn check_seqlen(seqlen: Option<usize>, config: &ModelConfig) -> Resul
         return Err(Failure::usage(format!(
             "--seqlen is {seqlen}; at least 2 tokens are needed to predict one"
         ))
+        .hint(format!("use --seqlen {}, or leave it out", SEQLEN.min(limit)))
         .into());
     }
     if seqlen > limit {

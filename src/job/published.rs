@@ -27,6 +27,7 @@ use crate::report::cards;
 use crate::report::front_matter::{self, FrontMatter};
 use crate::run::PruningRecord;
 use crate::run::pruning_record::{ForwardArithmetic, PRUNING_FILE, PrunedSource, SCHEMA};
+use crate::settings::RecoverySettings;
 
 /// Settings that the command which repeats a run always names, in its order. Further deciding settings follow where they differ
 /// from their defaults, so a new setting is in the command without a line here.
@@ -161,7 +162,9 @@ impl SettledRun {
         let (by_name, changed) = (settings.by_name()?, settings.changed()?);
         let drop = settings.layer_drop.as_ref();
         let names_layers = drop.is_some_and(|drop| !drop.layers_dropped.is_empty());
+        let unread = recovery.map(RecoverySettings::unread).unwrap_or_default();
         let is_implied = |name: &str| match name {
+            _ if unread.iter().any(|(of, _)| *of == name) => true,
             "trains" => settings.trains_whole(),
             "drop_layers" | "drop_rule" => names_layers,
             "sparsity_ratio" => !has_ratio,
@@ -173,7 +176,7 @@ impl SettledRun {
         let others = changed
             .iter()
             .map(String::as_str)
-            .filter(|name| !NAMED.contains(name) && !UNNAMED.contains(name));
+            .filter(|name| !NAMED.contains(name) && !UNNAMED.contains(name) && !is_implied(name));
         let mut switches = Vec::new();
         for name in named.chain(others) {
             let values = match by_name.get(name) {

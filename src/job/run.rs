@@ -13,7 +13,7 @@ use super::recorder::Recorder;
 use super::recover::{GivenTraining, prepare, train};
 use super::settle::settle;
 use super::settled_run::{RunStart, RunTask, SettledRun};
-use super::{interruption, machine, members, profile, width_drop};
+use super::{interruption, machine, members, profile, unused_flags, width_drop};
 use crate::checkpoint::Published;
 use crate::pipeline::MaskObserver;
 use crate::ranks::Ranks;
@@ -130,6 +130,7 @@ pub(super) fn run(
         }
     };
     members::check(&job)?;
+    unused_flags::warn(&job.settings, job.pruning(), &recorder);
     job.announce(&recorder);
     let peak = profile::measure_peak(&job);
     let manifest = match &job.task {

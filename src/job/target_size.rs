@@ -84,6 +84,21 @@ impl<'a> TargetSize<'a> {
         }
     }
 
+    /// The size with a single layer.
+    fn one_layer(&self) -> Result<u64> {
+        let mut sizes = self.layers()?;
+        sizes.pop();
+        Ok(self.whole() - sizes.iter().sum::<u64>())
+    }
+
+    /// The flag of a target of so many bytes or parameters, rounded up.
+    fn flag_of(&self, size: u64) -> String {
+        match self.in_bytes {
+            true => format!("--target-size {}KiB", size.div_ceil(1 << 10)),
+            false => format!("--target-params {size}"),
+        }
+    }
+
     /// The refusal of a target that nothing meets.
     fn missed(&self, flag: &str, least: u64) -> Failure {
         Failure::usage(format!(
@@ -165,8 +180,13 @@ fn layers(target: &TargetSize<'_>) -> Result<(usize, u64)> {
             return Ok((number, left));
         }
     }
-    let hint = "choose a larger target, or a smaller source: embedding and head stay";
-    Err(target.missed("--drop-layers", left).hint(hint).into())
+    Err(target
+        .missed("--drop-layers", left)
+        .hint(format!(
+            "choose a larger target, like {}, or a smaller source: embedding and head stay",
+            target.flag_of(left)
+        ))
+        .into())
 }
 
 /// The smallest share of the width that has to go, and the size without it.
@@ -196,8 +216,16 @@ fn share(
             return Ok((share, left));
         }
     }
+    let mut fixes = vec![match layers(target) {
+        Ok(_) => "use --drop-layers auto".to_string(),
+        Err(_) => format!("use --drop-layers auto {}", target.flag_of(target.one_layer()?)),
+    }];
+    // Some models have no narrower form.
+    if left < target.whole() {
+        fixes.push(format!("choose a larger target, like {}", target.flag_of(left)));
+    }
     Err(target
         .missed(&format!("--drop-width with --width-of {}", drop.width_of.name()), left)
-        .hint("use --drop-layers auto, or a larger target")
+        .hint(fixes.join(", or "))
         .into())
 }

@@ -73,7 +73,8 @@ impl TextSources {
             model.check_ends(events)?;
         }
         if settings.evaluation.needs_text() {
-            evaluation = Some(find(eval_dataset, Role::Evaluation)?);
+            let found = find(eval_dataset, Role::Evaluation);
+            evaluation = Some(found.map_err(|error| or_unmeasured(error, settings))?);
         }
         let questions = questions(settings, events)?;
         let sources = Self {
@@ -198,7 +199,8 @@ impl TextSources {
             let windows = windows.map(|windows| usize::try_from(windows).unwrap_or(usize::MAX));
             let windows = model.clock.measure(Phase::Tokenize, || {
                 dataset.evaluation(tokenizer, seqlen, windows, cache, events)
-            })?;
+            });
+            let windows = windows.map_err(|error| or_unmeasured(error, settings))?;
             model.check_ids(&windows.tokens, tokenizer, "evaluation")?;
             texts.windows = Some(windows);
         }
@@ -247,6 +249,7 @@ impl TextSources {
                 false => Packing::Packed,
             },
             at_least: recovery.per_step() + recovery.held_out,
+            held_out: recovery.held_out,
             at_most: Some(draw.nsamples as usize),
         };
         let examples = model.clock.measure(Phase::Tokenize, || {
@@ -262,6 +265,23 @@ impl TextSources {
                 (trained, Some(held))
             }
         }))
+    }
+}
+
+/// Adds to the refusal of an evaluation text that a run which changes weights can do without.
+fn or_unmeasured(error: anyhow::Error, settings: &Settings) -> anyhow::Error {
+    let verb = match (&settings.sparsity, &settings.recovery) {
+        (_, Some(_)) => "train",
+        (Some(_), None) => "prune",
+        (None, None) => return error,
+    };
+    match error.downcast::<Failure>() {
+        Ok(failure) => {
+            let hint = failure.hint.as_ref().map(|hint| format!("{hint}, or "));
+            let hint = hint.unwrap_or_default();
+            failure.hint(format!("{hint}{verb} with --eval none")).into()
+        }
+        Err(error) => error,
     }
 }
 

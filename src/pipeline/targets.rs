@@ -1,6 +1,6 @@
 //! The target of every matrix: ratio, pattern, per-layer ratios and globs, resolved into a list before anything runs.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::Result;
 use clap::Args;
@@ -81,6 +81,7 @@ impl TargetPlan {
         );
         let mut matched = (vec![false; include.globs.len()], vec![false; exclude.globs.len()]);
         let mut targets = Vec::with_capacity(ratios.len());
+        let mut misfits = Misfits::default();
         for (layer, &ratio) in ratios.iter().enumerate() {
             let mut row = BTreeMap::new();
             for id in config.linears() {
@@ -91,11 +92,17 @@ impl TargetPlan {
                 if !is_included || is_excluded {
                     continue;
                 }
-                check_pattern(method, &name, id.shape(config).1, pattern)?;
+                let width = id.shape(config).1;
+                if let Err(error) = check_pattern(method, &name, width, pattern) {
+                    misfits.first.get_or_insert(error);
+                    misfits.matrices.insert(id);
+                }
+                misfits.widths.insert(width);
                 row.insert(id, Target { ratio, pattern });
             }
             targets.push(row);
         }
+        misfits.refuse(pattern, config)?;
         include.all_matched(&matched.0, config)?;
         exclude.all_matched(&matched.1, config)?;
         let plan = Self {
@@ -233,18 +240,61 @@ fn overall_ratio(selection: &Selection, pattern: Pattern, config: &ModelConfig) 
     }
 }
 
+/// Matrices that a pattern does not fit.
+#[derive(Default)]
+struct Misfits {
+    /// The refusal of the first.
+    first: Option<anyhow::Error>,
+    matrices: BTreeSet<LinearId>,
+    /// The widths of all chosen matrices.
+    widths: BTreeSet<usize>,
+}
+
+impl Misfits {
+    /// Fails with the first refusal, and a fix for all matrices: a pattern that fits, or the matrices to leave out.
+    fn refuse(self, pattern: Pattern, config: &ModelConfig) -> Result<()> {
+        let Some(error) = self.first else { return Ok(()) };
+        let (Pattern::NOfM { n, m }, Some(failure)) = (pattern, error.downcast_ref::<Failure>())
+        else {
+            return Err(error);
+        };
+        // The method has no pattern at all.
+        if failure.is_usage {
+            return Err(error);
+        }
+        let is_common = |of: &usize| self.widths.iter().all(|width| width.is_multiple_of(*of));
+        let fitting = (2..=m).rev().find(is_common).map(|fitting| {
+            let nearest = (n * fitting + m / 2) / m;
+            format!("{}:{fitting}", nearest.clamp(1, fitting - 1))
+        });
+        let mut fixes = vec![match fitting {
+            Some(fitting) => format!("use the pattern {fitting}"),
+            None => "use no pattern but a ratio, like --sparsity-ratio 0.5".to_string(),
+        }];
+        let modules = self.matrices.iter().map(|id| id.module());
+        // A run without any matrix is refused, too.
+        if self.matrices.len() < config.linears().len() {
+            let globs: Vec<String> = modules.map(|one| format!("--exclude '*{one}'")).collect();
+            fixes.push(format!("leave matrices out with {}", globs.join(" ")));
+        }
+        Err(failure.clone().hint(fixes.join(", or ")).into())
+    }
+}
+
 /// Returns a ratio from 0 up to but not including 1; −0 becomes 0.
 fn check_ratio(what: &str, ratio: f64) -> Result<f64> {
     if (0.0..1.0).contains(&ratio) {
         return Ok(ratio + 0.0);
     }
-    let mut failure = Failure::usage(format!(
+    let hint = match ratio > 1.0 && ratio < 100.0 {
+        true => format!("for {ratio} percent write {}", ratio / 100.0),
+        false => "write a fraction like 0.5, which removes half of the weights".to_string(),
+    };
+    Err(Failure::usage(format!(
         "{what} is {ratio}; it is the fraction removed, from 0 up to but not including 1"
-    ));
-    if ratio > 1.0 && ratio < 100.0 {
-        failure = failure.hint(format!("for {ratio} percent write {}", ratio / 100.0));
-    }
-    Err(failure.into())
+    ))
+    .hint(hint)
+    .into())
 }
 
 fn layer_ratios(selection: &Selection, overall: f64, layers: usize) -> Result<Vec<f64>> {
@@ -257,6 +307,7 @@ fn layer_ratios(selection: &Selection, overall: f64, layers: usize) -> Result<Ve
                     "--layer-ratios has {} ratios, the model {layers} layers",
                     given.len()
                 ))
+                .hint(format!("write {layers} ratios, or name some layers: {{\"0\": 0.3}}"))
                 .into());
             }
             ratios.clone_from(given);
@@ -269,6 +320,7 @@ fn layer_ratios(selection: &Selection, overall: f64, layers: usize) -> Result<Ve
                         "--layer-ratios names layer {layer}, the model has layers 0 to {}",
                         layers - 1
                     ))
+                    .hint(format!("leave layer {layer} out of the file"))
                 })? = ratio;
             }
         }

@@ -42,6 +42,9 @@ pub const ALL_LINEAR: &str = "all-linear";
 /// The share of kept weights below which the default rate no longer rises.
 const LEAST_DENSITY: f64 = 0.2;
 
+/// The optimizer with a momentum of its own.
+const SGD: &str = "sgd";
+
 /// The share of the teacher in the loss of the whole model.
 pub const DISTILL_WEIGHT: f64 = 0.5;
 
@@ -292,6 +295,27 @@ impl RecoverySettings {
             (TrainedKind::Weights, _) => 0.04 / (width * density.powi(2)),
             (TrainedKind::Factors, _) => 0.016 / (width.sqrt() * density),
         })
+    }
+
+    /// The names of the settings that this way of training does not read, with the reasons.
+    pub fn unread(&self) -> Vec<(&'static str, String)> {
+        let how = self.how.name();
+        let mut unread = Vec::new();
+        if self.trains == TrainedKind::Weights {
+            let reason =
+                format!("--how {how} trains all kept weights, and only factors have a rank");
+            unread.extend(["rank", "alpha"].map(|name| (name, reason.clone())));
+        }
+        if find(&self.optim).is_some_and(|kind| kind.name != SGD) {
+            unread
+                .push(("momentum", format!("it is for --optim {SGD}, and this is {}", self.optim)));
+        }
+        if self.how == RecoveryWay::Blocks {
+            let reason = "--how blocks trains layer by layer on samples".to_string();
+            let names = ["held_out", "eval_every", "patience", "save_every", "per_document"];
+            unread.extend(names.map(|name| (name, reason.clone())));
+        }
+        unread
     }
 
     /// Examples of a step.

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use prune::run::Manifest;
 use prune::run::divergence::DivergenceReport;
+use prune::synthetic::RandomCheckpoint;
 use serde_json::Value;
 
 use crate::support::{Place, shared};
@@ -155,4 +156,27 @@ fn a_divergence_above_its_limit_misses_the_gate() {
     let same: Manifest = serde_json::from_str(&of_same.stdout).expect("a record");
     let divergence = same.perplexity.divergence.expect("a divergence");
     assert_eq!(divergence.probability_difference_rms.error, 0.0, "of equal models");
+}
+
+#[test]
+fn a_dense_model_that_does_not_fit_is_named_and_vocabularies_come_first() {
+    let place = Place::new();
+    let text = "--eval-dataset test.txt --eval-windows 1";
+    for (vocab_size, positions, code, says) in [
+        (512, 128, 1, "have vocabularies of 320 and 512 tokens"),
+        (320, 128, 2, "the windows have 512 tokens, and `small` of --against has 128 positions"),
+    ] {
+        let small = RandomCheckpoint {
+            vocab_size,
+            max_position_embeddings: positions,
+            ..RandomCheckpoint::default()
+        };
+        let _ = fs::remove_dir_all(place.path("small"));
+        place.checkpoint("small", &small);
+        let ran = place.run(&format!("eval m --against small {text}"));
+        assert_eq!(ran.code, code, "{}", ran.stderr);
+        assert!(ran.stderr.contains(says), "{}", ran.stderr);
+    }
+    let ran = place.run(&format!("eval m --against small {text} --seqlen 128"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
 }

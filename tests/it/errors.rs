@@ -30,6 +30,8 @@ const LAYOUT_HINT: &str =
 const TOGETHER_HINT: &str =
     "hint: check that config.json and the weights belong together, or download them again";
 
+const LIKE_A_HALF: &str = "hint: write a fraction like 0.5, which removes half of the weights";
+
 #[test]
 fn a_ratio_out_of_range_is_refused() {
     let place = Place::new();
@@ -39,15 +41,15 @@ fn a_ratio_out_of_range_is_refused() {
         )
     };
     for (ratio, shown, hint) in [
-        ("1", "1", ""),
+        ("1", "1", LIKE_A_HALF),
         ("50", "50", "hint: for 50 percent write 0.5"),
-        ("nan", "NaN", ""),
-        ("inf", "inf", ""),
+        ("nan", "NaN", LIKE_A_HALF),
+        ("inf", "inf", LIKE_A_HALF),
     ] {
         refuses_at_once(&place, &format!("--sparsity-ratio {ratio}"), 2, &message(shown), hint);
     }
     for minus in ["--sparsity-ratio=-0.5", "--sparsity-ratio -0.5"] {
-        refuses_at_once(&place, minus, 2, &message("-0.5"), "");
+        refuses_at_once(&place, minus, 2, &message("-0.5"), LIKE_A_HALF);
     }
 }
 
@@ -93,7 +95,7 @@ fn a_pattern_that_does_not_divide_the_inputs_is_refused() {
         "--sparsity-ratio - --sparsity-type 3:5",
         1,
         "error: `model.layers.0.self_attn.q_proj` has 64 input features, which 5 does not divide",
-        "hint: use an M that divides 64, or leave the matrix out with --exclude '*q_proj'",
+        "hint: use the pattern 2:4",
     );
     // 64 is a multiple of 32, 176 is not.
     refuses_at_once(
@@ -101,8 +103,12 @@ fn a_pattern_that_does_not_divide_the_inputs_is_refused() {
         "--sparsity-ratio - --sparsity-type 16:32",
         1,
         "error: `model.layers.0.mlp.down_proj` has 176 input features, which 32 does not divide",
-        "hint: use an M that divides 176, or leave the matrix out with --exclude '*down_proj'",
+        "hint: use the pattern 8:16, or leave matrices out with --exclude '*down_proj'",
     );
+    // Both fixes, as they are typed.
+    for fix in ["8:16", "16:32 --exclude *down_proj"] {
+        place.prune(&format!("--model m --eval none --sparsity-type {fix} --save out --force"));
+    }
 }
 
 #[test]
@@ -238,13 +244,23 @@ fn layer_ratios_that_do_not_fit_are_refused() {
             "error: `r.json` does not hold layer ratios: it is not JSON (EOF while parsing a value at line 1 column 5)",
             hint,
         ),
-        ("[0.5]", 2, "error: --layer-ratios has 1 ratios, the model 2 layers", ""),
-        ("{\"2\": 0.5}", 2, "error: --layer-ratios names layer 2, the model has layers 0 to 1", ""),
+        (
+            "[0.5]",
+            2,
+            "error: --layer-ratios has 1 ratios, the model 2 layers",
+            "hint: write 2 ratios, or name some layers: {\"0\": 0.3}",
+        ),
+        (
+            "{\"2\": 0.5}",
+            2,
+            "error: --layer-ratios names layer 2, the model has layers 0 to 1",
+            "hint: leave layer 2 out of the file",
+        ),
         (
             "[0.5, 1.0]",
             2,
             "error: the ratio of layer 1 is 1; it is the fraction removed, from 0 up to but not including 1",
-            "",
+            LIKE_A_HALF,
         ),
     ] {
         fs::write(place.path("r.json"), text).unwrap();
@@ -308,7 +324,7 @@ fn eval_refuses_what_prune_refuses() {
         "eval --model m --eval-dataset test.txt --save m",
         1,
         "error: the output folder `m` is the model's folder",
-        "hint: choose another folder with --save or --save-model",
+        "hint: choose another folder with --save",
     );
 }
 

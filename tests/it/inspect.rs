@@ -328,7 +328,12 @@ fn what_is_no_checkpoint_is_refused_with_the_way_out() {
     fs::create_dir(place.path("bare")).unwrap();
     fs::copy(place.path("m/model.safetensors"), place.path("bare/model.safetensors")).unwrap();
     for (arguments, first, hint) in [
-        ("nowhere", "error: there is no folder `nowhere`", ""),
+        (
+            "nowhere",
+            "error: there is no folder `nowhere`",
+            "hint: name a checkpoint folder, like out/7b/model",
+        ),
+        ("m --against bar", "error: there is no folder `bar`", "hint: did you mean bare?"),
         (
             "m/config.json",
             "error: `m/config.json` is a file, not a checkpoint folder",

@@ -402,11 +402,21 @@ fn a_target_decides_how_much_goes() {
         ("--sparsity-ratio 0.5 --target-params 100k", 2, "which is not named".to_string()),
         ("--drop-layers auto --target-params 1B", 2, "which is not more than".to_string()),
         (&format!("--drop-layers auto --target-size {at_least}"), 2, "at least".to_string()),
-        (&format!("--drop-width auto --target-size {at_least}"), 2, "at least".to_string()),
+        (
+            &format!("--drop-width auto --target-size {at_least}"),
+            2,
+            "use --drop-layers auto --target-size ".to_string(),
+        ),
     ] {
         let ran = place.run(&format!("--model m {flags} --save none {TEXTS}"));
         assert_eq!(ran.code, code, "{flags}: {}", ran.stderr);
         assert!(ran.stderr.contains(&says) && ran.stderr.contains("hint: "), "{}", ran.stderr);
         assert!(!place.path("none").exists());
+        // The target of the hint, as it is typed.
+        if let Some((_, larger)) = ran.stderr.split_once("a larger target, like ") {
+            let larger = larger.split([',', '\n']).next().expect("a flag");
+            let auto = flags.split(" --target").next().expect("a flag");
+            place.prune(&format!("--model m {auto} {larger} --eval none --save larger --force"));
+        }
     }
 }

@@ -48,10 +48,7 @@ fn missing_texts_name_their_flag_and_the_way_out() {
     let error = message(check(&spec("wikitext2"), Role::Calibration));
     assert!(error.contains("use --dataset wikitext2:PATH") && !error.contains("--eval"), "{error}");
     let error = message(check(&spec("c4"), Role::Evaluation));
-    assert!(
-        error.contains("use --eval-dataset c4:PATH") && error.contains("--eval none"),
-        "{error}"
-    );
+    assert!(error.contains("use --eval-dataset c4:PATH"), "{error}");
     assert!(message(check(&spec("no/such/file"), Role::Calibration)).contains("no such file"));
     let folder = tempfile::tempdir().expect("a temporary folder");
     let at = folder.path().display();

@@ -90,7 +90,7 @@ fn texts_that_are_too_short_say_how_long_they_are() {
     let dataset = spec(&path.display().to_string());
     let none = TextCache::disabled();
     let error = message(calibration(&dataset, &tokenizer, 1, 10, 0, &none, &Silent));
-    assert!(error.contains("has 10 tokens") && error.contains("--seqlen 8"), "{error}");
+    assert!(error.contains("has 10 tokens") && error.contains("name a longer text"), "{error}");
     // A text needs seqlen + 1 tokens; with exactly as many, n = 1, and 0 is the only start.
     assert_eq!(
         calibration(&dataset, &tokenizer, 2, 9, 0, &none, &Silent)
@@ -100,7 +100,7 @@ fn texts_that_are_too_short_say_how_long_they_are() {
         [0, 0]
     );
     let error = message(evaluation(&dataset, &tokenizer, 11, None, &none, &Silent));
-    assert!(error.contains("has 10 tokens") && error.contains("--eval none"), "{error}");
+    assert!(error.contains("has 10 tokens") && error.contains("name a longer text"), "{error}");
     let windows = evaluation(&dataset, &tokenizer, 3, None, &none, &Silent).expect("evaluation");
     assert_eq!((windows.windows, &windows.tokens[..]), (3, &[0, 1, 2, 3, 4, 5, 6, 7, 8][..]));
     assert_eq!(

@@ -7,7 +7,7 @@ use crate::data::{ExampleRequest, Examples, Packing, Role, Source, TextCache, To
 use crate::failure::Failure;
 
 const REQUEST: ExampleRequest =
-    ExampleRequest { seqlen: 8, packing: Packing::Packed, at_least: 1, at_most: None };
+    ExampleRequest { seqlen: 8, packing: Packing::Packed, at_least: 1, held_out: 0, at_most: None };
 
 /// The examples of a `.jsonl` file with this content; `None` where the reference's tokenizer is absent.
 fn of(content: &str, request: ExampleRequest) -> Option<anyhow::Result<Examples>> {

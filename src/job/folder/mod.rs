@@ -2,12 +2,14 @@
 //!
 //! | file | content |
 //! | --- | --- |
+//! | `files` | names of the files in a run folder |
 //! | `leftovers` | files that a killed process left in the folders of a finished run |
 //! | `lock` | one run per folder: the file `prune.lock` names the process that works here, on network file systems too |
 //! | `memory_log` | `memory_log.csv` of `--log-memory` |
 //! | `owner` | the owner of a folder's lock: host, boot, process and batch job, and whether that process still lives |
 //! | `state_file` | `unfinished.json` while this process works on its run |
 
+mod files;
 mod leftovers;
 pub(crate) mod lock;
 pub(super) mod memory_log;
@@ -19,6 +21,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 
+use self::files::{files_in, is_temporary};
 use self::lock::FolderLock;
 use self::state_file::StateFile;
 use crate::bytes::{ByteSize, LARGEST_RECORD, json_file, read_whole};
@@ -44,6 +47,8 @@ pub(in crate::job) struct RunFolder {
     /// The model's folder; `None` when no model is written.
     pub(super) model: Option<PathBuf>,
     is_forced: bool,
+    /// The flag that named the model's folder.
+    model_flag: &'static str,
     /// While this process works there.
     locks: Vec<Arc<FolderLock>>,
 }
@@ -74,22 +79,50 @@ impl RunFolder {
         output: &OutputSettings,
         writes_model: bool,
     ) -> Result<Self> {
+        let model_flag = if output.save_model.is_some() { "--save-model" } else { "--save" };
+        Self::placed(sources, output, writes_model, model_flag)
+    }
+
+    /// As [`RunFolder::at`], for a command whose `--save` names the model's folder.
+    ///
+    /// # Errors
+    /// As [`RunFolder::at`].
+    pub(in crate::job) fn of_model(source: &Path, save: &Path, is_forced: bool) -> Result<Self> {
+        let output = OutputSettings {
+            save_model: Some(save.to_path_buf()),
+            force: is_forced,
+            ..OutputSettings::default()
+        };
+        Self::placed(&[source], &output, true, "--save")
+    }
+
+    /// Checks the folders; `model_flag` is the flag that named the model's folder.
+    fn placed(
+        sources: &[&Path],
+        output: &OutputSettings,
+        writes_model: bool,
+        model_flag: &'static str,
+    ) -> Result<Self> {
         let save = output.save.as_deref();
         let model = output.save_model.clone();
         let model = model.or_else(|| save.map(|save| save.join(MODEL)));
         let model = model.filter(|_| writes_model && !output.no_save_model);
         let mut resolved = Vec::new();
-        for folder in [save, model.as_deref()].into_iter().flatten() {
+        let flagged = save.map(|save| (save, "--save"));
+        let flagged = flagged.into_iter().chain(model.as_deref().map(|model| (model, model_flag)));
+        for (folder, flag) in flagged {
             let nearest = folder.ancestors().find(|path| path.exists());
             if let Some(file) = nearest.filter(|path| !path.is_dir()) {
                 return Err(Failure::new(format!(
                     "`{}` is a file; results go into a folder",
                     file.display()
                 ))
-                .hint("choose another --save or --save-model folder")
+                .hint(format!("choose another {flag} folder"))
                 .into());
             }
-            let mut places = sources.iter().map(|source| refuse_source_folder(source, folder));
+            let mut places = sources.iter().map(|source| {
+                refuse_source_folder(source, folder).map_err(|error| with_flag(error, flag))
+            });
             // Every source gives the same place.
             let place = places.next().transpose()?;
             places.try_for_each(|place| place.map(drop))?;
@@ -109,6 +142,7 @@ impl RunFolder {
             run: save.map(Path::to_path_buf),
             model: if is_one { output.save.clone() } else { model },
             is_forced: output.force,
+            model_flag,
             locks: Vec::new(),
         })
     }
@@ -258,7 +292,10 @@ impl RunFolder {
                 "the model folder `{}` is not empty: it holds `{other}`",
                 model.display()
             ))
-            .hint("choose another --save or --save-model folder, or replace its model files with --force")
+            .hint(format!(
+                "choose another {} folder, or replace its model files with --force",
+                self.model_flag
+            ))
             .into()),
             None => Ok(()),
         }
@@ -438,43 +475,22 @@ impl RunFolder {
     }
 }
 
+/// The refusal of a folder, whose hint names the flag that named the folder.
+fn with_flag(error: anyhow::Error, flag: &str) -> anyhow::Error {
+    match error.downcast::<Failure>() {
+        Ok(failure) => {
+            let hint =
+                failure.hint.as_ref().map(|hint| hint.replace("--save or --save-model", flag));
+            Failure { hint, ..failure }.into()
+        }
+        Err(error) => error,
+    }
+}
+
 fn remove(path: PathBuf) -> Result<()> {
     disk::remove(&path).with_context(|| format!("removing `{}`", path.display()))
 }
 
 fn sync(folder: &Path) -> Result<()> {
     disk::sync_folder(folder).with_context(|| format!("syncing `{}`", folder.display()))
-}
-
-/// `.run.json.1234.tmp`: a small file on its way to its name.
-fn is_temporary(name: &str) -> bool {
-    let inner = name.strip_prefix('.').and_then(|name| name.strip_suffix(".tmp"));
-    let number = inner.and_then(|inner| inner.rsplit_once('.'));
-    number.is_some_and(|(of, number)| !of.is_empty() && number.parse::<u32>().is_ok())
-}
-
-fn files_in(folder: &Path) -> Result<Vec<String>> {
-    let entries = match std::fs::read_dir(folder) {
-        Ok(entries) => entries,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(error).with_context(|| format!("listing `{}`", folder.display())),
-    };
-    let names: std::io::Result<Vec<String>> =
-        entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect();
-    let mut names = names.with_context(|| format!("listing `{}`", folder.display()))?;
-    names.sort();
-    Ok(names)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_our_temporary_files_are_tidied_away() {
-        assert!(is_temporary(".run.json.1234.tmp"));
-        for other in ["run.json", ".run.json.tmp", ".tmp", "..1.tmp", ".a.x.tmp", "a.1.tmp"] {
-            assert!(!is_temporary(other), "{other}");
-        }
-    }
 }

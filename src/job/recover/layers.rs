@@ -64,7 +64,7 @@ impl Recovery {
                 let swept = swept.map_err(|error| match error.downcast_ref::<Diverged>() {
                     Some(diverged) => {
                         let detail = "not all layers are trained, so there is no model";
-                        without_model(job, diverged, detail).into()
+                        without_model(job, self, diverged, detail).into()
                     }
                     None => error,
                 })?;

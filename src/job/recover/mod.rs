@@ -27,6 +27,7 @@ mod teacher;
 
 use anyhow::Result;
 
+use super::interruption;
 use super::outputs::Outputs;
 use super::record::RunResults;
 use super::settled_run::SettledRun;
@@ -59,7 +60,14 @@ pub(super) fn train(
     outputs: &mut Outputs<'_>,
     events: &dyn Events,
 ) -> Result<RunResults> {
-    let trained = recovery.is_whole().then(|| steps::train(job, recovery, events)).transpose()?;
+    let trained = match recovery.is_whole() {
+        true => {
+            interruption::in_training(job, events);
+            Some(steps::train(job, recovery, events)?)
+        }
+        false => None,
+    };
+    interruption::with_outputs(job, events);
     let divergence = trained.as_ref().and_then(Trained::divergence);
     if let Some((divergence, state)) = divergence.zip(outputs.state.as_mut()) {
         state.change(|run| run.divergence = Some(divergence.clone()))?;

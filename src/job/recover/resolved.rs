@@ -191,6 +191,7 @@ impl Recovery {
 pub(super) fn check(settings: &Settings) -> Result<()> {
     if let Some(recovery) = &settings.recovery {
         check_ways(recovery, settings)?;
+        check_examples(recovery, settings)?;
         closing_plan::check(recovery)?;
     }
     check_device(settings)
@@ -256,6 +257,30 @@ fn check_ways(recovery: &RecoverySettings, settings: &Settings) -> Result<()> {
         None => Ok(()),
         Some((message, hint)) => Err(Failure::usage(message).hint(hint).into()),
     }
+}
+
+/// Refuses fewer examples than the held-out examples and the first step take.
+fn check_examples(recovery: &RecoverySettings, settings: &Settings) -> Result<()> {
+    let given = settings.calibration.as_ref().map(|draw| draw.nsamples as usize);
+    let (held_out, per_step) = (recovery.held_out, recovery.per_step());
+    let needed = held_out.saturating_add(per_step);
+    let Some(given) = given.filter(|given| *given < needed) else {
+        return Ok(());
+    };
+    // `blocks` draws samples, and a step may take a sample twice.
+    if recovery.how == RecoveryWay::Blocks {
+        return Ok(());
+    }
+    let mut fixes = vec![format!("use --nsamples {needed}")];
+    if held_out > 0 && given >= per_step {
+        fixes.push(format!("--held-out {}", given - per_step));
+    } else if given > held_out {
+        fixes.push(format!("--batch-size {} --accumulate 1", given - held_out));
+    }
+    Err(Failure::usage(format!("--nsamples {given} is too small: {needed} examples are needed"))
+        .detail(format!("{held_out} are held out (--held-out), and a step takes {per_step}"))
+        .hint(fixes.join(", or "))
+        .into())
 }
 
 /// Refuses arithmetic that no backward pass exists for, and kept activations on a GPU.

@@ -23,6 +23,7 @@ use crate::recovery::{
 use crate::run::recovery::{Divergence, HeldOutReport, StepReport};
 use crate::run::{Event, Events, Moment};
 use crate::runtime::SweepReport;
+use crate::settings::RecoverySettings;
 
 /// Time between two saved states, unless `--save-every` says so.
 const SAVE_INTERVAL: Duration = Duration::from_secs(600);
@@ -129,17 +130,30 @@ pub(super) fn train(job: &SettledRun, recovery: &Recovery, events: &dyn Events) 
     Ok(Trained { base, store, head, devices })
 }
 
-/// The failure of a training that diverged and leaves no model.
-pub(super) fn without_model(job: &SettledRun, diverged: &Diverged, detail: &str) -> Failure {
+/// The failure of a training that diverged and leaves no model. The same command diverges again.
+pub(super) fn without_model(
+    job: &SettledRun,
+    recovery: &Recovery,
+    diverged: &Diverged,
+    detail: &str,
+) -> Failure {
     // The state that is saved belongs to this rate.
-    let again = match job.folder.state() {
-        Some(_) => " --force",
-        None => "",
+    let is_saved = job.folder.state().is_some() && !job.settings.output.force;
+    // The default of a dense model is the lowest default.
+    let fitting = RecoverySettings { lr: None, ..recovery.settings.clone() };
+    let fitting = fitting.rate(job.model.config.hidden_size, 0.0);
+    let hint = match recovery.settings.lr.filter(|rate| *rate > fitting) {
+        Some(rate) => format!(
+            "leave --lr {rate:e} out{}; the default rate fits the model's width and zeros",
+            if is_saved { " and add --force" } else { "" }
+        ),
+        None => format!(
+            "use a smaller rate, like --lr {:.0e}{}, more --warmup, or a smaller --max-grad-norm",
+            diverged.at.rate / 10.0,
+            if is_saved { " --force" } else { "" }
+        ),
     };
-    Failure::new(diverged.to_string()).detail(detail).hint(format!(
-        "use a smaller rate, like --lr {:.0e}{again}, more --warmup, or a smaller --max-grad-norm",
-        diverged.at.rate / 10.0
-    ))
+    Failure::new(diverged.to_string()).detail(detail).hint(hint).lasting()
 }
 
 struct Training<'a> {
@@ -271,7 +285,7 @@ impl<'a> Training<'a> {
         let Some(best) = best else {
             self.save_what_was_done(trainer);
             let detail = "no good state was measured before, so there is no model";
-            return Err(without_model(self.job, &diverged, detail).into());
+            return Err(without_model(self.job, self.recovery, &diverged, detail).into());
         };
         let divergence = Divergence {
             step: diverged.at.number,

@@ -86,7 +86,8 @@ impl Recipe {
             if !models.insert(&source.model) {
                 return Err(source
                     .place
-                    .failure(format!("`{}` is merged with itself", source.model)));
+                    .failure(format!("`{}` is merged with itself", source.model))
+                    .hint("name each model once; a larger `weight` lets a model count more"));
             }
         }
         let base = self.base_of(slice);
@@ -191,7 +192,12 @@ pub(super) fn not_of(declaration: &Declaration, parameter: Parameter, place: &Pl
         .chain(declaration.shared)
         .map(|(parameter, _)| parameter.name())
         .collect();
+    let hint = match place {
+        Place::Line(..) => format!("leave `{name}` out"),
+        Place::Flags => format!("leave --{name} out"),
+    };
     let failure = place.failure(format!("the method `{method}` has no parameter `{name}`"));
+    let failure = failure.hint(hint);
     match known.as_slice() {
         [] => failure.detail("it has no parameters"),
         _ => failure.detail(format!("it has {}", listed(known.iter().copied()))),

@@ -229,7 +229,14 @@ fn set(
     if declared.all(|(of, _)| *of != parameter) {
         return Err(not_of(declaration, parameter, &Place::Flags));
     }
-    check_range(parameter, value).map_err(|reason| Place::Flags.failure(reason))?;
+    check_range(parameter, value).map_err(|reason| {
+        let name = parameter.name();
+        let example =
+            if parameter.range().contains(&0.5) { 0.5 } else { *parameter.range().start() };
+        // On the command line the parameter is a flag.
+        let reason = reason.replacen(&format!("`{name}`"), &format!("--{name}"), 1);
+        Place::Flags.failure(reason).hint(format!("use a value like --{name} {example}"))
+    })?;
     parameters.set(parameter, Placed { place: Place::Flags, value: Setting::scalar(value) });
     Ok(())
 }
@@ -315,11 +322,11 @@ tokenizer_source: base
             ),
             (
                 FlagRecipe { density: vec![1.5], ..flags("ties", &["a"]) },
-                "`density` is 1.5; it lies between 0 and 1",
+                "--density is 1.5; it lies between 0 and 1",
             ),
             (
                 FlagRecipe { lambda: Some(f64::NAN), ..flags("ties", &["a"]) },
-                "`lambda` is NaN; it must be a finite number",
+                "--lambda is NaN; it must be a finite number",
             ),
             (
                 FlagRecipe { t: Some(0.5), ..flags("ties", &["a"]) },

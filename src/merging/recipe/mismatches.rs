@@ -44,7 +44,19 @@ impl Mismatches {
         }
     }
 
-    pub(super) fn refuse(self) -> Result<(), Failure> {
+    /// Fails where tensors differ, with the widths of the models where these differ.
+    ///
+    /// # Arguments
+    /// * `widths`: the models with their `hidden_size`
+    pub(super) fn refuse(self, widths: &[(&ModelSpec, usize)]) -> Result<(), Failure> {
+        let hint = "merge models with the shape of one base, such as its fine-tuned copies";
+        if widths.windows(2).any(|pair| pair[0].1 != pair[1].1) {
+            let failure = Failure::new("the models have different widths");
+            let failure = widths.iter().fold(failure, |failure, (model, width)| {
+                failure.detail(format!("`{model}`: hidden_size {width}"))
+            });
+            return Err(failure.hint(hint));
+        }
         for (mismatches, message) in [
             (self.lacking, "some models have tensors that others lack"),
             (self.shapes, "the models have tensors of different shapes"),
@@ -53,7 +65,7 @@ impl Mismatches {
                 continue;
             }
             let shown = mismatches.iter().take(LISTED);
-            let failure = shown.fold(Failure::new(message), Failure::detail);
+            let failure = shown.fold(Failure::new(message), Failure::detail).hint(hint);
             return Err(match mismatches.len() {
                 ..=LISTED => failure,
                 more => failure.detail(format!("and {} more", more - LISTED)),

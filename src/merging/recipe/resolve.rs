@@ -154,7 +154,11 @@ impl Recipe {
         resolver.outside(NORM, NORM, last)?;
         resolver.head(last)?;
         resolver.check_kinds(layer);
-        resolver.mismatches.refuse()?;
+        let widths = resolver.models.iter();
+        let widths: Vec<(&ModelSpec, usize)> = widths
+            .filter_map(|(model, (_, shape))| Some((*model, *shape.outside(NORM)?.first()?)))
+            .collect();
+        resolver.mismatches.refuse(&widths)?;
         Ok(Resolved { left_out: left_out(shapes), tensors: resolver.tensors })
     }
 

@@ -205,5 +205,8 @@ fn texts_that_differ_give_no_warning() {
          --seqlen 64 --eval-windows 2 --save magnitude",
     );
     assert_eq!(ran.code, 0, "{}", ran.stderr);
-    assert!(place.manifest("magnitude").warnings.is_empty());
+    assert_eq!(
+        place.manifest("magnitude").warnings,
+        ["--dataset is not used: the method `magnitude` reads no samples"]
+    );
 }

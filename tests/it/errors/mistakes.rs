@@ -101,7 +101,7 @@ fn nothing_is_proposed_that_means_something_else() {
             "error: invalid value '2:3:4' for '--sparsity-type <TYPE>': `2:3:4` is not a sparsity type: `3:4` is not a number",
         ),
         ("eval m --foo", "error: unexpected argument '--foo' found"),
-        ("eval a b", "error: unexpected argument 'b' found"),
+        ("foo m", "error: unrecognized subcommand 'foo'"),
         ("--model a b", "error: unrecognized subcommand 'b'"),
         ("--model x eval", "error: the subcommand 'eval' cannot be used with '--model <DIR|ID>'"),
     ] {
@@ -153,6 +153,7 @@ fn command_lines_of_other_programs_get_a_tip_that_works_when_it_is_typed() {
         "llama.py m train.txt --sparsity 0.5 --nsamples 2 --seqlen 64 --eval none".to_string(),
         "opt.py m train.txt --prunen 2 --prunem 4 --nsamples 2 --seqlen 64 --eval none".to_string(),
         format!("prune m {texts}"),
+        format!("prun m {texts}"),
         "evaluate m --eval-dataset test.txt --seqlen 64".to_string(),
         "generate --model_path m --prompt hello --max_new_tokens 2".to_string(),
         "use_pruned_model.py --model_path m --prompt hello --max_tokens 2".to_string(),
@@ -186,14 +187,60 @@ fn every_command_of_one_model_takes_it_as_a_word_and_as_a_flag() {
 #[test]
 fn a_model_without_its_flag_is_answered_with_the_command_to_type() {
     for (line, flagged) in [
-        ("models/x", "prune --model models/x"),
+        ("models/x", "prune --model models/x --sparsity-ratio 0.5"),
         ("models/x --sparsity_ratio 0.5", "prune --model models/x --sparsity-ratio 0.5"),
         ("--sparsity-ratio 0.5 models/x", "prune --sparsity-ratio 0.5 --model models/x"),
-        ("'my model'", "prune --model 'my model'"),
+        ("'my model'", "prune --model 'my model' --sparsity-ratio 0.5"),
+        ("models/x --drop-layers 1", "prune --model models/x --drop-layers 1"),
     ] {
         let word = if line.contains("my model") { "my model" } else { "models/x" };
         let first = format!("error: unrecognized subcommand '{word}'");
         let tip = format!("tip: a model is named by a flag: {flagged}");
         assert_eq!(told(line, &first), [tip]);
+    }
+}
+
+/// Each refusal names a value or a flag to type.
+#[test]
+fn values_and_pairs_of_flags_that_are_refused_are_answered_with_a_fix() {
+    for (line, tip) in [
+        ("--model m --sparsity-ratio half", "use a value like --sparsity-ratio 0.5"),
+        ("--model m --sparsity-ratio 0,5", "write the number with a point: --sparsity-ratio 0.5"),
+        ("--model m --nsamples 0", "use a value like --nsamples 128"),
+        ("--model m --nsamples -1", "use a value like --nsamples 128"),
+        ("--model m --threads two", "use a value like --threads 4"),
+        ("recover --model m --lr -1", "use a value like --lr 1e-3"),
+        ("recover --model m --alpha 0", "use a value like --alpha 32"),
+        ("recover --model m --steps 0", "use a value like --steps 200"),
+        ("recover --model m --steps 5 --epochs 1", "leave --steps or --epochs out"),
+        (
+            "--model m --drop-layers 4 --layers-dropped 1,2",
+            "leave --drop-layers or --layers-dropped out",
+        ),
+        ("--model m --no-save-model --save-model x", "leave --no-save-model or --save-model out"),
+        ("--model m --seed 1 --seed 2", "give --seed once"),
+        ("merge a.yml b.yml", "leave `b.yml` out"),
+        ("eval a b", "leave `b` out"),
+        (
+            "recover --model m --how full --max-steps 20",
+            "type prune recover --model m --how full --steps 20",
+        ),
+        ("pack", "type the command like this: prune pack out/7b/model --save out/7b-packed"),
+        ("--model m --drop-rule angle", "add --drop-layers 4"),
+        ("eval m --kl-positions all", "add --against DENSE"),
+        ("report", "type the command like this: prune report out/llama2-7b"),
+        (
+            "quantize out",
+            "type the command like this: prune quantize --to nf4-double out/7b/model --save out/7b-4bit",
+        ),
+        (
+            "sweep",
+            "type the command like this: prune sweep --model models/llama-2-7b --methods wanda,magnitude,ria --ratios 0.4,0.5,0.6 --types unstructured,2:4 --seeds 0,1,2 --save out/sweep",
+        ),
+    ] {
+        let ran = Place::empty().run(line);
+        assert_eq!((ran.code, ran.stdout.as_str()), (2, ""), "{line}: {}", ran.stderr);
+        let tips = ran.stderr.lines().filter_map(|line| line.trim().strip_prefix("tip: "));
+        assert_eq!(tips.collect::<Vec<_>>(), [tip], "{line}: {}", ran.stderr);
     }
 }

@@ -124,6 +124,19 @@ fn a_model_folder_that_does_not_exist_is_refused() {
         "error: the model folder `./models/llama` does not exist",
         LAYOUT_HINT,
     );
+    let place = Place::new();
+    fs::rename(place.path("m"), place.path("stories")).unwrap();
+    let layout = LAYOUT_HINT.trim_start_matches("hint: ");
+    for model in ["storys", "./storis"] {
+        let near = if model.starts_with('.') { "./stories" } else { "stories" };
+        refuses_at_once(
+            &place,
+            &format!("--model {model}"),
+            1,
+            &format!("error: the model folder `{model}` does not exist"),
+            &format!("hint: did you mean {near}? {layout}"),
+        );
+    }
 }
 
 #[test]

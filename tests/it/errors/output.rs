@@ -8,8 +8,9 @@ use crate::support::{Place, arguments, refuses};
 #[test]
 fn the_models_own_folder_is_no_output() {
     let place = Place::new();
-    let hint = "hint: choose another folder with --save or --save-model";
-    for flags in ["--save - --save-model m", "--save m"] {
+    let hint = "hint: choose another folder with --save";
+    let of_model = "hint: choose another folder with --save-model";
+    for (flags, hint) in [("--save - --save-model m", of_model), ("--save m", hint)] {
         let first = "error: the output folder `m` is the model's folder";
         refuses_at_once(&place, flags, 1, first, hint);
     }
@@ -31,7 +32,7 @@ fn force_does_not_delete_the_model_it_is_to_read() {
         "--save - --save-model m --force",
         1,
         "error: the output folder `m` is the model's folder",
-        "hint: choose another folder with --save or --save-model",
+        "hint: choose another folder with --save-model",
     );
     // The way it happens: prune again what was pruned, into the same run.
     fs::create_dir(place.path("out")).unwrap();
@@ -41,7 +42,7 @@ fn force_does_not_delete_the_model_it_is_to_read() {
         "--model out/model --force",
         1,
         "error: the output folder `out/model` is the model's folder",
-        "hint: choose another folder with --save or --save-model",
+        "hint: choose another folder with --save",
     );
 }
 
@@ -55,7 +56,7 @@ fn a_model_folder_that_holds_something_is_refused() {
         "",
         1,
         "error: the model folder `out/model` is not empty: it holds `notes.txt`",
-        "hint: choose another --save or --save-model folder, or replace its model files with --force",
+        "hint: choose another --save folder, or replace its model files with --force",
     );
 }
 
@@ -89,13 +90,13 @@ fn force_does_not_leave_a_model_beside_the_record_of_another() {
 #[test]
 fn a_file_is_no_run_folder() {
     let place = Place::new();
-    for flags in ["--save test.txt", "--save-model test.txt"] {
+    for flag in ["--save", "--save-model"] {
         refuses_at_once(
             &place,
-            flags,
+            &format!("{flag} test.txt"),
             1,
             "error: `test.txt` is a file; results go into a folder",
-            "hint: choose another --save or --save-model folder",
+            &format!("hint: choose another {flag} folder"),
         );
     }
 }
@@ -108,6 +109,6 @@ fn a_folder_that_cannot_be_made_is_refused() {
         "--save test.txt/out",
         1,
         "error: `test.txt` is a file; results go into a folder",
-        "hint: choose another --save or --save-model folder",
+        "hint: choose another --save folder",
     );
 }

@@ -3,7 +3,7 @@
 use std::fs;
 
 use super::refuses_at_once;
-use crate::support::{Place, refuses};
+use crate::support::{Place, refuses, refuses_command};
 
 #[test]
 fn a_calibration_text_that_is_missing_is_asked_for() {
@@ -54,13 +54,15 @@ fn an_evaluation_text_that_is_missing_can_be_left_out() {
 fn a_text_without_content_is_refused() {
     let place = Place::new();
     fs::write(place.path("empty.txt"), "").unwrap();
-    refuses_at_once(
-        &place,
-        "--dataset empty.txt",
-        1,
-        "error: `empty.txt` is empty",
-        "hint: name another text with --dataset or --eval-dataset",
-    );
+    for (flag, or) in [("--dataset", ""), ("--eval-dataset", ", or prune with --eval none")] {
+        refuses_at_once(
+            &place,
+            &format!("{flag} empty.txt"),
+            1,
+            "error: `empty.txt` is empty",
+            &format!("hint: name another text with {flag}{or}"),
+        );
+    }
     fs::write(place.path("latin1.txt"), b"caf\xe9 ole").unwrap();
     refuses_at_once(
         &place,
@@ -97,6 +99,32 @@ fn a_text_too_short_for_one_sample_is_refused_with_a_length_that_fits() {
     );
 }
 
+/// Samples of 2 tokens were proposed, which nothing can be learned from.
+#[test]
+fn a_text_too_short_for_any_sample_is_refused_without_a_length() {
+    let place = Place::new();
+    fs::write(place.path("short.txt"), "a b c d").unwrap();
+    refuses(
+        &place,
+        "--dataset short.txt",
+        1,
+        "error: the calibration text is too short for one sample of 64 tokens",
+        "hint: name a longer text with --dataset",
+    );
+}
+
+#[test]
+fn an_evaluation_is_not_told_to_prune_without_one() {
+    let place = Place::new();
+    refuses_command(
+        &place,
+        "eval m --eval-dataset c4:nowhere",
+        1,
+        "error: no such file or folder for --eval-dataset: `nowhere`",
+        "hint: check the path after the colon",
+    );
+}
+
 #[test]
 fn sequences_longer_than_the_model_are_refused() {
     let place = Place::new();
@@ -112,7 +140,7 @@ fn sequences_longer_than_the_model_are_refused() {
         "--seqlen 1",
         2,
         "error: --seqlen is 1; at least 2 tokens are needed to predict one",
-        "",
+        "hint: use --seqlen 512, or leave it out",
     );
 }
 

@@ -228,3 +228,50 @@ fn typos_stay_refused_and_known_keys_of_other_methods_warn() {
     assert!(!written.contains("select_topk"), "{written}");
     assert!(Path::new(&place.path("out/model/config.json")).is_file());
 }
+
+/// Each refusal of the command line names a flag to type.
+#[test]
+fn flags_that_do_not_fit_are_refused_with_a_fix() {
+    let place = place();
+    let wide = RandomCheckpoint {
+        num_hidden_layers: 1,
+        hidden_size: 128,
+        dtype: StoredDtype::F32,
+        ..RandomCheckpoint::default()
+    };
+    place.checkpoint("wide", &wide);
+    let ties = "--base m --model e1 --model e2 --method ties";
+    for (flags, code, says) in [
+        (
+            format!("{ties} --density 5"),
+            2,
+            ["error: --density is 5; it lies between 0 and 1", "use a value like --density 0.5"],
+        ),
+        (
+            "--base m --model e1 --method slerp --t 2".to_string(),
+            2,
+            ["error: --t is 2; it lies between 0 and 1", "use a value like --t 0.5"],
+        ),
+        (
+            "--model e1 --model e1 --method linear".to_string(),
+            2,
+            ["error: `e1` is merged with itself", "name each model once"],
+        ),
+        (
+            "--model e1 --model e2 --method linear --density 0.5".to_string(),
+            2,
+            ["the method `linear` has no parameter `density`", "leave --density out"],
+        ),
+        (
+            "--model m --model wide --method linear".to_string(),
+            1,
+            ["`wide`: hidden_size 128", "merge models with the shape of one base"],
+        ),
+    ] {
+        let ran = place.run(&format!("merge {flags} --save out"));
+        assert_eq!(ran.code, code, "{flags}: {}", ran.stderr);
+        for text in says {
+            assert!(ran.stderr.contains(text), "{flags}: {}", ran.stderr);
+        }
+    }
+}

@@ -51,8 +51,11 @@ fn what_cannot_be_packed_or_unpacked_is_refused_with_a_command() {
         "hint: name the unquantised checkpoint: prune pack DENSE --save OUT",
     );
     // An output folder with a model in it, until --force; never the source's own folder.
-    let ran = place.run("pack m --save p");
-    assert!(ran.code == 1 && ran.stderr.contains("--force"), "{}", ran.stderr);
+    let hint = "hint: choose another --save folder, or replace its model files with --force";
+    for line in ["pack m --save p", "quantize m --to nf4 --save p", "unpack p --save q"] {
+        let ran = place.run(line);
+        assert!(ran.code == 1 && ran.stderr.contains(hint), "{line}: {}", ran.stderr);
+    }
     assert_eq!(place.run("pack m --save p --force").code, 0);
     assert_eq!(place.run("pack m --save m --force").code, 1);
     assert_eq!(place.run("unpack p --save p --force").code, 1);

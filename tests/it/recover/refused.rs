@@ -24,7 +24,7 @@ fn contradictions_and_impossible_settings_name_a_flag_that_helps() {
         "other",
         &RandomCheckpoint { num_hidden_layers: 3, ..RandomCheckpoint::default() },
     );
-    let cases: [(&str, &[&str]); 15] = [
+    let cases: [(&str, &[&str]); 17] = [
         ("--how blocks", &["needs the dense model", "--teacher DENSE"]),
         (
             "--how lora --distill-weight 0.5",
@@ -55,6 +55,18 @@ fn contradictions_and_impossible_settings_name_a_flag_that_helps() {
         ("--how full --save-adapter", &["--save-adapter needs trained factors"]),
         ("--how lora --alpha 0", &["invalid value '0' for '--alpha <A>': it is no number above 0"]),
         (
+            "--how full --nsamples 4 --batch-size 1",
+            &[
+                "--nsamples 4 is too small: 9 examples",
+                "8 are held out",
+                "--nsamples 9, or --held-out 3",
+            ],
+        ),
+        (
+            "--how lora --nsamples 10",
+            &["12 examples", "a step takes 4", "use --nsamples 12, or --held-out 6"],
+        ),
+        (
             "--how full --device cuda --keep-activations 1",
             &["--keep-activations is for the CPU", "--use-cpu"],
         ),
@@ -83,18 +95,45 @@ fn texts_that_are_too_short_and_trainings_that_explode_say_so() {
         &place,
         &format!("{wild} --how full --max-grad-norm 0 --save out"),
         1,
-        &["the held-out loss is NaN", "in step 1", "use a smaller rate"],
+        &["the held-out loss is NaN", "in step 1", "leave --lr 1e30 out and add --force"],
     );
     let blocks = "--how blocks --teacher m --nsamples 16 --save blocks";
     refused(
         &place,
         &format!("{wild} {blocks}"),
         1,
-        &["layer 0 are not finite in step 2", "--lr 1e29 --force"],
+        &["layer 0 are not finite in step 2", "leave --lr 1e30 out and add --force"],
     );
-    // The hint as printed, with a rate that is small enough.
-    let ran = place.run(&format!("{COMMON} --lr 1e-3 --force {blocks}"));
+    let ran = place.run(&format!("{wild} {blocks} --force"));
+    assert!(!ran.stderr.contains("continues the run"), "it fails again: {}", ran.stderr);
+    // The hint as printed.
+    let ran = place.run(&format!("{COMMON} --force {blocks}"));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
+}
+
+#[test]
+fn flags_that_a_way_does_not_read_are_warned_of_and_are_not_in_the_card() {
+    let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
+    let unused = |flags: &str| -> Vec<String> {
+        let line = format!("{COMMON} {flags} --eval none --save out --force");
+        let ran = place.run(&line);
+        assert_eq!(ran.code, 0, "{line}: {}", ran.stderr);
+        let lines = ran.stderr.lines().filter_map(|line| line.strip_prefix("warning: "));
+        let names = lines.filter_map(|line| Some(line.split_once(" is not used: ")?.0.to_string()));
+        names.collect()
+    };
+    let card = || std::fs::read_to_string(place.path("out/model/README.md")).expect("a card");
+    let blocks = "--how blocks --teacher m --nsamples 16";
+    assert_eq!(unused(blocks), [""; 0]);
+    for flag in ["--rank", "--alpha", "--momentum"] {
+        assert!(!card().contains(flag), "{}", card());
+    }
+    assert_eq!(unused(&format!("{blocks} --rank 8 --eval-every 2")), ["--rank", "--eval-every"]);
+    assert_eq!(unused("--how full --rank 8 --alpha=4"), ["--rank", "--alpha"]);
+    assert_eq!(unused("--how lora --rank 4 --momentum 0.9"), ["--momentum"]);
+    assert!(card().contains("--rank 4") && !card().contains("--momentum"), "{}", card());
+    assert_eq!(unused("--how full --optim sgd --lr 0.1 --momentum 0.5"), [""; 0]);
+    assert!(card().contains("--momentum 0.5"), "{}", card());
 }
 
 /// Exit code 0 and "loss left NaN %" before: such a training learns nothing.
