@@ -250,10 +250,10 @@ mod tests {
         assert_eq!(
             at(60),
             [
-                "layer 4 of 0-4: evaluate… 7/10 | 205 windows/s | ETA 0s",
-                "run                       37 %, 15s left",
+                "layer 4 of 0-4: evaluate pr… 7/10 | 205 windows/s | ETA 0s",
+                "run                          37 %, 15s left",
             ]
         );
-        assert_eq!(at(40)[0], "layer 4 of … 7/10 | 205 windows/s | ET…");
+        assert_eq!(at(40)[0], "layer 4 of … 7/10 | 205 windows/s | E…");
     }
 }

@@ -132,7 +132,7 @@ fn a_model_is_called_dense_or_pruned_only_where_a_run_has_both() {
     let both = phases(&format!("{HALF} --save out --eval both --use-cpu {TEXTS}"), &place);
     assert!(both.contains(&"layer 1 of 0-1: evaluate dense".to_string()), "{both:?}");
     let recover =
-        format!("recover out/model --teacher m --how blocks --eval both --use-cpu {TEXTS}");
+        format!("recover --model out/model --teacher m --how blocks --eval both --use-cpu {TEXTS}");
     let trained = phases(&recover, &place);
     assert!(trained.contains(&"layer 1 of 0-1: evaluate before".to_string()), "{trained:?}");
     assert!(trained.contains(&"head: perplexity after".to_string()), "{trained:?}");
