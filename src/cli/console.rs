@@ -9,15 +9,19 @@ use anyhow::Result;
 use serde_json::json;
 
 use super::args::{MessageArgs, ProgressArg};
+use super::bars::Bars;
 use super::ending::Ending;
+use super::lines::{self, print_line, print_words};
 use super::plain_text::visible;
-use super::progress::{Bars, JSON_INTERVAL, PLAIN_INTERVAL, Progress};
+use super::progress::{JSON_INTERVAL, PLAIN_INTERVAL, Progress};
+use super::terminal;
+use super::wrap::wrapped;
 use crate::bytes::ByteSize;
 use crate::failure::Failure;
 use crate::placement::inventory::total_memory;
 use crate::report;
 use crate::run::events::LockLost;
-use crate::run::manifest::{MatrixReport, MemorySample};
+use crate::run::manifest::MemorySample;
 use crate::run::{Event, Events, Manifest, Unfinished};
 
 /// Time between two looks at the time of the last line.
@@ -150,6 +154,19 @@ impl Console {
         self.write(&visible(text));
     }
 
+    /// A result in words, on standard output. A terminal gets its lines broken between words.
+    fn words(&self, text: &str) {
+        match self.columns() {
+            Some(columns) => self.result(&wrapped(text, columns)),
+            None => self.result(text),
+        }
+    }
+
+    /// Columns of the terminal that gets the results; `None` for a file or a pipe.
+    pub(super) fn columns(&self) -> Option<usize> {
+        std::io::stdout().is_terminal().then(terminal::columns_of_results)
+    }
+
     /// Writes to standard output and says whether somebody reads it. A run does not fail because its reader has left
     /// (`prune eval | true`), but it fails on a full disk.
     fn write(&self, text: &str) -> bool {
@@ -202,7 +219,7 @@ impl Console {
             json.push('\n');
             self.result(&json);
         } else {
-            self.result(text);
+            self.words(text);
         }
         Ok(())
     }
@@ -221,7 +238,7 @@ impl Console {
         }
         match self.form {
             Form::Json => print_line(&json!({"event": "error", "text": text}).to_string()),
-            Form::Bars | Form::Plain => print_line(text),
+            Form::Bars | Form::Plain => print_words(text),
         }
     }
 
@@ -317,11 +334,6 @@ impl Console {
     }
 }
 
-/// Writes a line to standard error. Its reader may have left (`2> >(head -1)`), which must not end a run of hours.
-pub(super) fn print_line(text: &str) {
-    let _ = writeln!(std::io::stderr(), "{}", visible(text));
-}
-
 impl State {
     /// Ends the line of streamed text, so that the next message begins at the left of the terminal.
     fn end_line(&mut self) {
@@ -334,8 +346,8 @@ impl State {
         self.progress.told();
         match (&self.bars, form) {
             (_, Form::Json) => print_line(&json!({"event": event, "text": text}).to_string()),
-            (Some(bars), _) => bars.suspend(|| print_line(text)),
-            (None, _) => print_line(text),
+            (Some(bars), _) => bars.suspend(|| print_words(text)),
+            (None, _) => print_words(text),
         }
     }
 
@@ -369,7 +381,7 @@ impl State {
             Event::PhaseDone { .. } => {
                 self.progress.end_phase();
                 if let Some(bars) = &mut self.bars {
-                    bars.end_phase();
+                    bars.end_phase(&self.progress);
                 }
             }
             Event::LayerPruned { .. } => self.progress.layer_done(),
@@ -387,22 +399,18 @@ impl State {
 
     fn tell(&mut self, level: Level, form: Form, event: &Event) {
         match event {
-            Event::LayerPruned { layer, sparsity, elapsed } if level >= Level::Normal => {
-                let seconds = elapsed.as_secs_f64();
-                self.print(
-                    form,
-                    "",
-                    &format!("layer {layer} sparsity {sparsity:.6} ({seconds:.1} s)"),
-                );
+            Event::LayerPruned { layer, sparsity, elapsed, cell } if level >= Level::Normal => {
+                if let Some(line) = lines::layer(*layer, *sparsity, *elapsed, cell.as_deref()) {
+                    self.print(form, "", &line);
+                }
             }
-            Event::MatrixMerged { name, done, of, seconds_left }
-                if level >= Level::Normal && (done % MERGED_LINES == 0 || done == of) =>
-            {
-                let line = format!("[{done}/{of}] {name} | ETA {seconds_left:.0}s");
-                self.print(form, "", &line);
+            Event::MatrixMerged { name, done, of, seconds_left } if level >= Level::Normal => {
+                if let Some(line) = lines::merged(name, [*done, *of], *seconds_left) {
+                    self.print(form, "", &line);
+                }
             }
             Event::MatrixPruned(matrix) if level >= Level::Verbose => {
-                self.print(form, "", &matrix_line(matrix));
+                self.print(form, "", &lines::pruned(matrix));
             }
             Event::Memory(sample) if level >= Level::Verbose && self.memory_log.is_none() => {
                 self.print(
@@ -439,23 +447,6 @@ impl State {
             print_line(&line);
         }
     }
-}
-
-/// Linears between two lines of a merge.
-const MERGED_LINES: usize = 10;
-
-fn matrix_line(matrix: &MatrixReport) -> String {
-    let weights = matrix.shape[0] * matrix.shape[1];
-    let mut text = format!(
-        "  {} sparsity {:.6} ({} of {weights})",
-        matrix.name,
-        matrix.zeros as f64 / weights as f64,
-        matrix.zeros
-    );
-    if let Some(error) = matrix.relative_output_error {
-        text += &format!(", output error {error:.4}");
-    }
-    text
 }
 
 impl Events for Console {

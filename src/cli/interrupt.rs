@@ -7,7 +7,8 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::console::{Console, print_line};
+use super::console::Console;
+use super::lines::print_line;
 use crate::failure;
 
 /// Longest time for the last messages.

@@ -77,7 +77,7 @@ fn explain_kind(mut error: clap::Error, arguments: &[OsString]) -> clap::Error {
         ErrorKind::InvalidValue => explain_value(&mut error),
         ErrorKind::ValueValidation => advice::explain_unreadable(&mut error, command),
         ErrorKind::MissingRequiredArgument => advice::explain_missing(&mut error, command),
-        ErrorKind::UnknownArgument => explain_flag(&mut error),
+        ErrorKind::UnknownArgument => explain_flag(&mut error, arguments),
         ErrorKind::InvalidSubcommand | ErrorKind::ArgumentConflict => {
             if let Some(word) = text(&error, ContextKind::InvalidSubcommand) {
                 return explain_word(error, &word, arguments);
@@ -130,7 +130,7 @@ fn explain_conflict(error: &mut clap::Error) {
 }
 
 /// A flag that its command does not have.
-fn explain_flag(error: &mut clap::Error) {
+fn explain_flag(error: &mut clap::Error, arguments: &[OsString]) {
     // clap also advises to put `--` before the flag, which would make it the name of a model.
     error.remove(ContextKind::Suggested);
     let Some(flag) = text(error, ContextKind::InvalidArg) else {
@@ -151,7 +151,25 @@ fn explain_flag(error: &mut clap::Error) {
     }
     if let Some((_, advice)) = known {
         advise(error, (*advice).to_string());
+    } else if !is_meant && is_plan(arguments) && is_of_a_run(&flag) {
+        advise(error, format!("{flag} is a flag of a run, leave it out of a plan"));
     }
+}
+
+/// Returns whether the command is `prune plan`.
+fn is_plan(arguments: &[OsString]) -> bool {
+    arguments.get(1).is_some_and(|command| command == "plan")
+}
+
+/// Returns whether `prune` itself or a command that evaluates or trains has the flag.
+fn is_of_a_run(flag: &str) -> bool {
+    let command = command();
+    let has = |command: &clap::Command| {
+        let mut names = command.get_arguments().filter_map(|argument| argument.get_long());
+        names.any(|name| flag.strip_prefix("--") == Some(name))
+    };
+    let of_runs = ["eval", "recover", "merge"];
+    has(&command) || of_runs.iter().any(|name| command.find_subcommand(name).is_some_and(has))
 }
 
 /// A word where a command is expected: a misspelt command, or a model.

@@ -5,6 +5,7 @@
 //! | file | content |
 //! | --- | --- |
 //! | `advice` | advice that holds for every flag: a value to type, a flag to leave out, an example of the command |
+//! | `bars` | the two bars of a terminal: the current phase and the run |
 //! | `console` | the receiver of all output: results to standard output, everything else to standard error |
 //! | `definition` | the definition of the command line for clap |
 //! | `demo` | `prune demo`: flags, table and explanation |
@@ -14,6 +15,7 @@
 //! | `generate` | `prune generate`: flags, and the text as it comes |
 //! | `inspect` | `prune inspect`: what a checkpoint holds, and whether it is a pruned copy of a dense checkpoint |
 //! | `interrupt` | signals and panics |
+//! | `lines` | lines on standard error: the texts of events, and their way out |
 //! | `make_checkpoint` | `prune make-checkpoint` (hidden): a random model of any shape, for tests, benches and scale runs |
 //! | `merge` | `prune merge`: flags and table |
 //! | `mistake` | advice under a command line that is refused |
@@ -22,7 +24,7 @@
 //! | `outcome` | exit codes of commands that did their work |
 //! | `plain_text` | text without control characters, as a terminal may show it |
 //! | `plan` | `prune plan`: flags, plan and table |
-//! | `progress` | two bars on a terminal, a plain line now and then elsewhere |
+//! | `progress` | the counts of the phase and of the run, and their texts |
 //! | `prune` | `prune`: flags of the main job, and its table |
 //! | `quantize` | `prune quantize`: flags and result |
 //! | `recover` | `prune recover`: flags, and the table of the run |
@@ -31,9 +33,11 @@
 //! | `shell` | `prune completions` and `prune man` |
 //! | `sweep` | `prune sweep`: flags, checks of the lists, and the table |
 //! | `terminal` | the terminal as the bars see it |
+//! | `wrap` | lines that a terminal shows without breaking words |
 
 mod advice;
 pub mod args;
+mod bars;
 pub mod console;
 mod definition;
 pub mod demo;
@@ -43,6 +47,7 @@ mod foreign;
 pub mod generate;
 pub mod inspect;
 mod interrupt;
+mod lines;
 #[cfg(feature = "synthetic")]
 pub mod make_checkpoint;
 pub mod merge;
@@ -62,6 +67,7 @@ pub mod selftest;
 pub mod shell;
 pub mod sweep;
 mod terminal;
+mod wrap;
 
 use std::borrow::Cow;
 use std::ffi::{OsStr, OsString};
@@ -77,9 +83,10 @@ use crate::ranks::launcher::{self, Launched};
 use crate::ranks::{Left, Ranks};
 use crate::run::{Event, Events, Stopped};
 use crate::runtime::memory;
-use console::{Console, print_line};
+use console::Console;
 pub use definition::{Cli, command};
 use definition::{Command, newcomer};
+use lines::print_line;
 use outcome::Outcome;
 use plain_text::{visible, with_bytes};
 

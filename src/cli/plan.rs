@@ -1,5 +1,6 @@
 //! `prune plan`: flags, plan and table.
 
+use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use anyhow::Result;
@@ -184,21 +185,21 @@ pub fn command(args: &PlanArgs, console: &Console) -> Result<()> {
     let settings = args.settings()?;
     if args.recover {
         let rows = training_table(&settings, console)?;
-        return console.record(&rows, &report::training_plan::table(&rows));
+        return console.record(&rows, &report::training_plan::table(&rows, console.columns()));
     }
     if let Some(ranks) = args.ranks {
         let ranks = usize::from(ranks);
         let asked = RankSettings { ranks, network: args.network, storage: args.storage };
         let rows = rank_table(&settings, &asked, console)?;
-        return console.record(&rows, &report::rank_plan::table(&rows));
+        return console.record(&rows, &report::rank_plan::table(&rows, console.columns()));
     }
     if args.generate {
         let rows = generation_table(&settings, console)?;
-        return console.record(&rows, &report::generation_plan::table(&rows));
+        return console.record(&rows, &report::generation_plan::table(&rows, console.columns()));
     }
     if settings.subject == PlanSubject::Table {
         let rows = table(&settings)?;
-        return console.record(&rows, &report::plan::table(&rows));
+        return console.record(&rows, &report::plan::table(&rows, console.columns()));
     }
     let record = plan(&settings, console)?;
     let mut text = format!(
@@ -206,12 +207,14 @@ pub fn command(args: &PlanArgs, console: &Console) -> Result<()> {
         "model",
         record.model,
         match record.parameters as f64 {
-            few @ ..1e9 => format!("{:.1} M", few / 1e6),
+            ..1e9 => report::millions(record.parameters),
             many => format!("{:.2} billion", many / 1e9),
         },
         record.weights,
         record.dtype,
     );
+    // Writing to a String cannot fail.
+    let _ = writeln!(text, "{:<14} {}", "assumes", record.assumed);
     text += &report::plan::text(&record.plan);
     if record.plan.devices.len() > 1 {
         text += "Figures for GPUs are predicted by formula; docs/dev/gpu-results.md says what was measured.\n";

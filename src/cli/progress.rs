@@ -1,13 +1,9 @@
-//! Progress: two bars on a terminal (the current phase and the whole run), a plain line now and then elsewhere.
+//! Progress: the counts of the current phase and of the whole run, and their texts for bars and plain lines.
 //!
 //! Only arithmetic and text here; [`Console`](super::console::Console) decides when to show it.
 
 use std::time::{Duration, Instant};
 
-use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
-
-use super::plain_text::visible;
-use super::terminal;
 use crate::report::three_digits;
 
 /// Time between two plain lines.
@@ -113,20 +109,41 @@ impl Progress {
         &self.phase
     }
 
-    /// "7.1 samples/s | ETA 8s".
+    /// The finished share of the phase, in [0, 1]; `None` where its steps are unknown.
+    pub(super) fn share(&self) -> Option<f64> {
+        (self.steps > 0).then(|| (self.done as f64 / self.steps as f64).min(1.0))
+    }
+
+    /// "10/64", or "10" where the steps are unknown.
+    fn count(&self) -> String {
+        match self.steps {
+            0 => self.done.to_string(),
+            steps => format!("{}/{steps}", self.done),
+        }
+    }
+
+    /// "10/64 | 7.1 samples/s | ETA 8s", and "0/64 samples" before the first sample.
+    pub(super) fn numbers(&self) -> String {
+        match (self.count(), self.pace()) {
+            (count, pace) if pace.is_empty() => format!("{count} {}", self.unit),
+            (count, pace) => count + &pace,
+        }
+    }
+
+    /// " | 7.1 samples/s | ETA 8s"; empty before the first sample.
     fn pace(&self) -> String {
         let elapsed = self.began.map_or(0.0, |began| began.elapsed().as_secs_f64());
         if self.done == 0 || elapsed <= 0.0 {
-            return self.unit.to_string();
+            return String::new();
         }
         let rate = self.done as f64 / elapsed;
         let mut text = match self.training {
             // A step may take minutes. Tokens per second can be compared between programs.
             Some((loss, tokens)) => {
                 let speed = three_digits(rate * tokens as f64);
-                format!("loss {loss:.4} | {speed} tokens/s")
+                format!(" | loss {loss:.4} | {speed} tokens/s")
             }
-            None => format!("{} {}/s", three_digits(rate), self.unit),
+            None => format!(" | {} {}/s", three_digits(rate), self.unit),
         };
         if let Some(left) = self.steps.checked_sub(self.done).filter(|&left| left > 0) {
             text += &format!(" | ETA {}", duration(left as f64 / rate));
@@ -135,7 +152,7 @@ impl Progress {
     }
 
     /// Fraction of the run in [0, 1] and the seconds it still takes; `None` outside the sweep.
-    fn run(&self) -> Option<(f64, Option<f64>)> {
+    pub(super) fn run(&self) -> Option<(f64, Option<f64>)> {
         let sweep = self.sweep.as_ref()?;
         let (done, all) = if sweep.passes > 0 {
             ((sweep.passes_done + self.done) as f64, sweep.passes as f64)
@@ -148,118 +165,28 @@ impl Progress {
         Some((fraction, left))
     }
 
-    /// "12 % | ETA 22m05s", for the run.
-    fn run_text(&self) -> Option<String> {
+    /// "12 %, 22m05s left", for the run.
+    pub(super) fn run_text(&self) -> Option<String> {
         let (fraction, left) = self.run()?;
         let percent = format!("{:.0} %", (100.0 * fraction).floor());
         Some(match left {
-            Some(left) => format!("{percent} | ETA {}", duration(left)),
+            Some(left) => format!("{percent}, {} left", duration(left)),
             None => percent,
         })
     }
 
-    /// "layer 2 of 0-31: calibrate: 10/64 samples | 7.1 samples/s | ETA 8s | run 12 % | ETA 22m05s".
+    /// "layer 2 of 0-31: calibrate: 10/64 samples | 7.1 samples/s | ETA 8s | run 12 %, 22m05s left".
     /// Between two phases a short sentence.
     pub(super) fn line(&self) -> String {
         if self.began.is_none() {
             return "still working".to_string();
         }
-        let count = match self.steps {
-            0 => self.done.to_string(),
-            steps => format!("{}/{steps}", self.done),
-        };
-        let mut text = format!("{}: {count} {} | {}", self.phase, self.unit, self.pace());
+        let mut text = format!("{}: {} {}{}", self.phase, self.count(), self.unit, self.pace());
         if let Some(run) = self.run_text() {
             text += &format!(" | run {run}");
         }
         text
     }
-}
-
-/// The bars of a terminal.
-#[derive(Debug)]
-pub(super) struct Bars {
-    screen: MultiProgress,
-    phase: Option<ProgressBar>,
-    run: Option<ProgressBar>,
-}
-
-impl Bars {
-    /// None yet.
-    pub(super) fn new() -> Self {
-        Self { screen: MultiProgress::with_draw_target(terminal::target()), phase: None, run: None }
-    }
-
-    /// Bars for what `progress` says.
-    pub(super) fn start(&mut self, progress: &Progress) {
-        self.end_phase();
-        let bar = match &self.run {
-            Some(run) => self.screen.insert_before(run, ProgressBar::new(progress.steps)),
-            None => self.screen.add(ProgressBar::new(progress.steps)),
-        };
-        let width = bar_width();
-        let template = if progress.steps > 0 {
-            format!("{{prefix:<28}} [{{bar:{width}}}] {{pos}}/{{len}} | {{msg}}")
-        } else {
-            "{prefix:<28} {spinner} {pos} | {msg}".to_string()
-        };
-        self.phase = Some(styled(bar, &template, progress.phase.clone()));
-        if progress.sweep.is_some() && self.run.is_none() {
-            let run = self.screen.add(ProgressBar::new(1000));
-            self.run = Some(styled(
-                run,
-                &format!("{{prefix:<28}} [{{bar:{width}}}] {{msg}}"),
-                "run".to_string(),
-            ));
-        }
-        self.update(progress);
-    }
-
-    /// Moves them.
-    pub(super) fn update(&self, progress: &Progress) {
-        if let Some(bar) = &self.phase {
-            bar.set_message(visible(&progress.pace()).into_owned());
-            bar.set_position(progress.done);
-        }
-        if let (Some(bar), Some((fraction, _))) = (&self.run, progress.run()) {
-            let text = progress.run_text().unwrap_or_default();
-            bar.set_message(visible(&text).into_owned());
-            bar.set_position((fraction * 1000.0) as u64);
-        }
-    }
-
-    /// Takes the phase's bar away; the run's stays during the sweep.
-    pub(super) fn end_phase(&mut self) {
-        if let Some(bar) = self.phase.take() {
-            bar.finish_and_clear();
-        }
-    }
-
-    /// Takes all of them away.
-    pub(super) fn clear(&mut self) {
-        self.end_phase();
-        if let Some(bar) = self.run.take() {
-            bar.finish_and_clear();
-        }
-    }
-
-    /// Runs `print` with the bars out of the way.
-    pub(super) fn suspend(&self, print: impl FnOnce()) {
-        self.screen.suspend(print);
-    }
-}
-
-/// Columns of a bar.
-fn bar_width() -> u16 {
-    // Beside it: 28 of the phase, 5 of brackets and spaces, and up to 38 like "166/166 | 11.3 windows/s | ETA 12m05s".
-    terminal::columns().saturating_sub(71).clamp(5, 40)
-}
-
-fn styled(bar: ProgressBar, template: &str, prefix: String) -> ProgressBar {
-    if let Ok(style) = ProgressStyle::with_template(template) {
-        bar.set_style(style.progress_chars("=> "));
-    }
-    bar.with_prefix(prefix)
 }
 
 /// "8s", "3m10s", "2h05m", "4d03h".
@@ -291,7 +218,9 @@ mod tests {
         progress.start_phase("layer 1/2: calibrate".to_string(), "samples", 10);
         progress.set_done(10);
         progress.start_phase("layer 1/2: propagate".to_string(), "samples", 10);
+        assert_eq!(progress.numbers(), "0/10 samples", "no rate yet");
         progress.set_done(4);
+        assert!(progress.numbers().starts_with("4/10 | "), "{}", progress.numbers());
         let (fraction, _) = progress.run().expect("inside the sweep");
         assert_eq!(fraction, 14.0 / 40.0);
         assert!(
@@ -299,7 +228,7 @@ mod tests {
             "{}",
             progress.line()
         );
-        assert!(progress.line().contains(" | run 35 % | ETA "), "{}", progress.line());
+        assert!(progress.line().contains(" | run 35 %, "), "{}", progress.line());
         progress.end_sweep();
         assert!(progress.run().is_none());
     }

@@ -302,7 +302,7 @@ pub fn command(
     if let Some(folder) = &args.table {
         let metrics = args.metrics()?;
         let (record, page) = job::grid::remake(folder, metrics.as_deref(), console)?;
-        console.record(&record, &report::grid::text(&record))?;
+        console.record(&record, &report::grid::text(&record, table_columns(console)))?;
         console.note(format!("page         {}", page.display()));
         return Ok(Outcome::Done);
     }
@@ -315,7 +315,7 @@ pub fn command(
             let _ = writeln!(text, "{:<10}  {}", cell.state.name(), cell.name);
         }
         console.record(&cells, &text)?;
-        console.note(format!("{} cells; nothing was done", cells.len()));
+        console.note(format!("{}; nothing was done", report::count(cells.len(), "cell")));
         return Ok(Outcome::Done);
     }
     if settings.run.output.log_memory {
@@ -325,7 +325,8 @@ pub fn command(
     if !ranks.is_first() {
         return Ok(Outcome::Done);
     }
-    console.record(&outcome.record, &report::grid::text(&outcome.record))?;
+    console
+        .record(&outcome.record, &report::grid::text(&outcome.record, table_columns(console)))?;
     console.note(format!("page         {}", outcome.page.display()));
     if outcome.elsewhere > 0 {
         console.note(format!(
@@ -374,4 +375,8 @@ fn end(
         }
     }
     Ok(end)
+}
+/// Columns of the table; 80 in a file or a pipe.
+fn table_columns(console: &Console) -> usize {
+    console.columns().unwrap_or(80)
 }

@@ -85,7 +85,7 @@ impl TextCache {
             return tokenize();
         };
         if let Some(ids) = read_tokens(&path) {
-            events.note(format!(
+            events.detail(format!(
                 "tokens from the cache: {} ids in `{}`",
                 ids.len(),
                 path.display()

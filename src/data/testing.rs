@@ -36,10 +36,10 @@ impl Events for RecordedEvents {
 }
 
 impl RecordedEvents {
-    /// Number of notes and warnings that contain a text.
+    /// Number of notes, details and warnings that contain a text.
     pub(super) fn count(&self, text: &str) -> usize {
         let events = self.0.lock().expect("no test panics while it emits");
-        events.iter().filter(|event| matches!(event, Event::Note { text: line } | Event::Warning { text: line } if line.contains(text))).count()
+        events.iter().filter(|event| matches!(event, Event::Note { text: line } | Event::Detail { text: line } | Event::Warning { text: line } if line.contains(text))).count()
     }
 }
 

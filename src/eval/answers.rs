@@ -10,6 +10,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use rayon::prelude::*;
 
+use super::named::NamedModel;
 use super::next_token::NextToken;
 use crate::linalg::tensor;
 use crate::model::{DecoderLayer, Head, Segment};
@@ -21,6 +22,7 @@ use crate::tasks::{PackedTasks, Prediction, RequestScore, TaskPack};
 /// A stream of packs, passed through the model.
 pub struct TaskAnswers<'a> {
     side: Side,
+    named: NamedModel,
     hidden: HiddenStates,
     packed: &'a PackedTasks,
     num_hidden_layers: usize,
@@ -46,7 +48,14 @@ impl<'a> TaskAnswers<'a> {
         num_hidden_layers: usize,
         reporter: Reporter<'a>,
     ) -> Self {
-        Self { side, hidden, packed, num_hidden_layers, reporter, scores: None }
+        let (named, scores) = (NamedModel::Only, None);
+        Self { side, named, hidden, packed, num_hidden_layers, reporter, scores }
+    }
+
+    /// The same packs, with the name that the run has for their model.
+    #[must_use]
+    pub fn named(self, named: NamedModel) -> Self {
+        Self { named, ..self }
     }
 
     /// The states of the packs, between two layers.
@@ -132,7 +141,7 @@ impl Passenger for TaskAnswers<'_> {
 
     fn layer(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
         let (Reporter { clock, events }, hidden) = (self.reporter, &mut self.hidden);
-        let phase = format!("{} tasks", self.side.name());
+        let phase = self.named.of("tasks");
         events.emit(Event::PhaseStarted {
             phase: in_layer(layer.index(), self.num_hidden_layers, phase),
             unit: "packs",
@@ -148,7 +157,7 @@ impl Passenger for TaskAnswers<'_> {
     fn finish(&mut self, head: &Head, compute: &mut Compute<'_>) -> Result<()> {
         let Reporter { clock, events } = self.reporter;
         let steps = self.hidden.samples() as u64;
-        let phase = format!("head: {} tasks", self.side.name());
+        let phase = format!("head: {}", self.named.of("tasks"));
         events.emit(Event::PhaseStarted { phase, unit: "packs", steps });
         let own = clock.measure(Phase::Head, || self.predict(head, compute))?;
         let by_rank = match compute.ranks().is_alone() {

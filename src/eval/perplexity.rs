@@ -12,6 +12,7 @@ use anyhow::{Context, Result};
 use candle_core::DType;
 
 use super::divergence::{DenseHead, HeadPair, Meeting, MeetingRole, compare};
+use super::named::NamedModel;
 use super::next_token::{NextToken, see};
 use crate::model::{DecoderLayer, Head};
 use crate::run::divergence::DivergenceReport;
@@ -23,6 +24,7 @@ use crate::runtime::{Compute, HiddenStates, Passenger, Reporter, SampleShare, Si
 /// A stream of windows, passed through the model.
 pub struct Perplexity<'a> {
     side: Side,
+    named: NamedModel,
     hidden: HiddenStates,
     tokens: &'a [u32],
     num_hidden_layers: usize,
@@ -43,8 +45,23 @@ impl<'a> Perplexity<'a> {
         num_hidden_layers: usize,
         reporter: Reporter<'a>,
     ) -> Self {
-        let (report, meeting, keeps_states) = (None, None, false);
-        Self { side, hidden, tokens, num_hidden_layers, reporter, report, meeting, keeps_states }
+        Self {
+            side,
+            named: NamedModel::Only,
+            hidden,
+            tokens,
+            num_hidden_layers,
+            reporter,
+            report: None,
+            meeting: None,
+            keeps_states: false,
+        }
+    }
+
+    /// The same windows, with the name that the run has for their model.
+    #[must_use]
+    pub fn named(self, named: NamedModel) -> Self {
+        Self { named, ..self }
     }
 
     /// The same windows, compared with the windows of a second model.
@@ -86,7 +103,7 @@ impl<'a> Perplexity<'a> {
         let (hidden, tokens) = (&mut self.hidden, self.tokens);
         let (steps, seqlen) = (hidden.samples() as u64, hidden.seqlen());
         let share = hidden.share().clone();
-        let phase = format!("head: {} perplexity", self.side.name());
+        let phase = format!("head: {}", self.named.of("perplexity"));
         events.emit(Event::PhaseStarted { phase, unit: "windows", steps });
         let losses = clock.measure(Phase::Head, || -> Result<Vec<f64>> {
             let mut seen = vec![NextToken::default(); steps as usize * seqlen];
@@ -172,7 +189,7 @@ impl<'a> Perplexity<'a> {
     fn advance(&mut self, layer: &DecoderLayer, compute: &mut Compute<'_>) -> Result<()> {
         let (Reporter { clock, events }, hidden) = (self.reporter, &mut self.hidden);
         events.emit(Event::PhaseStarted {
-            phase: in_layer(layer.index(), self.num_hidden_layers, self.side.phase()),
+            phase: in_layer(layer.index(), self.num_hidden_layers, self.named.evaluate()),
             unit: "windows",
             steps: hidden.samples() as u64,
         });

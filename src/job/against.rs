@@ -1,6 +1,7 @@
 //! `prune eval --against`: the dense model passes the windows first, and its final states wait for the model at their heads.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Result;
 
@@ -14,7 +15,8 @@ use super::texts::Texts;
 use crate::eval::{DenseHead, Meeting, MeetingRole};
 use crate::failure::Failure;
 use crate::pipeline::AgainstShape;
-use crate::run::{Events, HiddenStatesStorage, Plan};
+use crate::run::events::LockLost;
+use crate::run::{Event, Events, HiddenStatesStorage, Plan};
 use crate::settings::{HiddenStatesChoice, ModelSettings, OutputSettings, Settings};
 
 /// Opens the dense model of `--against`; `None` without the flag.
@@ -121,4 +123,52 @@ pub(super) fn join(mut job: SettledRun, dense: Option<(OpenedModel, Plan)>) -> R
     job.meeting = Some((meeting, MeetingRole::Model));
     job.against = Some(Box::new(run));
     Ok(job)
+}
+
+/// Events of both sweeps, told as a single sweep: its progress goes from 0 to 100 % once.
+pub(super) struct BothSweeps<'a> {
+    events: &'a dyn Events,
+    /// Decoder layers of the model, which passes after the dense model.
+    layers: usize,
+    /// The sweep of the dense model has begun.
+    has_begun: AtomicBool,
+    /// The sweep of the dense model is over.
+    is_second: AtomicBool,
+}
+
+impl<'a> BothSweeps<'a> {
+    /// The sweeps of `job`, told to `events`.
+    pub(super) fn of(job: &SettledRun, events: &'a dyn Events) -> Self {
+        let layers = job.model.config.num_hidden_layers;
+        Self { events, layers, has_begun: AtomicBool::default(), is_second: AtomicBool::default() }
+    }
+
+    /// The start of both sweeps, from the start of the first sweep. The windows of the dense model wait at its head.
+    fn of_both(&self, dense: usize, finished: usize, passes: u64) -> Event {
+        let left = (dense + 1).saturating_sub(finished).max(1);
+        let passes = passes / left as u64 * (left + self.layers) as u64;
+        Event::SweepStarted { layers: dense + self.layers, finished, passes }
+    }
+}
+
+impl Events for BothSweeps<'_> {
+    fn emit(&self, event: Event) {
+        match event {
+            Event::SweepStarted { layers, finished, passes } => {
+                if !self.has_begun.swap(true, Ordering::Relaxed) {
+                    self.events.emit(self.of_both(layers, finished, passes));
+                }
+            }
+            Event::SweepDone if !self.is_second.swap(true, Ordering::Relaxed) => {}
+            other => self.events.emit(other),
+        }
+    }
+
+    fn is_stopping(&self) -> bool {
+        self.events.is_stopping()
+    }
+
+    fn when_lock_lost(&self) -> LockLost {
+        self.events.when_lock_lost()
+    }
 }

@@ -17,6 +17,7 @@ use crate::generation::{self, Generator};
 use crate::model::ModelConfig;
 use crate::pruning::Pattern;
 use crate::report::demo_table::{DemoRow, DemoTable};
+use crate::run::events::LockLost;
 use crate::run::{Event, Events, Manifest, Silent};
 use crate::settings::{
     CalibrationSettings, ComputeDtype, EvalSides, RecoverySettings, RecoveryWay, Settings,
@@ -129,7 +130,8 @@ fn prune_all(settings: &DemoSettings, root: &Path, events: &dyn Events) -> Resul
             0 => EvalSides::Both,
             _ => EvalSides::Pruned,
         };
-        let manifest = run_once(settings, root, &folder, run, sides)
+        let step = StepEvents { events, title: format!("{}/{} {name}", number + 1, RUNS.len()) };
+        let manifest = run_once(settings, root, run, sides, &step)
             .with_context(|| format!("in the run `{name}`"))?;
         for warning in &manifest.warnings {
             events.warn(format!("{name}: {warning}"));
@@ -160,8 +162,11 @@ fn prune_all(settings: &DemoSettings, root: &Path, events: &dyn Events) -> Resul
     }
     let started = Instant::now();
     let [name, folder] = PACKED.names();
+    let phase = format!("{name}, packed");
+    events.emit(Event::PhaseStarted { phase: phase.clone(), unit: "models", steps: 1 });
     let packing = demo_packing::measure(&name, &root.join(folder), settings.threads)
         .with_context(|| format!("in the packing of `{name}`"))?;
+    events.emit(Event::PhaseDone { phase, elapsed: started.elapsed() });
     let seconds = started.elapsed().as_secs_f64();
     events.note(format!("      {:<22}{seconds:.1} s", format!("{name}, packed")));
     // The cache is of no use after the runs; a leftover does no harm.
@@ -173,9 +178,9 @@ fn prune_all(settings: &DemoSettings, root: &Path, events: &dyn Events) -> Resul
 fn run_once(
     demo: &DemoSettings,
     root: &Path,
-    save: &Path,
     run: DemoRun,
     sides: EvalSides,
+    events: &dyn Events,
 ) -> Result<Manifest> {
     let text: DatasetSpec = "demo".parse()?;
     let mut calibration = CalibrationSettings {
@@ -214,10 +219,39 @@ fn run_once(
     settings.evaluation.eval_dataset = text;
     settings.evaluation.text_cache = Some(root.join(TEXT_CACHE));
     settings.device.threads = demo.threads;
-    settings.output.save = Some(save.to_path_buf());
+    let [_, folder] = run.names();
+    settings.output.save = Some(root.join(folder));
     match run {
-        DemoRun::Prune(..) => prune(settings, &Silent, None),
-        DemoRun::Recover(_) => recover(settings, &Silent),
+        DemoRun::Prune(..) => prune(settings, events, None),
+        DemoRun::Recover(_) => recover(settings, events),
+    }
+}
+
+/// The progress of a step, under the name of the step. Everything else that a run tells would hide the table.
+struct StepEvents<'a> {
+    events: &'a dyn Events,
+    /// `3/9 magnitude 60 %`.
+    title: String,
+}
+
+impl Events for StepEvents<'_> {
+    fn emit(&self, event: Event) {
+        match event {
+            Event::PhaseStarted { unit, steps, .. } => {
+                self.events.emit(Event::PhaseStarted { phase: self.title.clone(), unit, steps });
+            }
+            Event::PhaseDone { elapsed, .. } => {
+                self.events.emit(Event::PhaseDone { phase: self.title.clone(), elapsed });
+            }
+            Event::SweepStarted { .. } | Event::SweepDone | Event::Progress { .. } => {
+                self.events.emit(event);
+            }
+            _ => {}
+        }
+    }
+
+    fn when_lock_lost(&self) -> LockLost {
+        self.events.when_lock_lost()
     }
 }
 

@@ -2,12 +2,12 @@
 
 use anyhow::{Context, Result};
 
-use super::eval_state;
 use super::outputs::Outputs;
 use super::record::RunResults;
 use super::recorder::Recorder;
 use super::settled_run::SettledRun;
 use super::streams::Streams;
+use super::{against, eval_state};
 use crate::run::manifest::{AgainstReport, SweepMeasurements};
 use crate::run::profile::PeakReport;
 use crate::run::{Events, Manifest};
@@ -37,6 +37,8 @@ pub(super) fn sweep(
     events: &dyn Events,
 ) -> Result<RunResults> {
     let folder = job.folder.run.as_deref();
+    let both = job.against.is_some().then(|| against::BothSweeps::of(job, events));
+    let events: &dyn Events = both.as_ref().map_or(events, |both| both);
     let mut waiting = None;
     let mut before = SweepReport::default();
     if let Some(dense) = &job.against {

@@ -46,6 +46,9 @@ pub struct PlanRecord {
     /// Dtype of the decoder's weights.
     #[serde(skip)]
     pub dtype: &'static str,
+    /// The run that the plan is for, in words.
+    #[serde(skip)]
+    pub assumed: String,
     /// The machine.
     pub inventory: Inventory,
     /// The plan.
@@ -71,6 +74,7 @@ pub fn plan(settings: &PlanSettings, events: &dyn Events) -> Result<PlanRecord> 
         let dtype = settings.run.model.dtype;
         plan.notes.extend(faster_dtype(dtype, &plan, &shape, (&inventory, &policy)));
     }
+    let assumed = assumed(settings, &shape);
     let parameters = footprint::parameters(&subject.config);
     let dtype = subject.dtypes.layers;
     Ok(PlanRecord {
@@ -78,10 +82,27 @@ pub fn plan(settings: &PlanSettings, events: &dyn Events) -> Result<PlanRecord> 
         parameters,
         weights: ByteSize(parameters.saturating_mul(dtype.bytes() as u64)),
         dtype: dtype.name(),
+        assumed,
         device_map: device_map::to_json(&first_devices(&plan)),
         inventory,
         plan,
     })
+}
+
+/// The method, samples and windows of the run, in words.
+fn assumed(settings: &PlanSettings, shape: &RunShape<'_>) -> String {
+    let run = &settings.run;
+    let method = run.sparsity.as_ref().map_or("no method", |of| of.prune_method.as_str());
+    let text = if run.evaluation.eval_windows.is_none() { " of WikiText-2" } else { "" };
+    let windows = match shape.windows {
+        0 => "no windows".to_string(),
+        windows => format!("{windows} windows{text}"),
+    };
+    let samples = match shape.samples {
+        0 => "no samples".to_string(),
+        samples => format!("{samples} samples"),
+    };
+    format!("{method}, any ratio; {samples}, {windows}; {} tokens each", shape.seqlen)
 }
 
 /// The machine of the settings: a described machine, else this machine.

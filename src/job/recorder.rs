@@ -19,6 +19,8 @@ pub(super) struct Recorder<'a> {
     events: &'a dyn Events,
     kept: Mutex<Kept>,
     ranks: Ranks,
+    /// The cell whose events these are, where several cells share a pass.
+    cell: Option<String>,
 }
 
 #[derive(Default)]
@@ -30,7 +32,12 @@ struct Kept {
 impl<'a> Recorder<'a> {
     /// Forwards to `events`.
     pub(super) fn new(events: &'a dyn Events) -> Self {
-        Self { events, kept: Mutex::default(), ranks: Ranks::alone() }
+        Self { events, kept: Mutex::default(), ranks: Ranks::alone(), cell: None }
+    }
+
+    /// Names the cell of a sweep in the event of a layer.
+    pub(super) fn of_cell(self, name: String) -> Self {
+        Self { cell: Some(name), ..self }
     }
 
     /// Stops the run, too, when another of these ranks has left it.
@@ -90,7 +97,12 @@ impl Events for Recorder<'_> {
             }
             _ => {}
         }
-        self.events.emit(event);
+        self.events.emit(match event {
+            Event::LayerPruned { layer, sparsity, elapsed, .. } => {
+                Event::LayerPruned { layer, sparsity, elapsed, cell: self.cell.clone() }
+            }
+            other => other,
+        });
         if let Some(error) = failed {
             self.warn(format!("{error:#}"));
         }

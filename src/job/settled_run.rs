@@ -15,7 +15,7 @@ use super::texts::Texts;
 use crate::bytes::ByteSize;
 use crate::checkpoint::output_bytes;
 use crate::data::Calibration;
-use crate::eval::{Meeting, MeetingRole};
+use crate::eval::{Meeting, MeetingRole, NamedModel};
 use crate::pipeline::{Observed, SaveMasks};
 use crate::ranks::Ranks;
 use crate::report;
@@ -109,6 +109,21 @@ impl SettledRun {
             left if only_passes => finished + left,
             // Each layer twice, once dense and once pruned, but the last layer only once.
             left => finished + 2 * left - 1,
+        }
+    }
+
+    /// The name of the model of a side.
+    pub(super) fn named(&self, side: Side) -> NamedModel {
+        let is_beside_pruned = self.left_states().is_some() || self.model.part_of.is_some();
+        match (&self.task, side) {
+            (RunTask::Recover(_), Side::Dense) => NamedModel::Before,
+            (RunTask::Recover(_), Side::Pruned) => NamedModel::After,
+            (RunTask::Measure(None), _) if self.against.is_some() => NamedModel::Compared,
+            (RunTask::Measure(None), _) if self.meeting.is_none() && !is_beside_pruned => {
+                NamedModel::Only
+            }
+            (_, Side::Dense) => NamedModel::Dense,
+            (_, Side::Pruned) => NamedModel::Pruned,
         }
     }
 
@@ -211,13 +226,14 @@ impl SettledRun {
             events.note(format!("against      {}", dense.model.folder.display()));
         }
         if let Some(windows) = &texts.windows {
-            let sides: Vec<_> = self.sides().iter().map(|side| side.name()).collect();
+            let sides: Vec<_> = self.sides().iter().map(|&side| self.named(side).name()).collect();
+            let sides = match self.task {
+                RunTask::Measure(_) => String::new(),
+                _ => format!(", {}", sides.join(" and ")),
+            };
             events.note(format!(
-                "evaluation   {}: {} windows of {} tokens, {}",
-                settings.evaluation.eval_dataset,
-                windows.windows,
-                windows.seqlen,
-                sides.join(" and ")
+                "evaluation   {}: {} windows of {} tokens{sides}",
+                settings.evaluation.eval_dataset, windows.windows, windows.seqlen
             ));
         }
         if let Some(tasks) = texts.task_layout() {

@@ -285,7 +285,7 @@ impl SettledRun {
             for &side in sides {
                 let perplexity = Perplexity::new(
                     side,
-                    self.embedded(devices, side.name(), &windows.tokens, events)?,
+                    self.embedded(devices, self.named(side).name(), &windows.tokens, events)?,
                     &windows.tokens,
                     model.config.num_hidden_layers,
                     model.reporter(events),
@@ -297,7 +297,8 @@ impl SettledRun {
                 let of_run = of_run.clone().map(|meeting| (meeting, role));
                 let meeting = of_run.or(self.meeting.clone());
                 let keeps_states = self.left_states().is_some();
-                perplexities.push(perplexity.keeping_states(keeps_states).in_meeting(meeting));
+                let perplexity = perplexity.named(self.named(side)).keeping_states(keeps_states);
+                perplexities.push(perplexity.in_meeting(meeting));
             }
         }
         Ok(perplexities)
@@ -318,7 +319,7 @@ impl SettledRun {
         let embedded = |side: &Side| -> Result<TaskAnswers<'a>> {
             let share = SampleShare::here(packed.layout.packs(), &self.ranks);
             events.emit(Event::PhaseStarted {
-                phase: format!("embed {} tasks", side.name()),
+                phase: format!("embed {} tasks", self.named(*side).name()),
                 unit: "packs",
                 steps: share.own().len() as u64,
             });
@@ -347,7 +348,8 @@ impl SettledRun {
             // The last pack may be small, and the allocator keeps small blocks.
             memory::release_freed();
             let layers = model.config.num_hidden_layers;
-            Ok(TaskAnswers::new(*side, hidden, packed, layers, model.reporter(events)))
+            let answers = TaskAnswers::new(*side, hidden, packed, layers, model.reporter(events));
+            Ok(answers.named(self.named(*side)))
         };
         self.measured_sides().iter().map(embedded).collect()
     }

@@ -192,6 +192,7 @@ impl<'a> Pruner<'a> {
         self.reporter.events.emit(Event::LayerPruned {
             layer: index,
             sparsity,
+            cell: None,
             elapsed: start.elapsed(),
         });
         Ok(())

@@ -133,6 +133,7 @@ impl LayerOutput<'_> {
         self.events.emit(Event::LayerPruned {
             layer: layer.index(),
             sparsity,
+            cell: None,
             elapsed: start.elapsed(),
         });
         self.events.check()?;

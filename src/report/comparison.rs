@@ -3,6 +3,7 @@
 //! Values are comparable only when they were measured on the same tokens of the same model: [`ComparableRuns`] holds runs with equal
 //! text or tasks, tokenizer, windows, window length and model layout. Inside it, runs that differ only in their ratio form a [`Series`].
 
+use super::format::text_name;
 use crate::run::divergence::KlPositions;
 use crate::run::metric::Metric;
 use crate::run::{GenerationReport, Manifest};
@@ -83,8 +84,10 @@ impl MeasuredOn {
         let report = manifest.perplexity.pruned.or(manifest.perplexity.dense)?;
         let (windows, seqlen) = (report.windows, report.seqlen);
         let hash = &text.text_sha256;
-        let words =
-            format!("{} (SHA-256 {hash:.12}…), {windows} windows of {seqlen} tokens", text.dataset);
+        let words = format!(
+            "{} (SHA-256 {hash:.12}…), {windows} windows of {seqlen} tokens",
+            text_name(text)
+        );
         let divergence = manifest.perplexity.divergence.filter(|_| *metric != Metric::Perplexity);
         let measured = Self {
             hashes: [hash.clone(), text.tokenizer_sha256.clone()],

@@ -40,6 +40,36 @@ impl Table {
         self
     }
 
+    /// The table as text for a terminal of `columns`, and as Markdown elsewhere.
+    pub(super) fn shown(&self, columns: Option<usize>) -> String {
+        match columns {
+            Some(columns) => self.text(columns).trim_start_matches('\n').to_string(),
+            None => self.markdown(),
+        }
+    }
+
+    /// The table as text in lines of `columns`, with an empty line before each block of columns; ends in a newline.
+    pub(super) fn text(&self, columns: usize) -> String {
+        let rows: Vec<&Vec<String>> = std::iter::once(&self.columns).chain(&self.rows).collect();
+        let width = |column: usize| -> usize {
+            let cells = rows.iter().map(|row| row[column].chars().count());
+            cells.max().unwrap_or(0)
+        };
+        let mut text = String::new();
+        for block in blocks(self.columns.len(), columns, &width) {
+            text.push('\n');
+            for row in &rows {
+                let cells = block.iter().map(|&column| {
+                    let (cell, width) = (&row[column], width(column));
+                    format!("{cell:<width$}")
+                });
+                text += cells.collect::<Vec<_>>().join("  ").trim_end();
+                text.push('\n');
+            }
+        }
+        text
+    }
+
     /// The table as Markdown, ending in a newline.
     pub(super) fn markdown(&self) -> String {
         let rule = vec!["---".to_string(); self.columns.len()];
@@ -52,6 +82,24 @@ impl Table {
         let head = [row(&self.columns), row(&rule)];
         head.into_iter().chain(self.rows.iter().map(|cells| row(cells))).collect()
     }
+}
+
+/// Divides the columns into blocks that fit a line, where they can. Each block begins with the first column.
+fn blocks(columns: usize, line: usize, width: &dyn Fn(usize) -> usize) -> Vec<Vec<usize>> {
+    let mut blocks = vec![vec![0]];
+    let mut used = width(0);
+    for column in 1..columns {
+        let more = 2 + width(column);
+        if used + more > line && used > width(0) {
+            blocks.push(vec![0]);
+            used = width(0);
+        }
+        used += more;
+        if let Some(block) = blocks.last_mut() {
+            block.push(column);
+        }
+    }
+    blocks
 }
 
 /// Text for Markdown, also for the cell of a table: on a single line and without markup.
@@ -104,8 +152,7 @@ pub(super) fn measured(metric: &Metric, value: f64) -> String {
 
 /// A share in percent, with as many digits as it has, at most four.
 pub(super) fn percent(ratio: f64) -> String {
-    let percent = format!("{:.4}", 100.0 * ratio);
-    format!("{} %", percent.trim_end_matches('0').trim_end_matches('.'))
+    format!("{} %", trimmed(100.0 * ratio))
 }
 
 /// `35 ms`, `4.1 s`, `12 min 05 s`, `3 h 07 min`.
@@ -119,9 +166,40 @@ pub(super) fn duration(seconds: f64) -> String {
     }
 }
 
-/// Weights in millions: `1235.8 M`.
-pub(super) fn millions(weights: u64) -> String {
-    format!("{:.1} M", weights as f64 / 1e6)
+/// Weights in millions: `1235.8 M`, `0.922 M`. Small models show what a drop has removed.
+pub fn millions(weights: u64) -> String {
+    match weights as f64 / 1e6 {
+        few @ ..10.0 => format!("{few:.3} M"),
+        many => format!("{many:.1} M"),
+    }
+}
+
+/// At most four decimals: `0.6`, `0.5951`.
+pub fn trimmed(value: f64) -> String {
+    let text = format!("{value:.4}");
+    text.trim_end_matches('0').trim_end_matches('.').to_string()
+}
+
+/// A number of things: `1 model`, `2 models`.
+pub fn count(number: usize, of: &str) -> String {
+    match number {
+        1 => format!("1 {of}"),
+        _ => format!("{number} {of}s"),
+    }
+}
+
+/// The name of a text: the names of its files where it has no name of its own.
+pub(super) fn text_name(text: &TextProtocol) -> String {
+    let name = |path: &str| path.rsplit('/').next().unwrap_or(path).to_string();
+    if !["text", "documents"].contains(&text.dataset.as_str()) {
+        return text.dataset.clone();
+    }
+    let mut paths = text.path.split(", ").filter(|path| !path.is_empty());
+    match (paths.next(), paths.count()) {
+        (None, _) => text.dataset.clone(),
+        (Some(first), 0) => name(first),
+        (Some(first), more) => format!("{} and {more} more", name(first)),
+    }
 }
 
 /// The seed of a text's samples, after a comma; empty for a text that is read from its beginning.
@@ -188,6 +266,25 @@ mod tests {
     fn a_percentage_has_no_more_digits_than_it_needs() {
         let shown = [0.5, 1.0 / 3.0, 0.0, 1.0].map(percent);
         assert_eq!(shown, ["50 %", "33.3333 %", "0 %", "100 %"]);
+    }
+
+    #[test]
+    fn small_models_have_more_digits() {
+        let texts = [921_600, 293_120, 1_235_800_000].map(millions);
+        assert_eq!(texts, ["0.922 M", "0.293 M", "1235.8 M"]);
+        assert_eq!([count(1, "model"), count(2, "model")], ["1 model", "2 models"]);
+    }
+
+    #[test]
+    fn a_text_without_a_name_is_called_by_its_file() {
+        let name = |dataset: &str, path: &str| {
+            let (dataset, path) = (dataset.to_string(), path.to_string());
+            text_name(&TextProtocol { dataset, path, ..TextProtocol::default() })
+        };
+        assert_eq!(name("text", "data/mine.txt"), "mine.txt");
+        assert_eq!(name("documents", "a/x.parquet, a/y.parquet"), "x.parquet and 1 more");
+        assert_eq!(name("wikitext2", "a/test.parquet"), "wikitext2");
+        assert_eq!(name("text", ""), "text");
     }
 
     #[test]

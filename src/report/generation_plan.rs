@@ -24,8 +24,8 @@ pub struct GenerationRow {
     pub streamed: Option<usize>,
 }
 
-/// The table in Markdown; ends in a newline.
-pub fn table(rows: &[GenerationRow]) -> String {
+/// The table, in lines of `columns` or in Markdown; ends in a newline.
+pub fn table(rows: &[GenerationRow], columns: Option<usize>) -> String {
     let records = rows.iter().map(|row| {
         [
             ("model", row.model.clone()),
@@ -44,5 +44,5 @@ pub fn table(rows: &[GenerationRow]) -> String {
             ),
         ]
     });
-    Table::of(records).markdown()
+    Table::of(records).shown(columns)
 }

@@ -4,14 +4,14 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use super::format::{self, Table, duration, finite, measured, six_digits};
+use super::format::{self, Table, duration, finite, measured, six_digits, trimmed};
 use crate::bytes::ByteSize;
 use crate::run::TextProtocol;
 use crate::run::grid::{CellState, GridEntry, GridRecord, mean};
 use crate::run::metric::Metric;
 
-/// The table for the terminal, ending in a newline.
-pub fn text(record: &GridRecord) -> String {
+/// The table for a terminal of `columns`, ending in a newline.
+pub fn text(record: &GridRecord, columns: usize) -> String {
     let lines =
         |lines: Vec<String>| -> String { lines.iter().map(|line| format!("{line}\n")).collect() };
     let mut text = lines(lead(record));
@@ -19,52 +19,9 @@ pub fn text(record: &GridRecord) -> String {
         if let Some(title) = title {
             text += &format!("\n{title}\n");
         }
-        text += &table_text(&table);
+        text += &table.text(columns);
     }
     format!("{text}\n{}", lines(notes(record)))
-}
-
-/// A table as text, with an empty line before each block of columns.
-fn table_text(table: &Table) -> String {
-    let rows: Vec<&Vec<String>> = std::iter::once(&table.columns).chain(&table.rows).collect();
-    let width = |column: usize| -> usize {
-        let cells = rows.iter().map(|row| row[column].chars().count());
-        cells.max().unwrap_or(0)
-    };
-    let mut text = String::new();
-    for columns in blocks(table.columns.len(), &width) {
-        text.push('\n');
-        for row in &rows {
-            let cells = columns.iter().map(|&column| {
-                let (cell, width) = (&row[column], width(column));
-                format!("{cell:<width$}")
-            });
-            text += cells.collect::<Vec<_>>().join("  ").trim_end();
-            text.push('\n');
-        }
-    }
-    text
-}
-
-/// Characters of a line of the table.
-const LINE: usize = 80;
-
-/// Divides the columns into blocks that fit a line, where they can. Each block begins with the first column.
-fn blocks(columns: usize, width: &dyn Fn(usize) -> usize) -> Vec<Vec<usize>> {
-    let mut blocks = vec![vec![0]];
-    let mut used = width(0);
-    for column in 1..columns {
-        let more = 2 + width(column);
-        if used + more > LINE && used > width(0) {
-            blocks.push(vec![0]);
-            used = width(0);
-        }
-        used += more;
-        if let Some(block) = blocks.last_mut() {
-            block.push(column);
-        }
-    }
-    blocks
 }
 
 /// The table as Markdown.
@@ -91,10 +48,10 @@ pub(super) fn lead(record: &GridRecord) -> Vec<String> {
             .map(|of| format!("dense {}: {}", metric.title(), measured(metric, of)));
         dense.extend(line.filter(|line| !dense.contains(line)));
     }
-    let text =
-        record.evaluation.as_ref().map(|TextProtocol { dataset, windows, seqlen, .. }| {
-            format!("measured on: {dataset}, {windows} windows of {seqlen} tokens")
-        });
+    let text = record.evaluation.as_ref().map(|text| {
+        let TextProtocol { windows, seqlen, .. } = text;
+        format!("measured on: {}, {windows} windows of {seqlen} tokens", format::text_name(text))
+    });
     model.into_iter().chain(dense).chain(text).collect()
 }
 
@@ -111,6 +68,7 @@ pub(super) fn notes(record: &GridRecord) -> Vec<String> {
         .map(|state| format!("{} {}", record.count(state), state.name()))
         .collect();
     lines.push(format!("cells: {}", counts.join(", ")));
+    lines.extend(record.columns.iter().filter_map(|column| reached(record, column)));
     for cell in &record.cells {
         if let Some(error) = &cell.error {
             let first = error.lines().next().unwrap_or_default();
@@ -118,6 +76,21 @@ pub(super) fn notes(record: &GridRecord) -> Vec<String> {
         }
     }
     lines
+}
+
+/// The sparsity that each method has reached in a column; `None` where all have reached the same, and the ratio of the column.
+fn reached(record: &GridRecord, column: &str) -> Option<String> {
+    let reached = record.methods.iter().filter_map(|method| {
+        let sparsity = record.entry(method, column)?.sparsity?;
+        Some((method, trimmed(sparsity)))
+    });
+    let all: Vec<(&String, String)> = reached.collect();
+    let target = column
+        .parse()
+        .map_or_else(|_| all.first().map(|of| of.1.clone()), |ratio| Some(trimmed(ratio)))?;
+    let differs = all.iter().any(|(_, sparsity)| *sparsity != target);
+    let all = all.iter().map(|(method, sparsity)| format!("{method} {sparsity}"));
+    differs.then(|| format!("sparsity reached at {column}: {}", all.collect::<Vec<_>>().join(", ")))
 }
 
 /// The means of a metric.
@@ -251,7 +224,7 @@ mod tests {
         let expected = "\
 model: a|b
 dense perplexity: 10.0000
-measured on: text, 5 windows of 64 tokens
+measured on: test.txt, 5 windows of 64 tokens
 
 method     0.5               2:4     time    peak memory
 wanda      12.5000 ± 0.7071  failed  10.0 s  32.00 MiB
@@ -262,7 +235,7 @@ time: mean of a cell; peak memory: the largest
 cells: 3 finished, 1 failed
 wanda-2of4-seed0 failed: no\u{1b} <text>
 ";
-        assert_eq!(text(&record()), expected);
+        assert_eq!(text(&record(), 80), expected);
         let markdown = markdown(&record());
         assert!(markdown.contains("| wanda | 12.5000 ± 0.7071 | failed | 10.0 s | 32.00 MiB |"));
         assert!(markdown.contains("| --- | --- | --- | --- | --- |"));
@@ -270,7 +243,20 @@ wanda-2of4-seed0 failed: no\u{1b} <text>
     }
 
     #[test]
-    fn a_wide_table_is_printed_in_blocks_of_80_characters() {
+    fn ratios_that_are_not_reached_alike_are_listed() {
+        let mut record = record();
+        assert_eq!(reached(&record, "0.5"), None, "all have 0.5");
+        for entry in &mut record.table {
+            entry.sparsity =
+                entry.sparsity.map(|_| if entry.method == "wanda" { 0.4951 } else { 0.502 });
+        }
+        let expected = "sparsity reached at 0.5: wanda 0.4951, magnitude 0.502";
+        assert_eq!(reached(&record, "0.5").as_deref(), Some(expected));
+        assert_eq!(reached(&record, "2:4"), None, "its cell has failed");
+    }
+
+    #[test]
+    fn a_wide_table_is_printed_in_blocks_that_fit_the_terminal() {
         let cells = ["0.4", "0.5", "0.6", "0.7"].iter().flat_map(|ratio| {
             [(0, 12.0), (1, 13.0)].map(|(seed, perplexity)| {
                 let mut manifest = made_up::manifest("wanda", 0.5);
@@ -285,8 +271,13 @@ wanda-2of4-seed0 failed: no\u{1b} <text>
             })
         });
         let record = GridRecord::of(cells.collect(), BTreeMap::new(), &[]);
-        let text = text(&record);
-        assert!(text.lines().all(|line| line.chars().count() <= LINE), "{text}");
+        let in_columns = |columns: usize| {
+            let text = super::text(&record, columns);
+            assert!(text.lines().all(|line| line.chars().count() <= columns), "{text}");
+            text
+        };
+        in_columns(60);
+        let text = in_columns(80);
         let expected = "
 method  0.4               0.5               0.6               0.7
 wanda   12.5000 ± 0.7071  12.5000 ± 0.7071  12.5000 ± 0.7071  12.5000 ± 0.7071

@@ -1,6 +1,6 @@
 //! The parts of table and page that only merges have: models, method, perplexities, counts of every tensor.
 
-use super::format::{Table, finite, or_dash, six_digits, three_digits};
+use super::format::{Table, count, finite, or_dash, six_digits, three_digits};
 use crate::run::Manifest;
 use crate::run::merging::{MergeReport, MergedLayer};
 
@@ -9,9 +9,8 @@ type Row = (&'static str, String);
 
 /// Rows of the table at the end of a run.
 pub(super) fn rows(merge: &MergeReport) -> Vec<Row> {
-    let models = merge.models.len();
-    let layers = merge.num_hidden_layers;
-    let made = format!("{} of {models} models, {layers} layers, {}", method(merge), merge.dtype);
+    let (models, layers) = (models(merge), merge.num_hidden_layers);
+    let made = format!("{} of {models}, {layers} layers, {}", method(merge), merge.dtype);
     let mut rows = vec![("merge", made)];
     rows.extend(vocabulary(merge));
     for (at, row) in merge.perplexities.iter().enumerate() {
@@ -44,7 +43,7 @@ pub(super) fn facts(merge: &MergeReport) -> Vec<Row> {
 
 /// A merge in one or two sentences.
 pub(super) fn summary(merge: &MergeReport, model: &str) -> String {
-    let (models, layers) = (merge.models.len(), merge.num_hidden_layers);
+    let (models, layers) = (models(merge), merge.num_hidden_layers);
     let perplexities = merge.perplexities.iter();
     let perplexities: Vec<String> = perplexities
         .map(|row| format!("{} of {}", finite(row.report.perplexity), row.model))
@@ -54,7 +53,7 @@ pub(super) fn summary(merge: &MergeReport, model: &str) -> String {
         false => format!(" Perplexity: {}.", perplexities.join(", ")),
     };
     format!(
-        "{} of {models} models into one of {layers} layers, with the configuration of {model}.{measured}",
+        "{} of {models} into one of {layers} layers, with the configuration of {model}.{measured}",
         method(merge)
     )
 }
@@ -120,6 +119,13 @@ pub(super) fn every_tensor(manifest: &Manifest) -> Table {
             ("output error after", or_dash(errors.map(|of| of.after), six_digits)),
         ]
     }))
+}
+
+/// The number of models, and the base.
+fn models(merge: &MergeReport) -> String {
+    let (bases, models): (Vec<_>, Vec<_>) = merge.models.iter().partition(|of| of.is_base);
+    let base = if bases.is_empty() { "" } else { " and a base" };
+    format!("{}{base}", count(models.len(), "model"))
 }
 
 /// The method as it was defined.

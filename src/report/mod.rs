@@ -54,4 +54,4 @@ pub mod table;
 mod task_table;
 pub mod training_plan;
 
-pub use format::three_digits;
+pub use format::{count, millions, three_digits, trimmed};

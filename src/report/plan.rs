@@ -32,8 +32,8 @@ pub struct TableRow {
     pub seconds: f64,
 }
 
-/// The table of models, in Markdown; ends in a newline.
-pub fn table(rows: &[TableRow]) -> String {
+/// The table, in lines of `columns` or in Markdown; ends in a newline.
+pub fn table(rows: &[TableRow], columns: Option<usize>) -> String {
     let records = rows.iter().map(|row| {
         [
             ("model", row.model.clone()),
@@ -47,7 +47,7 @@ pub fn table(rows: &[TableRow]) -> String {
             ("RAM beside it", row.ram_beside_it.to_string()),
         ]
     });
-    Table::of(records).markdown()
+    Table::of(records).shown(columns)
 }
 
 /// Parts of a phase that the table names; the sum of the phase includes all parts.

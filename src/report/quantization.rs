@@ -8,7 +8,7 @@ pub fn text(report: &QuantizationReport) -> String {
     let new_zeros = report.totals.zeros_after.saturating_sub(report.totals.zeros_before);
     let share = |count: u64| 100.0 * count as f64 / report.totals.weights.max(1) as f64;
     format!(
-        "{} matrices in {}: {} instead of {}\n\
+        "{} matrices in {}; the model takes {} on disk, not {}\n\
          zeros        {:.2} % before, {:.2} % now: {new_zeros} small weights became 0, and all zeros stayed\n\
          peak memory  {}{} planned\n\
          model        {}\n",

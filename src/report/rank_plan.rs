@@ -20,8 +20,8 @@ pub struct RankRow {
     pub peak: ByteSize,
 }
 
-/// The table in Markdown; ends in a newline.
-pub fn table(rows: &[RankRow]) -> String {
+/// The table, in lines of `columns` or in Markdown; ends in a newline.
+pub fn table(rows: &[RankRow], columns: Option<usize>) -> String {
     let records = rows.iter().map(|row| {
         [
             ("ranks", row.ranks.to_string()),
@@ -31,5 +31,5 @@ pub fn table(rows: &[RankRow]) -> String {
             ("memory per rank", row.peak.to_string()),
         ]
     });
-    Table::of(records).markdown()
+    Table::of(records).shown(columns)
 }

@@ -1,6 +1,6 @@
 //! The parts of the table that only recovery trainings have: what was trained, on how much text, and the losses.
 
-use super::format::millions;
+use super::format::{millions, trimmed};
 use crate::run::RecoveryReport;
 use crate::run::manifest::LayerReport;
 
@@ -22,10 +22,10 @@ pub(super) fn rows(
     let mut row = |name: &'static str, value: String| rows.push((name, value));
     if let Some(closing) = &recovery.closing {
         let (before, to, choices) = (closing.before, &closing.to, closing.choices.len());
-        let last = closing.last_step;
+        let (last, before) = (closing.last_step, trimmed(before));
         row(
             "  masks",
-            format!("closed from {before:.4} to {to} in {choices} choices, by step {last}"),
+            format!("closed from {before} to {to} in {choices} choices, by step {last}"),
         );
     }
     if let (Some(first), Some(last)) = (recovery.steps.first(), recovery.steps.last()) {
@@ -38,7 +38,7 @@ pub(super) fn rows(
         && let Some(measured) = recovery.held_out.iter().find(|report| report.step == best)
     {
         let measured = format!("loss {:.4}, perplexity {:.4}", measured.loss, measured.perplexity);
-        row("  held out", format!("{measured} behind step {best}, the best"));
+        row("  held out", format!("{measured} after step {best}, the best"));
     }
     let losses: Vec<String> = layers
         .iter()
@@ -53,7 +53,10 @@ pub(super) fn rows(
         })
         .collect();
     if !losses.is_empty() {
-        row("  loss left", format!("{} % of the first step's, by layer", losses.join(", ")));
+        // Zeros that come during the training raise the loss, so more than 100 % is no failure.
+        let meanwhile = recovery.closing.as_ref().map_or("", |_| ", while zeros were added");
+        let losses = losses.join(", ");
+        row("  loss left", format!("{losses} % of the first step's, by layer{meanwhile}"));
     }
     if recovery.new_zeros > 0 && recovery.closing.is_none() {
         row("  new zeros", format!("{} trained weights became zero", recovery.new_zeros));

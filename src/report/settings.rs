@@ -171,7 +171,7 @@ mod tests {
             "9999888877776666",
             "f32 on cpu (gemm)",
             "seed 0",
-            "10.0000 ± 0.10 over windows (text, 5 windows of 64 tokens)",
+            "10.0000 ± 0.10 over windows (test.txt, 5 windows of 64 tokens)",
             "not finite",
             "2026-03-01 12:34 UTC",
         ] {

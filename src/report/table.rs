@@ -1,11 +1,11 @@
 //! The table at the end of a run: result, cost, and place.
 
-use super::format::{duration, finite, millions};
+use super::format::{duration, finite, millions, text_name};
 use super::{divergences, merges, packing, recoveries, task_table};
 use crate::bytes::ByteSize;
 use crate::run::fallback::FallbackOutcome;
 use crate::run::manifest::{PerplexityReport, SparsityReport};
-use crate::run::{LayerDropReport, Manifest, TextProtocol};
+use crate::run::{LayerDropReport, Manifest, Phase, TextProtocol};
 
 /// Scores of layers that are shown, the lowest first.
 const SCORES_SHOWN: usize = 6;
@@ -116,8 +116,8 @@ impl TableRows {
     /// Perplexities, and the texts of calibration and evaluation.
     fn perplexities(&mut self, manifest: &Manifest) {
         let evaluation = manifest.evaluation.as_ref();
-        let dataset = evaluation.map_or("evaluation text", |text| &text.dataset);
-        self.extend(manifest.perplexities().map(|(name, of)| (name, perplexity(&of, dataset))));
+        let dataset = evaluation.map_or_else(|| "evaluation text".to_string(), text_name);
+        self.extend(manifest.perplexities().map(|(name, of)| (name, perplexity(&of, &dataset))));
         self.extend(divergences::rows(manifest));
         self.0.extend(task_table::rows(manifest));
         let texts = [
@@ -135,7 +135,8 @@ impl TableRows {
         let least = 0.005 * manifest.seconds;
         for phase in manifest.phases.iter().filter(|phase| phase.seconds >= least) {
             let (time, peak) = (duration(phase.seconds), peak(phase.peak_anonymous));
-            self.add(&format!("  {}", phase.phase), format!("{time:>9}  peak {peak}"));
+            let name = phase_name(manifest, phase.phase);
+            self.add(&format!("  {name}"), format!("{time:>9}  peak {peak}"));
         }
     }
 
@@ -161,11 +162,29 @@ impl TableRows {
     }
 }
 
+/// The name of a phase, as the run has it: only a run that prunes has a dense and a pruned model.
+fn phase_name(manifest: &Manifest, phase: Phase) -> String {
+    let trains = manifest.recovery.is_some();
+    let name = match phase {
+        Phase::EvaluateDense if trains => "evaluate before",
+        Phase::EvaluatePruned if trains => "evaluate after",
+        Phase::EvaluateDense | Phase::EvaluatePruned if manifest.command == "eval" => "evaluate",
+        // `--allocate` is about ratios.
+        Phase::Allocate => "create files",
+        _ => return phase.to_string(),
+    };
+    name.to_string()
+}
+
 /// The text of calibration or evaluation, with hashes short enough to compare by eye; run.json has the whole hashes.
 fn protocol(text: &TextProtocol) -> String {
     format!(
-        "{}, sha256 {:.12}; {} tokens, sha256 {:.12}; tokenizer {:.12}",
-        text.dataset, text.text_sha256, text.tokens_used, text.tokens_sha256, text.tokenizer_sha256
+        "{} ({:.8}), {} tokens ({:.8}), tokenizer {:.8}",
+        text_name(text),
+        text.text_sha256,
+        text.tokens_used,
+        text.tokens_sha256,
+        text.tokenizer_sha256
     )
 }
 

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::format::Table;
+use super::format::{Table, millions};
 use super::plan;
 use crate::bytes::ByteSize;
 use crate::run::Phase;
@@ -32,21 +32,21 @@ pub struct TrainingRow {
     pub files: ByteSize,
 }
 
-/// The table in Markdown; ends in a newline.
-pub fn table(rows: &[TrainingRow]) -> String {
+/// The table, in lines of `columns` or in Markdown; ends in a newline.
+pub fn table(rows: &[TrainingRow], columns: Option<usize>) -> String {
     let records = rows.iter().map(|row| {
         [
             ("model", row.model.clone()),
             ("--how", row.how.to_string()),
             ("--optim", row.optimizer.to_string()),
             ("--base-quant", row.base_quant.unwrap_or("-").to_string()),
-            ("trained parameters", format!("{:.1} million", row.trained as f64 / 1e6)),
+            ("trained parameters", millions(row.trained)),
             ("memory", row.peak.to_string()),
-            ("in", row.peak_phase.map_or_else(String::new, |phase| phase.to_string())),
+            ("peak in", row.peak_phase.map_or_else(String::new, |phase| phase.to_string())),
             ("least memory", row.least.to_string()),
             ("files", row.files.to_string()),
             ("time", plan::duration(row.seconds)),
         ]
     });
-    Table::of(records).markdown()
+    Table::of(records).shown(columns)
 }

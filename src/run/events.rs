@@ -66,6 +66,9 @@ pub enum Event {
         layer: usize,
         /// Zeros over all weights of its pruned matrices, in [0, 1].
         sparsity: f64,
+        /// The cell of a sweep, where several cells share a pass. Not part of the JSON lines.
+        #[serde(skip)]
+        cell: Option<String>,
         /// The time spent in the layer, all streams together.
         #[serde(rename = "seconds", serialize_with = "seconds")]
         elapsed: Duration,
@@ -85,12 +88,12 @@ pub enum Event {
         /// Tokens of the step.
         tokens: u64,
     },
-    /// A fact for the user ("tokens from the cache").
+    /// A fact for the user ("output       out/model").
     Note {
         /// The fact.
         text: String,
     },
-    /// A fact for a user who asks for details.
+    /// A fact for a user who asks for details ("tokens from the cache").
     Detail {
         /// The fact.
         text: String,

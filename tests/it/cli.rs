@@ -151,7 +151,7 @@ fn a_wanda_run_leaves_a_model_a_manifest_and_a_log_and_nothing_else() {
     }
     assert_ne!(dense.perplexity, pruned.perplexity);
 
-    assert_eq!(ran.stdout.lines().next(), Some("model              m (0.1 M parameters)"));
+    assert_eq!(ran.stdout.lines().next(), Some("model              m (0.133 M parameters)"));
     for row in [
         "pruning            wanda 0.5000 unstructured, 14 of 14 matrices",
         "sparsity reached   0.500000 (46080 of 92160 weights)",

@@ -133,6 +133,33 @@ fn one_sweep_two_commands_threads_and_spilled_states_give_the_same_bits() {
 }
 
 #[test]
+fn both_models_pass_in_a_single_sweep_that_names_them() {
+    let place = Place::new();
+    let text = "--eval-dataset test.txt --seqlen 64 --eval-windows 5 --use-cpu";
+    let ran = place.run(&format!("eval m --against m {text} --progress json"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    let events: Vec<serde_json::Value> =
+        ran.stderr.lines().map(|line| serde_json::from_str(line).expect("an event")).collect();
+    let named = |name: &str| -> Vec<&serde_json::Value> {
+        events.iter().filter(|event| event["event"] == name).collect()
+    };
+    assert_eq!((named("sweep_started").len(), named("sweep_done").len()), (1, 1));
+    // Two layers of each model, and the head of the second: 5 windows pass each.
+    assert_eq!(named("sweep_started")[0]["passes"], 5 * 5);
+    let phases = named("phase_started").into_iter().filter_map(|event| event["phase"].as_str());
+    let of_layers: Vec<&str> = phases.filter(|phase| phase.starts_with("layer ")).collect();
+    assert_eq!(
+        of_layers,
+        [
+            "layer 0 of 0-1: evaluate dense",
+            "layer 1 of 0-1: evaluate dense",
+            "layer 0 of 0-1: evaluate model",
+            "layer 1 of 0-1: evaluate model"
+        ]
+    );
+}
+
+#[test]
 fn a_divergence_above_its_limit_misses_the_gate() {
     let place = Place::new();
     let text = "--eval-dataset test.txt --seqlen 64 --use-cpu";

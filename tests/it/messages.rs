@@ -109,6 +109,50 @@ fn json_progress_is_one_object_per_line() {
     assert_eq!(last["event"], "error");
 }
 
+/// The titles of the phases of a run, by its events.
+fn phases(line: &str, place: &Place) -> Vec<String> {
+    let ran = place.run(&format!("{line} --progress json"));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    let events = ran.stderr.lines().map(|line| serde_json::from_str(line).expect("an event"));
+    let begun = events.filter(|event: &Value| event["event"] == "phase_started");
+    begun.filter_map(|event| event["phase"].as_str().map(str::to_string)).collect()
+}
+
+#[test]
+fn a_model_is_called_dense_or_pruned_only_where_a_run_has_both() {
+    let place = Place::new();
+    let line = "eval m --eval-dataset test.txt --seqlen 64 --use-cpu";
+    let alone = phases(line, &place);
+    assert!(alone.contains(&"layer 1 of 0-1: evaluate".to_string()), "{alone:?}");
+    assert!(alone.contains(&"head: perplexity".to_string()), "{alone:?}");
+    let ran = place.run(line);
+    assert!(ran.stderr.contains(" windows of 64 tokens\n"), "{}", ran.stderr);
+    assert!(!(ran.stderr + &ran.stdout).contains("dense"));
+
+    let both = phases(&format!("{HALF} --save out --eval both --use-cpu {TEXTS}"), &place);
+    assert!(both.contains(&"layer 1 of 0-1: evaluate dense".to_string()), "{both:?}");
+    let recover =
+        format!("recover --model out/model --teacher m --how blocks --eval both --use-cpu {TEXTS}");
+    let trained = phases(&recover, &place);
+    assert!(trained.contains(&"layer 1 of 0-1: evaluate before".to_string()), "{trained:?}");
+    assert!(trained.contains(&"head: perplexity after".to_string()), "{trained:?}");
+    let ran = place.run(&recover);
+    assert!(ran.stderr.contains(" tokens, before and after\n"), "{}", ran.stderr);
+    assert!(!ran.stdout.contains("evaluate dense"), "{}", ran.stdout);
+}
+
+#[test]
+fn paths_of_the_cache_are_details_and_a_text_is_called_by_its_file() {
+    let place = Place::new();
+    let line = "eval m --eval-dataset test.txt --seqlen 64";
+    place.run(line);
+    let ran = place.run(line);
+    assert!(!ran.stderr.contains("tokens from the cache"), "{}", ran.stderr);
+    assert!(ran.stdout.contains(" over windows (test.txt, "), "{}", ran.stdout);
+    let ran = place.run(&format!("{line} -v"));
+    assert!(ran.stderr.contains("tokens from the cache: "), "{}", ran.stderr);
+}
+
 #[test]
 fn a_missed_gate_has_its_own_exit_code_and_everything_is_written() {
     let place = Place::new();

@@ -218,3 +218,20 @@ fn an_impossible_budget_is_refused_at_once_with_flags_that_work() {
         assert_eq!(ran.code, 0, "{flags}: {}", ran.stderr);
     }
 }
+
+#[test]
+fn a_plan_says_what_run_it_assumes() {
+    let place = Place::empty();
+    let assumed = |flags: &str| {
+        let text = place.run(&format!("plan --shape llama-2-7b --use-cpu {flags}")).stdout;
+        text.lines().find_map(|line| line.strip_prefix("assumes        ")).map(str::to_string)
+    };
+    assert_eq!(
+        assumed("").as_deref(),
+        Some("wanda, any ratio; 128 samples, 166 windows of WikiText-2; 2048 tokens each")
+    );
+    assert_eq!(
+        assumed("--prune-method magnitude --eval-windows 8 --seqlen 512").as_deref(),
+        Some("magnitude, any ratio; no samples, 8 windows; 512 tokens each")
+    );
+}

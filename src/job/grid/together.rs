@@ -64,7 +64,7 @@ pub(super) fn run(
     (dense, ranks): (Option<&Manifest>, &Ranks),
     events: &dyn Events,
 ) -> Result<Option<Vec<Result<Manifest>>>> {
-    let recorders: Vec<Recorder<'_>> = cells.iter().map(|_| Recorder::new(events)).collect();
+    let recorders: Vec<Recorder<'_>> = cells.iter().map(|cell| recorder_of(cell, events)).collect();
     let mut outcomes: Outcomes = cells.iter().map(|_| None).collect();
     let mut jobs: Vec<SettledCell> = Vec::new();
     for (at, settings) in cells.into_iter().enumerate() {
@@ -96,6 +96,16 @@ pub(super) fn run(
     }
     pass(&jobs, &recorders, &mut outcomes)?;
     outcomes.into_iter().map(|of| of.context("every cell has an outcome").map(Some)).collect()
+}
+
+/// The recorder of a cell, which is called by its folder.
+fn recorder_of<'a>(cell: &Settings, events: &'a dyn Events) -> Recorder<'a> {
+    let folder = cell.output.save.as_ref().and_then(|save| save.file_name());
+    let recorder = Recorder::new(events);
+    match folder {
+        Some(name) => recorder.of_cell(name.to_string_lossy().into_owned()),
+        None => recorder,
+    }
 }
 
 fn first_line(error: &anyhow::Error) -> String {

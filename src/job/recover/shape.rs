@@ -14,6 +14,7 @@ use crate::model::{LinearId, ModelConfig, footprint};
 use crate::pipeline::{RunShape, TrainingShape};
 use crate::recovery::optimizers::choice::CHOICE_BYTES;
 use crate::recovery::{ParameterSpec, ParameterStore, TrainedForm};
+use crate::report;
 use crate::run::{Events, MemorySettings};
 use crate::runtime::blocks::SampleBlocks;
 
@@ -233,7 +234,7 @@ impl Recovery {
             "recovery     {}: {of} of {} matrices, {} parameters",
             settings.how.name(),
             self.part.ids.len() * config.num_hidden_layers,
-            self.trained_parameters(config),
+            report::millions(self.trained_parameters(config)),
         ));
         let examples = match &job.texts.examples {
             Some((examples, _)) => examples.len(),
@@ -252,8 +253,8 @@ impl Recovery {
         ));
         if let Some(closing) = self.closing_report(schedule.steps, config) {
             events.note(format!(
-                "masks        close from {:.4} to {} in {} choices by step {}",
-                closing.before,
+                "masks        close from {} to {} in {} choices by step {}",
+                report::trimmed(closing.before),
                 closing.to,
                 closing.choices.len(),
                 closing.last_step

@@ -109,7 +109,7 @@ pub(super) fn train(job: &SettledRun, recovery: &Recovery, events: &dyn Events) 
     trainer.initialise(seed, &|layer, initial| recovery.given.initial(layer, initial))?;
     if let Some(head) = saved::read_on_all_ranks(job, trainer.parameters_mut())? {
         let done = head.steps.len();
-        events.note(format!("continuing the training behind step {done}"));
+        events.note(format!("continuing the training after step {done}"));
         trainer.restart_after(head.restarted_after);
         training.head = head;
     }

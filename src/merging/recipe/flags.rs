@@ -189,9 +189,13 @@ fn model_parameters(
         if ![1, count].contains(&values.len()) {
             return Err(Place::Flags
                 .failure(format!(
-                    "--{} has {} values for {count} models",
+                    "--{} has {} values for {}",
                     parameter.name(),
-                    values.len()
+                    values.len(),
+                    match count {
+                        1 => "1 model".to_string(),
+                        _ => format!("{count} models"),
+                    }
                 ))
                 .hint("give one value for all models, or one per model in the order of --model"));
         }

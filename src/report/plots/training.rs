@@ -26,7 +26,7 @@ pub fn losses(manifest: &Manifest) -> Option<Figure> {
             },
             match recovery.closing {
                 None => {
-                    "The loss of the training examples before the update of each step, and that of the held-out examples behind it."
+                    "The loss of the training examples before the update of each step, and of the held-out examples after the update."
                 }
                 Some(_) => {
                     "The loss of the training examples before the update of each step, the loss of the held-out examples after it, and the share of zeros. Held-out losses before the last choice belong to lower sparsities; the best state is chosen among the later losses."

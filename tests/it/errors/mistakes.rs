@@ -244,3 +244,15 @@ fn values_and_pairs_of_flags_that_are_refused_are_answered_with_a_fix() {
         assert_eq!(tips.collect::<Vec<_>>(), [tip], "{line}: {}", ran.stderr);
     }
 }
+
+#[test]
+fn a_plan_refuses_flags_of_a_run_with_the_advice_to_leave_them_out() {
+    for flag in ["--dataset demo", "--save out", "--drop-layers 1", "--how full"] {
+        let name = flag.split(' ').next().unwrap_or_default();
+        let first = format!("error: unexpected argument '{name}' found");
+        let tip = format!("tip: {name} is a flag of a run, leave it out of a plan");
+        assert_eq!(told(&format!("plan m {flag}"), &first), [tip]);
+    }
+    let first = "error: unexpected argument '--no-such-flag' found";
+    assert!(told("plan m --no-such-flag", first).is_empty());
+}
