@@ -5,10 +5,9 @@
 
 use std::ffi::OsString;
 
+use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue};
 use clap::{Arg, Command};
-
-use super::mistake::{advise, text};
 
 /// Values to type for flags that have no default, or whose default is only a part of the truth.
 const EXAMPLES: &[(&str, &str)] = &[
@@ -61,6 +60,20 @@ const EXAMPLES: &[(&str, &str)] = &[
     ("--warmup", "10"),
     ("--weight", "0.6"),
 ];
+
+/// Adds a line of advice.
+pub(super) fn advise(error: &mut clap::Error, advice: String) {
+    let advice = ContextValue::StyledStrs(vec![StyledStr::from(advice)]);
+    error.insert(ContextKind::Suggested, advice);
+}
+
+/// The text of a kind in the context of an error.
+pub(super) fn text(error: &clap::Error, kind: ContextKind) -> Option<String> {
+    match error.get(kind) {
+        Some(ContextValue::String(text)) => Some(text.clone()),
+        _ => None,
+    }
+}
 
 /// The command of a command line: a subcommand, or the program itself.
 pub(super) fn command_of<'c>(program: &'c Command, arguments: &[OsString]) -> &'c Command {

@@ -8,8 +8,9 @@ use std::ffi::OsString;
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
+use super::advice::{self, advise, text};
 use super::definition::command;
-use super::{advice, foreign};
+use super::foreign;
 use crate::run::command_line::quoted;
 
 /// Flags that people look for, each with the advice for it.
@@ -235,12 +236,6 @@ fn with_flag(word: &str, commands: &[String], arguments: &[OsString]) -> Option<
     command().try_get_matches_from(&flagged).is_ok().then(|| quoted(&flagged))
 }
 
-/// Adds a line of advice.
-pub(super) fn advise(error: &mut clap::Error, advice: String) {
-    let advice = ContextValue::StyledStrs(vec![StyledStr::from(advice)]);
-    error.insert(ContextKind::Suggested, advice);
-}
-
 /// Returns the nearest candidates that `given` may be a misspelling of. A quarter of its letters, from 1 to 3, may be wrong, but no
 /// digit: a number decides the meaning of a name.
 fn meant<'a>(given: &str, candidates: impl Iterator<Item = &'a str>) -> Vec<String> {
@@ -257,14 +252,6 @@ fn meant<'a>(given: &str, candidates: impl Iterator<Item = &'a str>) -> Vec<Stri
         .filter(|(wrong, _)| Some(*wrong) == least)
         .map(|(_, candidate)| candidate.to_string())
         .collect()
-}
-
-/// The text of a kind in the context of an error.
-pub(super) fn text(error: &clap::Error, kind: ContextKind) -> Option<String> {
-    match error.get(kind) {
-        Some(ContextValue::String(text)) => Some(text.clone()),
-        _ => None,
-    }
 }
 
 #[cfg(test)]

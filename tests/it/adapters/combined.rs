@@ -149,7 +149,7 @@ fn methods_belong_to_their_semantics() {
         (
             "--method linear --semantics peft --density 0.5",
             "error: the method `linear` has no parameter `density`",
-            "",
+            "hint: leave --density out",
         ),
         (
             "--method ties --majority-sign total",
