@@ -115,7 +115,12 @@ fn ratios_and_maps_that_are_none_are_refused() {
         ),
         ("{\"00\": 0.5}".into(), 1, ratios("`00` is not a layer's index"), RATIOS),
         ("{\"-1\": 0.5}".into(), 1, ratios("`-1` is not a layer's index"), RATIOS),
-        ("[-0.5, 0.5]".into(), 2, range("-0.5"), ""),
+        (
+            "[-0.5, 0.5]".into(),
+            2,
+            range("-0.5"),
+            "hint: write a fraction like 0.5, which removes half of the weights",
+        ),
         (
             "{\"18446744073709551615\": 0.5}".into(),
             2,

@@ -154,7 +154,7 @@ fn paths_that_are_no_models_are_answered_with_the_path_to_name() {
     for (path, words) in [
         ("model.gguf", &["GGUF", "converted from"][..]),
         ("pytorch_model.bin", &["pickle", "save_pretrained"]),
-        ("lora", &["is an adapter", "prune merge --base m --model m+lora"]),
+        ("lora", &["is an adapter", "prune merge --model m+lora --method linear"]),
         ("trained", &["folder of a training", "trained/checkpoint-100"]),
         ("hub/models--acme--tiny", &["hub's cache", "snapshots/c1"]),
         ("hub", &["--model acme/tiny --cache-dir hub"]),
