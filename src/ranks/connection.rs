@@ -1,6 +1,7 @@
 //! The connection of a rank with the others: values in pieces, out through the door, and in from the messages that have arrived.
 
 use std::collections::VecDeque;
+use std::fmt::{self, Formatter};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -8,8 +9,82 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 
-use super::{Arrival, Departure, Door, Lane, PIECE, Parcel};
+use serde::{Deserialize, Serialize};
+
 use crate::failure::Failure;
+use crate::run::Stopped;
+
+/// Bytes of a message, at most.
+pub const PIECE: usize = 4 << 20;
+
+/// The way of messages to other ranks.
+pub trait Door: Send + Sync {
+    /// Sends a message; it does not wait for its arrival. Messages of a lane from one rank to another arrive in their order.
+    ///
+    /// # Errors
+    /// Fails when the door is closed.
+    fn send(&self, to: usize, lane: Lane, message: Parcel) -> Result<()>;
+
+    /// Ends the communication, after every rank has closed its door or a limit of time.
+    fn close(&self);
+}
+
+/// The messages of a thread: two threads of a rank wait for messages at the same time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Lane {
+    /// The thread that computes.
+    Work,
+    /// The thread that reads weights ahead.
+    Weights,
+}
+
+/// A message between two ranks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Parcel {
+    /// A part of a value.
+    Piece(Vec<u8>),
+    /// The sender leaves the run early.
+    Leave(Departure),
+}
+
+/// The reason for which a rank left the run.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Departure {
+    /// The rank.
+    pub rank: usize,
+    /// The error; `None` for a rank that was asked to stop.
+    pub error: Option<String>,
+}
+
+impl Departure {
+    /// The error of the other ranks.
+    pub fn into_error(self) -> anyhow::Error {
+        match self.error {
+            None => Stopped.into(),
+            Some(error) => Left { rank: self.rank, error }.into(),
+        }
+    }
+}
+
+/// A rank that left the run with an error ends all ranks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Left {
+    /// The rank.
+    pub rank: usize,
+    /// Its error, as it would have printed it.
+    pub error: String,
+}
+
+impl fmt::Display for Left {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {}: {}", self.rank, self.error)
+    }
+}
+
+impl std::error::Error for Left {}
+
+/// A message and its sender.
+pub type Arrival = (usize, Parcel);
 
 /// The time between two looks at the door while a rank waits for a message.
 const LOOK: Duration = Duration::from_millis(200);

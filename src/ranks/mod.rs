@@ -24,8 +24,8 @@ use anyhow::{Context, Result};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::run::Stopped;
 use connection::Connection;
+pub use connection::{Arrival, Departure, Door, Lane, Left, PIECE, Parcel};
 use neighbors::{Neighbors, RankPlace};
 
 pub mod arrays;
@@ -37,78 +37,6 @@ pub mod neighbors;
 #[cfg(test)]
 mod tests;
 pub mod threads;
-
-/// Bytes of a message, at most.
-pub const PIECE: usize = 4 << 20;
-
-/// The way of messages to other ranks.
-pub trait Door: Send + Sync {
-    /// Sends a message; it does not wait for its arrival. Messages of a lane from one rank to another arrive in their order.
-    ///
-    /// # Errors
-    /// Fails when the door is closed.
-    fn send(&self, to: usize, lane: Lane, message: Parcel) -> Result<()>;
-
-    /// Ends the communication, after every rank has closed its door or a limit of time.
-    fn close(&self);
-}
-
-/// The messages of a thread: two threads of a rank wait for messages at the same time.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Lane {
-    /// The thread that computes.
-    Work,
-    /// The thread that reads weights ahead.
-    Weights,
-}
-
-/// A message between two ranks.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Parcel {
-    /// A part of a value.
-    Piece(Vec<u8>),
-    /// The sender leaves the run early.
-    Leave(Departure),
-}
-
-/// The reason for which a rank left the run.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Departure {
-    /// The rank.
-    pub rank: usize,
-    /// The error; `None` for a rank that was asked to stop.
-    pub error: Option<String>,
-}
-
-impl Departure {
-    /// The error of the other ranks.
-    pub fn into_error(self) -> anyhow::Error {
-        match self.error {
-            None => Stopped.into(),
-            Some(error) => Left { rank: self.rank, error }.into(),
-        }
-    }
-}
-
-/// A rank that left the run with an error ends all ranks.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Left {
-    /// The rank.
-    pub rank: usize,
-    /// Its error, as it would have printed it.
-    pub error: String,
-}
-
-impl fmt::Display for Left {
-    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        write!(f, "rank {}: {}", self.rank, self.error)
-    }
-}
-
-impl std::error::Error for Left {}
-
-/// A message and its sender.
-pub type Arrival = (usize, Parcel);
 
 /// The ranks of a run, as one of them sees them. Clones are the same rank.
 #[derive(Clone, Default)]

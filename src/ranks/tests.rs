@@ -1,6 +1,7 @@
 //! Messages between ranks that are threads of this process.
 
 use super::*;
+use crate::run::Stopped;
 
 #[test]
 fn values_of_all_ranks_arrive_in_their_order() {

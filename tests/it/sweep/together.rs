@@ -79,7 +79,10 @@ fn cells_that_share_statistics_have_the_bytes_of_single_runs() {
                 _ => Some(8),
             };
             assert_eq!((alone.cells_at_once, shared.cells_at_once), (None, expected), "{cell}");
-            assert_eq!(alone.warnings, shared.warnings, "{cell}");
+            // A sweep has the flags for the cells that read them.
+            let used = |warning: &&String| !warning.contains(" is not used: ");
+            let of_alone: Vec<&String> = alone.warnings.iter().filter(used).collect();
+            assert_eq!(of_alone, shared.warnings.iter().collect::<Vec<_>>(), "{cell}");
         }
     }
 }
