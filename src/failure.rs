@@ -188,6 +188,33 @@ pub fn describe(error: &anyhow::Error) -> String {
     text
 }
 
+/// The nearest candidates that `given` may be a misspelling of. One of `letters` letters may be wrong, from 1 to 3 in all, but no digit: a
+/// number decides the meaning of a name.
+pub fn meant<'a>(
+    given: &str,
+    candidates: impl IntoIterator<Item = &'a str>,
+    letters: usize,
+) -> Vec<&'a str> {
+    // The distance of long words costs their product.
+    if given.len() > 64 {
+        return Vec::new();
+    }
+    let digits = |text: &str| -> String { text.chars().filter(char::is_ascii_digit).collect() };
+    let given = given.to_lowercase();
+    let wrong_at_most = (given.trim_start_matches('-').chars().count() / letters).clamp(1, 3);
+    let near: Vec<(usize, &str)> = candidates
+        .into_iter()
+        .filter(|candidate| digits(candidate) == digits(&given))
+        .map(|candidate| (strsim::osa_distance(&given, &candidate.to_lowercase()), candidate))
+        .filter(|(wrong, _)| *wrong <= wrong_at_most)
+        .collect();
+    let least = near.iter().map(|(wrong, _)| *wrong).min();
+    near.into_iter()
+        .filter(|(wrong, _)| Some(*wrong) == least)
+        .map(|(_, candidate)| candidate)
+        .collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

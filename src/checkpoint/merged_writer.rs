@@ -19,7 +19,7 @@ use super::names::{CHUNK_BYTES, INDEX_FILE};
 use super::output_files::{OutputFiles, ReopenedFiles, TensorRecord};
 use super::publish::Published;
 use super::source::Checkpoint;
-use super::target::refuse_source_folder;
+use super::target::{OUTPUT_FLAGS, refuse_source_folder};
 use super::verify_tensor::ExpectedMatrix;
 use super::weight_source::WeightSource;
 use crate::bytes::{hex, unhex};
@@ -57,7 +57,7 @@ impl MergedWriter {
         events: &dyn Events,
     ) -> anyhow::Result<Self> {
         for source in sources {
-            refuse_source_folder(source, target)?;
+            refuse_source_folder(source, target, OUTPUT_FLAGS)?;
         }
         Ok(Self::over(OutputFiles::create(layout, target, events)?))
     }
@@ -77,7 +77,7 @@ impl MergedWriter {
         events: &dyn Events,
     ) -> anyhow::Result<Option<(Self, Vec<String>)>> {
         for source in sources {
-            refuse_source_folder(source, target)?;
+            refuse_source_folder(source, target, OUTPUT_FLAGS)?;
         }
         let phase = "check finished tensors";
         let Some(ReopenedFiles { files, intact, damaged }) =

@@ -90,7 +90,7 @@ pub use sidecars::{
     CARD_FILE, SUMS_FILE, card_of_source, cards_in, check_sidecars, is_model_file, sidecars_in,
 };
 pub use source::{Checkpoint, Shard};
-pub use target::{output_bytes, refuse_source_folder};
+pub use target::{OUTPUT_FLAGS, output_bytes, refuse_source_folder};
 pub use verify_tensor::ExpectedMatrix;
 pub use weight_source::{KeptRows, WeightSource};
 pub use writer::CheckpointWriter;

@@ -145,11 +145,17 @@ pub(super) fn allocate_file(
     Ok(file)
 }
 
+/// The flags that may have named an output folder.
+pub const OUTPUT_FLAGS: &str = "--save or --save-model";
+
 /// Refuses an output folder inside the source's folder, and returns its path without links and dots.
+///
+/// # Arguments
+/// * `flag`: the flag that named the output folder, for the hint
 ///
 /// # Errors
 /// Fails when `target` is the source's folder or lies inside it, through links too.
-pub fn refuse_source_folder(source: &Path, target: &Path) -> anyhow::Result<PathBuf> {
+pub fn refuse_source_folder(source: &Path, target: &Path, flag: &str) -> anyhow::Result<PathBuf> {
     let cannot = |error: io::Error| {
         Failure::new(format!("cannot open `{}`", source.display())).detail(error.to_string())
     };
@@ -162,7 +168,7 @@ pub fn refuse_source_folder(source: &Path, target: &Path) -> anyhow::Result<Path
             target.display()
         ))
         .detail(format!("the model is read from `{}`", source.display()))
-        .hint("choose another folder with --save or --save-model")
+        .hint(format!("choose another folder with {flag}"))
         .into());
     }
     Ok(resolved)

@@ -21,7 +21,7 @@ use super::names::{CHUNK_BYTES, INDEX_FILE};
 use super::output_files::{OutputFiles, ReopenedFiles, TensorRecord};
 use super::publish::Published;
 use super::source::Checkpoint;
-use super::target::refuse_source_folder;
+use super::target::{OUTPUT_FLAGS, refuse_source_folder};
 use super::verify_tensor::ExpectedMatrix;
 use super::weight_source::WeightSource;
 use super::written::PartialModel;
@@ -74,7 +74,7 @@ impl CheckpointWriter {
         target: &Path,
         events: &dyn Events,
     ) -> anyhow::Result<Self> {
-        refuse_source_folder(source.folder(), target)?;
+        refuse_source_folder(source.folder(), target, OUTPUT_FLAGS)?;
         let files = OutputFiles::create(Layout::of(source)?, target, events)?;
         Ok(Self::over(source, files))
     }
@@ -113,7 +113,7 @@ impl CheckpointWriter {
         finished: &BTreeMap<String, String>,
         events: &dyn Events,
     ) -> anyhow::Result<Option<(Self, Vec<String>)>> {
-        refuse_source_folder(source.folder(), target)?;
+        refuse_source_folder(source.folder(), target, OUTPUT_FLAGS)?;
         let layout = Layout::of(source)?;
         let phase = "check finished layers";
         let Some(ReopenedFiles { files, intact, damaged }) =

@@ -11,6 +11,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use super::advice::{self, advise, text};
 use super::definition::command;
 use super::foreign;
+use crate::failure;
 use crate::run::command_line::quoted;
 
 /// Flags that people look for, each with the advice for it.
@@ -236,22 +237,9 @@ fn with_flag(word: &str, commands: &[String], arguments: &[OsString]) -> Option<
     command().try_get_matches_from(&flagged).is_ok().then(|| quoted(&flagged))
 }
 
-/// Returns the nearest candidates that `given` may be a misspelling of. A quarter of its letters, from 1 to 3, may be wrong, but no
-/// digit: a number decides the meaning of a name.
+/// The nearest candidates that `given` may be a misspelling of. A quarter of its letters may be wrong.
 fn meant<'a>(given: &str, candidates: impl Iterator<Item = &'a str>) -> Vec<String> {
-    let digits = |text: &str| -> String { text.chars().filter(char::is_ascii_digit).collect() };
-    let given = given.to_lowercase();
-    let wrong_at_most = (given.trim_start_matches('-').chars().count() / 4).clamp(1, 3);
-    let near: Vec<(usize, &str)> = candidates
-        .filter(|candidate| digits(candidate) == digits(&given))
-        .map(|candidate| (strsim::osa_distance(&given, candidate), candidate))
-        .filter(|(wrong, _)| *wrong <= wrong_at_most)
-        .collect();
-    let least = near.iter().map(|(wrong, _)| *wrong).min();
-    near.into_iter()
-        .filter(|(wrong, _)| Some(*wrong) == least)
-        .map(|(_, candidate)| candidate.to_string())
-        .collect()
+    failure::meant(given, candidates, 4).into_iter().map(String::from).collect()
 }
 
 #[cfg(test)]

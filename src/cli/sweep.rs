@@ -376,6 +376,7 @@ fn end(
     }
     Ok(end)
 }
+
 /// Columns of the table; 80 in a file or a pipe.
 fn table_columns(console: &Console) -> usize {
     console.columns().unwrap_or(80)

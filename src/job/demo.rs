@@ -250,6 +250,10 @@ impl Events for StepEvents<'_> {
         }
     }
 
+    fn is_stopping(&self) -> bool {
+        self.events.is_stopping()
+    }
+
     fn when_lock_lost(&self) -> LockLost {
         self.events.when_lock_lost()
     }

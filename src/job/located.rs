@@ -15,7 +15,7 @@ use crate::checkpoint::{
     CONFIG_FILE, Checkpoint, HeadersOnly, WeightSource, is_model_file, not_a_model,
 };
 use crate::data::{DatasetSpec, Role};
-use crate::failure::Failure;
+use crate::failure::{self, Failure};
 use crate::hub::{Hub, HubRepo, HubSettings, ModelFiles};
 use crate::linalg::StoredDtype;
 use crate::model::config::disagreements;
@@ -391,19 +391,14 @@ fn missing_folder(folder: &Path) -> Failure {
         .hint(hint)
 }
 
-/// The folder that a path to no folder is a misspelling of. A third of the letters may be wrong, from 1 to 3, but no digit: it would name a
-/// different model.
+/// The folder that a path to no folder is a misspelling of. A third of the letters may be wrong.
 pub(super) fn neighbour(path: &Path) -> Option<PathBuf> {
     let name = path.file_name()?.to_str()?;
     let parent = path.parent().filter(|parent| *parent != Path::new(""));
     let entries = std::fs::read_dir(parent.unwrap_or(Path::new("."))).ok()?;
     let folders = entries.flatten().filter(|entry| entry.path().is_dir());
-    let digits = |text: &str| -> String { text.chars().filter(char::is_ascii_digit).collect() };
-    let wrong_at_most = (name.chars().count() / 3).clamp(1, 3);
-    let names = folders.filter_map(|entry| entry.file_name().into_string().ok());
-    let near = names
-        .filter(|other| digits(other) == digits(name))
-        .map(|other| (strsim::osa_distance(name, &other), other))
-        .filter(|(wrong, _)| *wrong <= wrong_at_most);
-    near.min().map(|(_, other)| path.with_file_name(other))
+    let names: Vec<String> =
+        folders.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+    let near = failure::meant(name, names.iter().map(String::as_str), 3);
+    near.into_iter().min().map(|name| path.with_file_name(name))
 }

@@ -1,7 +1,7 @@
 //! `prune plan --ranks`: time, bytes sent and memory of a run on several ranks, each a machine of its own.
 //!
 //! ```text
-//! time(R) = plan of the largest share of samples and windows, with its part of the storage
+//! time(R) = plan of the largest share of samples and windows
 //!         + bytes that a rank sends / network
 //! ```
 //!
@@ -32,6 +32,11 @@ pub fn rank_table(
 ) -> Result<Vec<RankRow>> {
     let mut machine_of_rank = inventory(settings)?;
     machine_of_rank.gpus.clear();
+    if let Some(storage) = ranks.storage {
+        machine_of_rank.rates.disk_gb_s = storage.gigabytes();
+    }
+    // All ranks read from the storage, or the first rank reads for all: the quicker way, as in a run.
+    let passed_on = |storage: Rate| (storage.gigabytes() / ranks.network.gigabytes()).max(1.0);
     let subject = Subject::of_settings(settings, events)?;
     let whole = run_shape(settings, &subject, machine_of_rank.cpu.threads)?;
     let policy = machine::policy(&settings.run.device)?;
@@ -42,14 +47,9 @@ pub fn rank_table(
         let mut shape = whole.clone();
         (shape.samples, shape.windows) = (share(whole.samples), share(whole.windows));
         let RunShape { samples, windows, .. } = whole;
-        // All ranks read, or the first rank reads for all: the quicker way, as in a run.
-        let passed_on = |storage: Rate| (storage.gigabytes() / ranks.network.gigabytes()).max(1.0);
         let reading = ranks.storage.map_or(1.0, |storage| passed_on(storage).min(size as f64));
         let all = RanksShape { ranks: size, samples, windows, reading };
         shape.of_all_ranks = (size > 1).then_some(all);
-        if let Some(storage) = ranks.storage {
-            machine_of_rank.rates.disk_gb_s = storage.gigabytes();
-        }
         let plan = plan_run(&shape, &machine_of_rank, &policy)?;
         let sent = shape.bytes_sent();
         let seconds = plan.time.seconds + ranks.network.seconds(sent);

@@ -64,14 +64,14 @@ impl OwnRows<'static> {
 }
 
 impl OwnRows<'_> {
-    /// A number of every process, in the order of the rows.
+    /// Some numbers of every process, in the order of the rows.
     ///
     /// # Errors
     /// Fails when a process has left.
-    pub fn gathered(&self, own: u64) -> Result<Vec<u64>> {
-        let mut numbers = vec![0; self.solvers.count()];
+    pub fn gathered<const N: usize>(&self, own: [u64; N]) -> Result<Vec<[u64; N]>> {
+        let mut numbers = vec![[0; N]; self.solvers.count()];
         numbers[self.solvers.place()] = own;
-        self.solvers.sum(&mut numbers)?;
+        self.solvers.sum(numbers.as_flattened_mut())?;
         Ok(numbers)
     }
 }

@@ -8,7 +8,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
-
 use serde::{Deserialize, Serialize};
 
 use crate::failure::Failure;

@@ -265,6 +265,12 @@ fn a_rank_sends_the_numbers_of_its_samples_and_no_hidden_state() {
         sent > expected && sent < 1.02 * expected + 2000.0,
         "{sent} bytes, expected {expected}"
     );
+    // Rank 0 has four samples, and passes the second layer on to rank 1.
+    let weights: usize =
+        manifest.layers[1].matrices.iter().map(|of| of.shape.iter().product::<usize>()).sum();
+    let least = expected / samples * 4.0 + 2.0 * weights as f64;
+    let sent = manifest.ranks[0].bytes_sent as f64;
+    assert!(sent > least, "{sent} bytes, at least {least}");
 }
 
 #[test]

@@ -120,9 +120,8 @@ impl RunFolder {
                 .hint(format!("choose another {flag} folder"))
                 .into());
             }
-            let mut places = sources.iter().map(|source| {
-                refuse_source_folder(source, folder).map_err(|error| with_flag(error, flag))
-            });
+            let mut places =
+                sources.iter().map(|source| refuse_source_folder(source, folder, flag));
             // Every source gives the same place.
             let place = places.next().transpose()?;
             places.try_for_each(|place| place.map(drop))?;
@@ -472,18 +471,6 @@ impl RunFolder {
             None => Failure::usage("--resume needs the folder of the model that is unfinished")
                 .hint("add --save DIR, and leave --no-save-model out"),
         }
-    }
-}
-
-/// The refusal of a folder, whose hint names the flag that named the folder.
-fn with_flag(error: anyhow::Error, flag: &str) -> anyhow::Error {
-    match error.downcast::<Failure>() {
-        Ok(failure) => {
-            let hint =
-                failure.hint.as_ref().map(|hint| hint.replace("--save or --save-model", flag));
-            Failure { hint, ..failure }.into()
-        }
-        Err(error) => error,
     }
 }
 

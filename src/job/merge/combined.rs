@@ -15,7 +15,7 @@ use anyhow::{Context, Result};
 
 use super::models::{InputModelFiles, InputModels, open_adapter};
 use crate::adapter::{Adapter, AdapterShare, Combination, CombinationKind};
-use crate::checkpoint::refuse_source_folder;
+use crate::checkpoint::{OUTPUT_FLAGS, refuse_source_folder};
 use crate::failure::Failure;
 use crate::merging::methods::{self, MergeMethod, Semantics, Stream};
 use crate::merging::pass::{AdaptedRows, MergeSources, MergeTensor, SourceRows};
@@ -288,7 +288,7 @@ fn result_folder(settings: &MergeSettings, inputs: &InputModels) -> Result<PathB
     };
     let folder = save.join(FOLDER);
     for source in inputs.folders() {
-        refuse_source_folder(source, &folder)?;
+        refuse_source_folder(source, &folder, OUTPUT_FLAGS)?;
     }
     let model = output.save_model.as_ref();
     if model.is_some_and(|model| folder.starts_with(model) || model.starts_with(&folder)) {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use serde::Deserialize;
 use serde_saphyr::Spanned;
 
-use crate::failure::Failure;
+use crate::failure::{self, Failure};
 
 thread_local! {
     /// The file that this thread reads: serde hands nothing down to the values it makes.
@@ -88,18 +88,8 @@ pub(super) fn meant<'a>(
     given: &str,
     candidates: impl IntoIterator<Item = &'a str>,
 ) -> Option<&'a str> {
-    // The distance of long words costs their product.
-    if given.len() > 64 {
-        return None;
-    }
-    let given = given.to_lowercase().replace('-', "_");
-    let wrong_at_most = (given.chars().count() / 4).clamp(1, 3);
-    candidates
-        .into_iter()
-        .map(|candidate| (strsim::osa_distance(&given, candidate), candidate))
-        .filter(|(wrong, _)| *wrong <= wrong_at_most)
-        .min_by_key(|(wrong, _)| *wrong)
-        .map(|(_, candidate)| candidate)
+    let given = given.replace('-', "_");
+    failure::meant(&given, candidates, 4).first().copied()
 }
 
 /// The refusal of a name, with a proposal and the list of known names.

@@ -136,7 +136,8 @@ fn schedule(admm: &mut Admm<'_>, scaled: &[f32], kept: usize, own: OwnRows<'_>) 
         if !iteration.is_multiple_of(EVERY) {
             continue;
         }
-        let changes: u64 = own.gathered(admm.changes_from(&last) as u64)?.iter().sum();
+        let changes = own.gathered([admm.changes_from(&last) as u64])?;
+        let changes: u64 = changes.as_flattened().iter().sum();
         let share = changes as f64 / kept.max(1) as f64;
         last.copy_from_slice(admm.support());
         match (changes, share) {

@@ -154,9 +154,9 @@ fn largest_of_all(
         })
         .collect();
     let sum = |of: fn(&(usize, usize)) -> usize| ties.iter().map(of).sum::<usize>() as u64;
-    let above: u64 = own.gathered(sum(|row| row.0))?.iter().sum();
-    let ties_of_all = own.gathered(sum(|row| row.1))?;
-    let later: u64 = ties_of_all[own.solvers.place() + 1..].iter().sum();
+    let all = own.gathered([sum(|row| row.0), sum(|row| row.1)])?;
+    let above: u64 = all.iter().map(|[above, _]| above).sum();
+    let later: u64 = all[own.solvers.place() + 1..].iter().map(|[_, ties]| ties).sum();
     let mut missing = (count as u64 - above).saturating_sub(later);
     for row in (0..ties.len()).rev() {
         if missing == 0 {
