@@ -227,7 +227,7 @@ impl Passenger for Perplexity<'_> {
                 if let Some(report) = self.report {
                     meeting.measured_dense(report);
                 }
-                let none = HiddenStates::new(None, "none", 0, [0, 0], DType::F32)?;
+                let none = HiddenStates::new(None, 0, [0, 0], DType::F32)?;
                 meeting.leave(std::mem::replace(&mut self.hidden, none));
             }
             MeetingRole::Model => {

@@ -331,13 +331,9 @@ impl SettledRun {
                 share,
                 hidden_size: model.config.hidden_size,
             };
-            let mut hidden = HiddenStates::of_packs(
-                self.spill_folder().as_deref(),
-                &format!("{}-tasks", side.name()),
-                packs,
-                candle_dtype(dtype),
-            )?
-            .on_devices(devices.homes());
+            let mut hidden =
+                HiddenStates::of_packs(self.spill_folder().as_deref(), packs, candle_dtype(dtype))?
+                    .on_devices(devices.homes());
             let embed = || -> Result<()> {
                 for (at, &pack) in own.iter().enumerate() {
                     hidden.put(at, embedding.rows(&packed.pack(pack)?.tokens)?)?;
@@ -454,7 +450,6 @@ impl SettledRun {
         let dtype = if devices.is_empty() { StoredDtype::F32 } else { model.gpu_dtype };
         let mut hidden = HiddenStates::of_share(
             self.spill_folder().as_deref(),
-            stream,
             share,
             [model.seqlen, config.hidden_size],
             candle_dtype(dtype),

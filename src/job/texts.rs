@@ -319,7 +319,7 @@ fn questions(settings: &Settings, events: &dyn Events) -> Result<Option<Vec<Task
 /// Fails when the file cannot be created.
 pub(super) fn id_file(settings: &Settings) -> Result<File> {
     let folder = settings.device.offload_folder.clone().unwrap_or_else(std::env::temp_dir);
-    spill_file(&folder, "task-ids")
+    spill_file(&folder)
 }
 
 /// The bound of a text's lines under `--max-memory`. A tokenizer that cannot be read is an error later.

@@ -244,7 +244,7 @@ fn pruned(
 pub(super) fn copy_of(stream: &mut HiddenStates) -> Result<HiddenStates> {
     let (samples, seqlen) = (stream.samples(), stream.seqlen());
     let width = stream.get(0)?.dims()[1];
-    let mut copy = HiddenStates::new(None, "followed", samples, [seqlen, width], DType::F32)?;
+    let mut copy = HiddenStates::new(None, samples, [seqlen, width], DType::F32)?;
     for sample in 0..samples {
         // States are replaced, never changed in place.
         copy.put(sample, stream.get(sample)?)?;

@@ -409,7 +409,7 @@ impl<'a> Calibrator<'a> {
         let (hidden, _) = self.stream.as_mut().context("there are samples")?;
         let (samples, tokens) = (samples.min(hidden.samples()), tokens.min(hidden.seqlen()));
         let width = self.config.hidden_size;
-        let mut first = HiddenStates::new(None, "followed", samples, [tokens, width], DType::F32)?;
+        let mut first = HiddenStates::new(None, samples, [tokens, width], DType::F32)?;
         for sample in 0..samples {
             first.put(sample, hidden.get(sample)?.narrow(0, 0, tokens)?.contiguous()?)?;
         }

@@ -37,7 +37,7 @@ impl MaskFile {
         part: &TrainedPart,
         folder: &Path,
     ) -> Result<Self> {
-        let file = spill_file(folder, "masks")?;
+        let file = spill_file(folder)?;
         let mut matrices = BTreeMap::new();
         let mut layer_bytes = 0;
         for &id in &part.ids {

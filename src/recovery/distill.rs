@@ -66,7 +66,7 @@ impl Distillation {
         clock: &Clock,
     ) -> Result<HiddenStates> {
         let shape = [seqlen, self.config.hidden_size];
-        let mut states = HiddenStates::new(folder, "teacher", examples.len(), shape, DType::F32)?;
+        let mut states = HiddenStates::new(folder, examples.len(), shape, DType::F32)?;
         clock.measure(Phase::Embed, || {
             let embedding = Embedding::open(&*self.source, &self.config)?;
             let mut examples = examples.iter().enumerate();

@@ -31,7 +31,7 @@ impl LayerInputs {
         dtype: DType,
     ) -> Result<Self> {
         let count = (layers + 1) * examples;
-        Ok(Self { states: HiddenStates::new(folder, "inputs", count, shape, dtype)?, examples })
+        Ok(Self { states: HiddenStates::new(folder, count, shape, dtype)?, examples })
     }
 
     /// The number of examples.

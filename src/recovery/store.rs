@@ -108,7 +108,7 @@ impl ParameterStore {
             StorePlace::Memory => {
                 StoreSlots::Memory(vec![vec![StoredParameter::default(); specs.len()]; layers])
             }
-            StorePlace::File(folder) => StoreSlots::File(spill_file(folder, "parameters")?),
+            StorePlace::File(folder) => StoreSlots::File(spill_file(folder)?),
         };
         Ok(Self { specs, state_bytes, layers, store, has_best: false, closes: false })
     }

@@ -185,7 +185,7 @@ impl<'a> Trainer<'a> {
         let parts = &self.parts;
         let folder = parts.spill_folder.as_deref();
         let shape = parts.shape_of_states();
-        let mut states = HiddenStates::new(folder, "held-out", examples.len(), shape, DType::F32)?;
+        let mut states = HiddenStates::new(folder, examples.len(), shape, DType::F32)?;
         self.embed(examples, &mut |example, state| states.put(example, state))?;
         let layers = self.parts.config.num_hidden_layers;
         for index in 0..layers {
@@ -242,7 +242,7 @@ impl<'a> Trainer<'a> {
         }
         let parts = &self.parts;
         let folder = parts.spill_folder.as_deref();
-        HiddenStates::new(folder, "gradients", examples, parts.shape_of_states(), DType::F32)
+        HiddenStates::new(folder, examples, parts.shape_of_states(), DType::F32)
     }
 
     fn base(&mut self, index: usize, next: Option<usize>) -> Result<BaseLayer> {

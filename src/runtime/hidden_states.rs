@@ -61,9 +61,7 @@ impl HiddenStates {
     /// Makes room for `samples` states.
     ///
     /// # Arguments
-    /// * `spill_folder`: the folder of the spill file; `None` keeps the states in memory. On Unix the file loses its name as soon
-    ///   as it is open, so no file remains after the run.
-    /// * `stream`: part of the spill file's name
+    /// * `spill_folder`: the folder of the spill file; `None` keeps the states in memory. No file remains after the run
     /// * `shape`: of a state: seqlen, hidden_size
     /// * `dtype`: the dtype of the stored states: f32, f16 or bf16
     ///
@@ -71,14 +69,13 @@ impl HiddenStates {
     /// Fails when the spill file cannot be created.
     pub fn new(
         spill_folder: Option<&Path>,
-        stream: &str,
         samples: usize,
         shape: [usize; 2],
         dtype: DType,
     ) -> Result<Self> {
         let store = match spill_folder {
             None => Store::Ram(vec![None; samples]),
-            Some(folder) => Store::Spill { file: spill_file(folder, stream)?, samples },
+            Some(folder) => Store::Spill { file: spill_file(folder)?, samples },
         };
         let share = SampleShare::whole(samples);
         let (homes, packs, first_rows) = (Vec::new(), Vec::new(), Vec::new());
@@ -121,13 +118,12 @@ impl HiddenStates {
     /// As [`HiddenStates::new`].
     pub fn of_packs(
         spill_folder: Option<&Path>,
-        stream: &str,
         packs: PackedSamples,
         dtype: DType,
     ) -> Result<Self> {
         let PackedSamples { share, segments: packs, hidden_size } = packs;
         let longest = packs.iter().map(|of| segments::tokens(of)).max().unwrap_or(0);
-        let states = Self::of_share(spill_folder, stream, share, [longest, hidden_size], dtype)?;
+        let states = Self::of_share(spill_folder, share, [longest, hidden_size], dtype)?;
         let first_rows = packs.iter().scan(0, |next, of| {
             let first = *next;
             *next += segments::tokens(of);
@@ -154,12 +150,11 @@ impl HiddenStates {
     /// As [`HiddenStates::new`].
     pub fn of_share(
         spill_folder: Option<&Path>,
-        stream: &str,
         share: SampleShare,
         shape: [usize; 2],
         dtype: DType,
     ) -> Result<Self> {
-        let states = Self::new(spill_folder, stream, share.own().len(), shape, dtype)?;
+        let states = Self::new(spill_folder, share.own().len(), shape, dtype)?;
         Ok(Self { share, ..states })
     }
 
@@ -405,7 +400,7 @@ mod tests {
         for (spill_folder, dtype) in
             spill_folders.into_iter().flat_map(|folder| dtypes.map(|dtype| (folder, dtype)))
         {
-            let mut states = HiddenStates::new(spill_folder, "test", 3, [2, 3], dtype).unwrap();
+            let mut states = HiddenStates::new(spill_folder, 3, [2, 3], dtype).unwrap();
             for sample in 0..3 {
                 states.put(sample, state(sample as f32)).unwrap();
             }
@@ -435,8 +430,7 @@ mod tests {
                 segments: vec![pack(3), pack(1), pack(2)],
                 hidden_size: 2,
             };
-            let mut states =
-                HiddenStates::of_packs(spill_folder, "test", packs, DType::F32).unwrap();
+            let mut states = HiddenStates::of_packs(spill_folder, packs, DType::F32).unwrap();
             for (sample, rows) in [(2, 2), (0, 3), (1, 1)] {
                 let state = tensor::from_vec(vec![sample as f32; rows * 2], &[rows, 2]).unwrap();
                 states.put(sample, state).unwrap();
@@ -451,6 +445,6 @@ mod tests {
 
     #[test]
     fn a_state_that_was_never_put_is_an_error() {
-        assert!(HiddenStates::new(None, "test", 1, [2, 3], DType::F32).unwrap().get(0).is_err());
+        assert!(HiddenStates::new(None, 1, [2, 3], DType::F32).unwrap().get(0).is_err());
     }
 }

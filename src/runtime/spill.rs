@@ -1,8 +1,7 @@
-//! Spill files: files without a name that go with the process.
+//! Spill files: files without a name, which go with the process.
 
 use std::fs::File;
 use std::hash::{BuildHasher, RandomState};
-use std::io::ErrorKind;
 use std::path::Path;
 
 use anyhow::Result;
@@ -14,14 +13,16 @@ use crate::failure::Failure;
 /// # Errors
 /// Fails when the folder or a file in it cannot be created.
 pub fn check_spill_folder(folder: &Path) -> Result<()> {
-    spill_file(folder, "check").map(drop)
+    spill_file(folder).map(drop)
 }
 
-/// Attempts to find an unused file name.
-const NAMES: usize = 16;
-
 /// Creates a spill file that only its owner can read. It never opens an existing file and never follows a link.
-pub fn spill_file(folder: &Path, stream: &str) -> Result<File> {
+///
+/// Where the file system can, the file never has a name, so that a kill at any moment leaves nothing.
+///
+/// # Errors
+/// Fails when the folder or a file in it cannot be created.
+pub fn spill_file(folder: &Path) -> Result<File> {
     let refused = |error: std::io::Error| {
         Failure::new(format!(
             "cannot create a spill file in `{}`: {error}",
@@ -30,26 +31,7 @@ pub fn spill_file(folder: &Path, stream: &str) -> Result<File> {
         .hint("name a folder that can be written to with --offload-folder, or use --hidden-states ram")
     };
     std::fs::create_dir_all(folder).map_err(refused)?;
-    let mut options = File::options();
-    options.read(true).write(true).create_new(true);
-    #[cfg(unix)]
-    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
-    let mut taken = None;
-    for _ in 0..NAMES {
-        let path = folder.join(format!("hidden-states-{stream}-{:016x}.spill", random()));
-        let file = match options.open(&path) {
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => {
-                taken = Some(error);
-                continue;
-            }
-            opened => opened.map_err(refused)?,
-        };
-        // An open file without a name disappears with the process, however the process ends.
-        #[cfg(unix)]
-        std::fs::remove_file(&path).map_err(refused)?;
-        return Ok(file);
-    }
-    Err(refused(taken.unwrap_or_else(|| ErrorKind::AlreadyExists.into())).into())
+    Ok(tempfile::tempfile_in(folder).map_err(refused)?)
 }
 
 /// Returns a random number: the keys of the standard library's hash maps come from the system.
@@ -66,8 +48,9 @@ mod tests {
     fn a_spill_file_is_private_and_never_one_that_exists() {
         use std::os::unix::fs::PermissionsExt;
         let folder = tempfile::tempdir().unwrap();
-        let file = spill_file(folder.path(), "test").unwrap();
+        let file = spill_file(folder.path()).unwrap();
         assert_eq!(file.metadata().unwrap().permissions().mode() & 0o777, 0o600);
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "no name");
         assert_ne!(random(), random(), "names cannot be guessed");
         // A folder that is a file: nothing can be created there.
         let path = folder.path().join("file");

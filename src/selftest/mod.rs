@@ -317,7 +317,7 @@ impl Bench {
             &Silent,
         );
         let mut hidden =
-            HiddenStates::new(None, "selftest", 1, [seqlen, model.config.hidden_size], DType::F32)?;
+            HiddenStates::new(None, 1, [seqlen, model.config.hidden_size], DType::F32)?;
         hidden.put(0, model.state.clone())?;
         let context = LayerContext::new(&model.config, seqlen);
         let by_layer = vec![vec![self.name.clone()]];

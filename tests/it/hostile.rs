@@ -126,7 +126,7 @@ fn ratios_and_maps_that_are_none_are_refused() {
             2,
             "error: --layer-ratios names layer 18446744073709551615, the model has layers 0 to 1"
                 .into(),
-            "",
+            "hint: leave layer 18446744073709551615 out of the file",
         ),
     ] {
         put(&place, "x.json", text);

@@ -110,8 +110,7 @@ fn block_trainer<'t>(
         let step = layer * steps as usize + step as usize;
         order.examples_of(step, per_step)
     };
-    let none =
-        || HiddenStates::new(None, "none", 0, [model.seqlen, 1], candle_dtype(StoredDtype::F32));
+    let none = || HiddenStates::new(None, 0, [model.seqlen, 1], candle_dtype(StoredDtype::F32));
     let targets = match &states {
         Some(_) => {
             let dense = (&*teacher.source, &*teacher.config);

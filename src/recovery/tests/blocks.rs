@@ -28,8 +28,7 @@ fn output<'a>() -> LayerOutput<'a> {
 fn embedded(model: &TestModel, ids: &[u32], seqlen: usize) -> HiddenStates {
     let samples = ids.len() / seqlen;
     let width = model.config.hidden_size;
-    let mut states =
-        HiddenStates::new(None, "samples", samples, [seqlen, width], DType::F32).unwrap();
+    let mut states = HiddenStates::new(None, samples, [seqlen, width], DType::F32).unwrap();
     let embedding = Embedding::open(&*model.pruned, &model.config).unwrap();
     embed(&mut states, &embedding, ids, seqlen).unwrap();
     states

@@ -165,7 +165,7 @@ impl Model {
     fn hidden(&self, tokens: &[u32], seqlen: usize) -> Result<HiddenStates> {
         let samples = tokens.len() / seqlen;
         let width = self.config.hidden_size;
-        let mut hidden = HiddenStates::new(None, "test", samples, [seqlen, width], DType::F32)?;
+        let mut hidden = HiddenStates::new(None, samples, [seqlen, width], DType::F32)?;
         let embedding = Embedding::open(&*self.source, &self.config)?;
         embed(&mut hidden, &embedding, tokens, seqlen)?;
         Ok(hidden)

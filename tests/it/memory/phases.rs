@@ -160,7 +160,7 @@ fn phase(
             let tokens: Vec<u32> =
                 (0..WINDOWS * SEQLEN).map(|i| (i * 31 % vocabulary) as u32).collect();
             let width = config.hidden_size;
-            let mut hidden = HiddenStates::new(None, "t", WINDOWS, [SEQLEN, width], DType::F32)?;
+            let mut hidden = HiddenStates::new(None, WINDOWS, [SEQLEN, width], DType::F32)?;
             for window in 0..WINDOWS {
                 hidden.put(window, state()?)?;
             }

@@ -182,8 +182,7 @@ fn run(place: &Place, devices: &Devices, settings: &str) -> Result<Seen> {
     let config = Arc::new(ModelConfig::load(&place.path("m"))?);
     let source: Arc<dyn WeightSource> = Arc::new(Checkpoint::open(&place.path("m"))?);
     let tokens: Vec<u32> = (0..SAMPLES * SEQLEN).map(|at| (at * at * 31 % 307) as u32).collect();
-    let mut hidden =
-        HiddenStates::new(None, "test", SAMPLES, [SEQLEN, config.hidden_size], DType::F32)?;
+    let mut hidden = HiddenStates::new(None, SAMPLES, [SEQLEN, config.hidden_size], DType::F32)?;
     embed(&mut hidden, &Embedding::open(&*source, &config)?, &tokens, SEQLEN)?;
     let selection = Selection { sparsity_ratio: Some(0.5), ..Selection::default() };
     let technique = Technique::of(&GramBlocks);

@@ -84,7 +84,7 @@ fn run(
 
     let tokens: Vec<u32> = (0..SAMPLES * SEQLEN).map(|at| (at * at * 31 % 307) as u32).collect();
     let width = config.hidden_size;
-    let mut hidden = HiddenStates::new(None, "test", SAMPLES, [SEQLEN, width], DType::F32)?;
+    let mut hidden = HiddenStates::new(None, SAMPLES, [SEQLEN, width], DType::F32)?;
     embed(&mut hidden, &Embedding::open(&*source, &config)?, &tokens, SEQLEN)?;
     let sparsegpt = method("sparsegpt").expect("in the table");
     let technique = Technique::of(sparsegpt);

@@ -60,7 +60,7 @@ fn work(folder: &std::path::Path, samples: usize) -> Result<DeviceWork> {
     let mut compute = Compute::new(context(), vec![worker], devices, &Silent);
     let tokens: Vec<u32> = (0..samples * SEQLEN).map(|at| (at * at * 31 % 307) as u32).collect();
     let shape = [SEQLEN, config.hidden_size];
-    let hidden = HiddenStates::new(None, "test", samples, shape, DType::F32)?;
+    let hidden = HiddenStates::new(None, samples, shape, DType::F32)?;
     let mut hidden = hidden.on_devices(vec![Device::Cpu]);
     // Rotary tables.
     take_work();
