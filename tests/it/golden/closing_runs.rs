@@ -3,6 +3,8 @@
 //!
 //! Masks are equal to the bit until the first choice whose edge is nearly a tie. Then single weights differ, and so do later keys. The
 //! records have hashes of masks, and the bits of the last masks.
+//!
+//! One of the two trainings from a pruned model ends early here: `PRUNE_TEST_STEPS=300` repeats all steps.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,7 +15,7 @@ use anyhow::{Context, Result, ensure};
 use prune::data::{PythonRandom, Tokenizer};
 use prune::job::recover::GivenTraining;
 use prune::job::recover_given;
-use prune::run::{Manifest, Silent};
+use prune::run::{Event, Events, Silent, Stopped};
 use prune::settings::{
     CalibrationSettings, ClosingSettings, ComputeDtype, DeviceSettings, EvalSides,
     EvaluationSettings, ModelSettings, OutputSettings, RecoverySettings, RecoveryWay, Settings,
@@ -27,6 +29,16 @@ use crate::support;
 
 const SEQLEN: usize = 256;
 const BATCH: usize = 8;
+
+/// The steps of a recorded training.
+const STEPS: u64 = 300;
+
+/// Steps between two choices. Masks stand still after [`LAST_CHOICE`].
+const EVERY: u64 = 6;
+const LAST_CHOICE: u64 = 180;
+
+/// The variable with the number of steps to repeat of each training.
+const VARIABLE: &str = "PRUNE_TEST_STEPS";
 
 /// Limits of a comparison with a record.
 struct Limits {
@@ -65,10 +77,35 @@ struct Apart {
     losses: [f64; 2],
     /// The first mask that differs: step, matrix, relative distance of the keys at its edge.
     first: Option<(u64, usize, f32)>,
+    /// Where all steps were repeated.
+    end: Option<End>,
+}
+
+/// Differences after the last step.
+#[derive(Debug)]
+struct End {
     /// The share of equal bits of the last masks.
-    last_bits: f64,
+    bits: f64,
     /// Perplexities over the recorded perplexities.
     perplexities: [f64; 2],
+}
+
+/// Keeps the loss of every step, and stops the training after the last step that is wanted.
+struct Losses {
+    steps: u64,
+    seen: Mutex<Vec<f64>>,
+}
+
+impl Events for Losses {
+    fn emit(&self, event: Event) {
+        if let Event::TrainingStep { loss, .. } = event {
+            self.seen.lock().expect("no panic").push(loss);
+        }
+    }
+
+    fn is_stopping(&self) -> bool {
+        self.steps < STEPS && self.seen.lock().expect("no panic").len() as u64 >= self.steps
+    }
 }
 
 fn record(shared: &Path, name: &str) -> Result<Value> {
@@ -150,8 +187,13 @@ fn dataset(shared: &Path) -> Result<prune::data::DatasetSpec> {
     path.display().to_string().parse().map_err(anyhow::Error::msg)
 }
 
-/// Trains as the record says. Returns the run's record and its masks.
-fn train(shared: &Path, folder: &Path, record: &Value) -> Result<(Manifest, Vec<Chosen>)> {
+/// Trains as the record says, up to a step. Returns the losses and the masks.
+fn train(
+    shared: &Path,
+    folder: &Path,
+    record: &Value,
+    until: u64,
+) -> Result<(Vec<f64>, Vec<Chosen>)> {
     let steps = record["step"].as_array().context("steps")?;
     let (tokens, order) = windows(&folder.join("start"), shared, steps.len())?;
     let matrices = record["matrices"].as_array().context("matrices")?.len();
@@ -173,9 +215,14 @@ fn train(shared: &Path, folder: &Path, record: &Value) -> Result<(Manifest, Vec<
         })),
         ..GivenTraining::default()
     };
-    let manifest = recover_given(settings(shared, folder, record)?, given, &Silent)?;
+    let losses = Losses { steps: until, seen: Mutex::default() };
+    let ended = recover_given(settings(shared, folder, record)?, given, &losses);
+    match ended {
+        Err(error) if until == STEPS || !error.is::<Stopped>() => return Err(error),
+        _ => {}
+    }
     let chosen = std::mem::take(&mut *chosen.lock().expect("no panic"));
-    Ok((manifest, chosen))
+    Ok((losses.seen.into_inner().expect("no panic"), chosen))
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -224,13 +271,13 @@ fn zeros(file: &Path, matrices: &[&str]) -> Result<BTreeMap<String, Vec<bool>>> 
     matrices.iter().map(of).collect()
 }
 
-/// Repeats a recorded training, and returns its differences from the record.
-fn repeat(shared: &Path, name: &str) -> Result<Apart> {
+/// Repeats a recorded training up to a step, and returns its differences from the record.
+fn repeat(shared: &Path, name: &str, until: u64) -> Result<Apart> {
     let record = record(shared, name)?;
     let temporary = tempfile::tempdir()?;
     let folder = temporary.path();
     write_start(shared, &folder.join("start"), &record)?;
-    let (manifest, chosen) = train(shared, folder, &record)?;
+    let (losses, chosen) = train(shared, folder, &record, until)?;
     let steps = record["step"].as_array().context("steps")?;
     let mut apart = Apart::default();
     for mask in &chosen {
@@ -241,18 +288,26 @@ fn repeat(shared: &Path, name: &str) -> Result<Apart> {
             apart.first = Some((mask.step, mask.matrix, (kept - removed) / kept));
         }
     }
-    // Thirty choices in five layers of seven matrices.
-    ensure!(chosen.len() == 30 * 35, "{} choices", chosen.len());
-    let trained = &manifest.recovery.as_ref().context("a training")?.steps;
-    ensure!(trained.len() == steps.len(), "{} steps", trained.len());
-    let until = apart.first.map_or(u64::MAX, |(step, ..)| step);
-    for (step, recorded) in trained.iter().zip(steps) {
-        let difference = (step.loss / number(recorded, "loss")? - 1.0).abs();
+    // Five layers of seven matrices.
+    let choices = 35 * (until.min(LAST_CHOICE) / EVERY) as usize;
+    ensure!(chosen.len() == choices, "{} choices, not {choices}", chosen.len());
+    ensure!(losses.len() as u64 == until, "{} steps, not {until}", losses.len());
+    let differs_at = apart.first.map_or(u64::MAX, |(step, ..)| step);
+    for (step, (loss, recorded)) in (1..).zip(losses.iter().zip(steps)) {
+        let difference = (loss / number(recorded, "loss")? - 1.0).abs();
         apart.losses[1] = apart.losses[1].max(difference);
-        if step.step <= until {
+        if step <= differs_at {
             apart.losses[0] = apart.losses[0].max(difference);
         }
     }
+    if until == STEPS {
+        apart.end = Some(end(shared, folder, name, &record)?);
+    }
+    Ok(apart)
+}
+
+/// Compares the model after the last step with the record.
+fn end(shared: &Path, folder: &Path, name: &str, record: &Value) -> Result<End> {
     let names = record["matrices"].as_array().context("matrices")?;
     let names: Vec<&str> = names.iter().filter_map(Value::as_str).collect();
     let recorded = shared.join("goldens/gradual").join(format!("{name}.safetensors"));
@@ -263,39 +318,43 @@ fn repeat(shared: &Path, name: &str) -> Result<Apart> {
         equal += pairs.filter(|(one, other)| one == other).count();
         all += expected.len();
     }
-    apart.last_bits = equal as f64 / all as f64;
-    apart.perplexities = [
-        perplexity(shared, folder, &record, [128, 256])? / number(&record, "perplexity_128x256")?,
-        perplexity(shared, folder, &record, [64, 512])? / number(&record, "perplexity_64x512")?,
+    let perplexities = [
+        perplexity(shared, folder, record, [128, 256])? / number(record, "perplexity_128x256")?,
+        perplexity(shared, folder, record, [64, 512])? / number(record, "perplexity_64x512")?,
     ];
-    Ok(apart)
+    Ok(End { bits: equal as f64 / all as f64, perplexities })
 }
 
-fn check(name: &str, limits: &Limits) {
+/// Compares a training with its record, up to step `until` where the variable names no step.
+fn check(name: &str, limits: &Limits, until: u64) {
     let Some(shared) = support::shared() else {
         return;
     };
-    let apart = repeat(&shared, name).expect(name);
+    let until = std::env::var(VARIABLE).map_or(until, |steps| steps.parse().expect("a number"));
+    let apart = repeat(&shared, name, until).expect(name);
     show(&format!("{name}: {apart:?}"));
     assert!(apart.losses[0] <= 1e-5, "{apart:?}");
     assert!(apart.first.is_none_or(|(.., distance)| distance < limits.near), "{apart:?}");
-    assert!(apart.last_bits >= limits.last_bits, "{apart:?}");
-    for ratio in apart.perplexities {
-        assert!((ratio - 1.0).abs() <= limits.perplexity, "{apart:?}");
+    assert_eq!(apart.end.is_some(), until == STEPS);
+    if let Some(End { bits, perplexities }) = apart.end {
+        assert!(bits >= limits.last_bits, "{apart:?}");
+        for ratio in perplexities {
+            assert!((ratio - 1.0).abs() <= limits.perplexity, "{apart:?}");
+        }
     }
 }
 
 #[test]
 fn from_the_dense_model_to_eighty_percent() {
-    check("dense-to-0.8", &FROM_DENSE);
+    check("dense-to-0.8", &FROM_DENSE, STEPS);
 }
 
 #[test]
 fn from_a_pruned_model_to_eighty_percent_with_a_teacher() {
-    check("ladder-to-0.8.teacher", &FROM_PRUNED);
+    check("ladder-to-0.8.teacher", &FROM_PRUNED, 48);
 }
 
 #[test]
 fn from_a_pruned_model_to_ninety_percent_with_a_teacher() {
-    check("ladder-to-0.9.teacher", &FROM_PRUNED);
+    check("ladder-to-0.9.teacher", &FROM_PRUNED, STEPS);
 }
