@@ -205,15 +205,24 @@ fn share(
     let mut left = target.whole();
     for kept in (1..units).rev() {
         let share = 1.0 - kept as f64 / units as f64;
-        let asked = WidthDropSettings { drop_width: WidthShare::Share(share), ..drop.clone() };
+        let of_share = |share: f64| {
+            let drop_width = WidthShare::Share(share);
+            width(&WidthDropSettings { drop_width, ..drop.clone() }, config, folder)
+        };
         // Some numbers of heads load nowhere.
-        let Ok(width) = width(&asked, config, folder) else {
+        let Ok(width) = of_share(share) else {
             continue;
         };
         let lost = target.lost_by(&width.config(config))? * config.num_hidden_layers as u64;
         left = target.whole() - lost;
         if left <= target.most {
-            return Ok((share, left));
+            // The fewest digits that give the same width: a person reads the share, and types it again.
+            let shorter = (2..=6).map(|digits| {
+                let units = f64::from(10u32.pow(digits));
+                (share * units).round() / units
+            });
+            let mut same = shorter.filter(|&of| of_share(of).is_ok_and(|other| other == width));
+            return Ok((same.next().unwrap_or(share), left));
         }
     }
     let mut fixes = vec![match layers(target) {

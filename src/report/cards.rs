@@ -40,7 +40,7 @@ pub fn pruned(record: &PruningRecord, before: Option<&PruningReport>, source: Ca
     let mut notes = vec![
         "`pruning.json` has these facts for programs, and the zeros and the hash of the mask of every matrix.",
     ];
-    if is_sparse(record) {
+    if record.removes_weights() {
         tags.extend(["sparse", &pruning.method, &pruning.sparsity_type]);
         notes.push("Zeros do not make the files smaller: the weights are stored as in the source, zeros included.");
     }
@@ -219,19 +219,13 @@ fn changes(record: &PruningRecord) -> String {
         };
         format!("made narrower: {}{refit}", drop.in_words())
     });
-    let zeros = is_sparse(record).then(|| {
+    let zeros = record.removes_weights().then(|| {
         let (method, share) = (code(&record.pruning.method), percent(record.sparsity.ratio));
         format!("pruned with the method {method}: {share} of the weights of its decoder linears are zero")
     });
     let rest = if zeros.is_none() { "; no other weight was changed" } else { "" };
     let parts: Vec<String> = [layers, width, zeros].into_iter().flatten().collect();
     format!("{}{rest}", parts.join(", "))
-}
-
-/// Returns whether the run pruned weights, and did not only drop layers or width.
-fn is_sparse(record: &PruningRecord) -> bool {
-    let is_smaller = record.layer_drop.is_some() || record.width_drop.is_some();
-    !is_smaller || !record.pruning.prunes_nothing()
 }
 
 /// The facts of a pruning.
@@ -252,7 +246,7 @@ fn pruning_facts(
         let [before, after] = drop.parameters;
         rows.push(("Parameters", format!("{after}, {before} before")));
     }
-    if is_sparse(record) {
+    if record.removes_weights() {
         let mut matrices = format!("{} of {}", pruning.matrices, pruning.matrices_in_model);
         for (word, globs) in [("included", &pruning.include), ("excluded", &pruning.exclude)] {
             if !globs.is_empty() {

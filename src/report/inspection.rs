@@ -146,8 +146,14 @@ fn pruning_rows(record: &PruningRecord) -> Vec<(&'static str, String)> {
     let name = shown(source.id.as_ref().unwrap_or(&source.name));
     let commit = source.commit.as_deref().map(shown);
     let commit = commit.map_or(String::new(), |commit| format!(", commit {commit:.12}"));
+    let changes = [
+        record.layer_drop.as_ref().map(|drop| format!("without {}", drop.in_words())),
+        record.width_drop.as_ref().map(|drop| format!("narrower, {}", drop.in_words())),
+        record.removes_weights().then(|| format!("{method} {ratio:.4} {pattern}")),
+    ];
+    let changes: Vec<String> = changes.into_iter().flatten().collect();
     let mut rows = vec![
-        ("pruned by", format!("prune {version}: {method} {ratio:.4} {pattern}")),
+        ("pruned by", printable(&format!("prune {version}: {}", changes.join(", "))).into_owned()),
         ("made from", format!("{name}{commit}")),
     ];
     let text = |text: &TextProtocol, what: &str| {

@@ -222,18 +222,21 @@ impl ModelReport {
     }
 }
 
-/// Returns the last component of a path, which says nothing about the machine. For `.` it returns the name of that folder.
+/// Returns the last component of a path, which says nothing about the machine. For `.` it returns the name of that folder, and for the
+/// folder `model` of a run the name of the run.
 pub fn name_of(path: &str) -> String {
-    let absolute = std::path::absolute(path).unwrap_or_else(|_| path.into());
-    let name = match absolute.file_name() {
-        Some(name) => Some(name.to_os_string()),
+    let mut absolute = std::path::absolute(path).unwrap_or_else(|_| path.into());
+    if absolute.file_name().is_none() {
         // The path ends in `..`.
-        None => {
-            absolute.canonicalize().ok().and_then(|folder| Some(folder.file_name()?.to_os_string()))
-        }
-    };
-    name.map_or("model".to_string(), |name| name.to_string_lossy().into_owned())
+        absolute = absolute.canonicalize().unwrap_or_default();
+    }
+    let run = absolute.parent().filter(|run| run.join("run.json").is_file());
+    let named = run.filter(|_| absolute.ends_with(RESULT)).unwrap_or(&absolute);
+    named.file_name().map_or(RESULT.to_string(), |name| name.to_string_lossy().into_owned())
 }
+
+/// The folder of the result in the folder of a run.
+const RESULT: &str = "model";
 
 /// The arithmetic of a run. Mask hashes are comparable only between equal arithmetic.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -447,6 +450,13 @@ mod tests {
         let last = here.file_name().unwrap().to_string_lossy().into_owned();
         assert_eq!(name_of("."), last);
         assert_eq!(name_of("src/.."), last);
+        let folder = tempfile::tempdir().unwrap();
+        let model = folder.path().join("7b-60/model");
+        std::fs::create_dir_all(&model).unwrap();
+        let path = model.display().to_string();
+        assert_eq!(name_of(&path), "model", "of no run");
+        std::fs::write(folder.path().join("7b-60/run.json"), "").unwrap();
+        assert_eq!(name_of(&path), "7b-60");
     }
 
     #[test]

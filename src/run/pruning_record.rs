@@ -109,6 +109,12 @@ impl PruningRecord {
             .map_err(|error| error.to_string().chars().take(LONGEST).collect())
     }
 
+    /// Returns whether the run removed weights, and did not only drop layers or width.
+    pub fn removes_weights(&self) -> bool {
+        let is_smaller = self.layer_drop.is_some() || self.width_drop.is_some();
+        !is_smaller || !self.pruning.prunes_nothing()
+    }
+
     /// The nearest model on the hub that this model was made from.
     pub fn base_model(&self) -> Option<&str> {
         self.source.id.as_deref().or(self.source.made_from.as_deref())

@@ -2,8 +2,6 @@
 //!
 //! They tell a stranger nothing about this machine: a path is reduced to its last component.
 
-use std::path::Path;
-
 use anyhow::{Context, Result};
 use serde::Serialize;
 
@@ -14,7 +12,7 @@ use crate::checkpoint::Published;
 use crate::input::{self, Expected};
 use crate::report::cards::{self, CardMeasures, CardModel};
 use crate::run::RecoveryReport;
-use crate::run::manifest::Perplexities;
+use crate::run::manifest::{Perplexities, name_of};
 use crate::run::pruning_record::PRUNING_FILE;
 
 /// The record of the training in the model's folder.
@@ -36,7 +34,7 @@ impl SettledRun {
     pub(in crate::job) fn published_recovery(&self, results: &RunResults) -> Result<Published> {
         let folder = &self.model.folder;
         let mut report = results.recovery.clone().context("a training has a report")?;
-        report.teacher = report.teacher.as_deref().map(last_component);
+        report.teacher = report.teacher.as_deref().map(name_of);
         report.text = report.text.published();
         let published = PublishedRecovery {
             schema: 1,
@@ -64,10 +62,4 @@ impl SettledRun {
             ))
         })
     }
-}
-
-/// The last component of a path.
-fn last_component(path: &str) -> String {
-    let name = Path::new(path).file_name();
-    name.map_or_else(|| path.to_string(), |name| name.to_string_lossy().into_owned())
 }
