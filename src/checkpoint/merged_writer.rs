@@ -20,6 +20,7 @@ use super::output_files::{OutputFiles, ReopenedFiles, TensorRecord};
 use super::publish::Published;
 use super::source::Checkpoint;
 use super::target::{OUTPUT_FLAGS, refuse_source_folder};
+use super::verify::Checks;
 use super::verify_tensor::ExpectedMatrix;
 use super::weight_source::WeightSource;
 use crate::bytes::{hex, unhex};
@@ -218,7 +219,8 @@ impl MergedWriter {
                 Some(TensorRecord { digest, rewritten: true })
             })
             .collect();
-        let verification = self.files.verify(&records, None, expected, events)?;
+        let verification =
+            self.files.verify(&records, Checks { expected, ..Checks::default() }, events)?;
         check(&verification)?;
         if let Some(index) = self.layout().index_json()
             && !published.has(INDEX_FILE)

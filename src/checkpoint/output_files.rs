@@ -16,10 +16,9 @@ use super::header::TensorEntry;
 use super::layout::Layout;
 use super::names::CHUNK_BYTES;
 use super::publish::{Published, publish};
-use super::source::Checkpoint;
 use super::target::{OutputShard, allocate, left_behind, refuse_other_weights, unpublish};
-use super::verify::verify_shards;
-use super::verify_tensor::{ExpectedMatrix, WrittenShard, WrittenTensor};
+use super::verify::{Checks, verify_shards};
+use super::verify_tensor::{WrittenShard, WrittenTensor};
 use crate::bytes::unhex;
 use crate::disk;
 use crate::disk::positioned::read_exact_at;
@@ -201,38 +200,43 @@ impl OutputFiles {
         Ok(())
     }
 
-    /// Reads every file back and checks it. `records` are in the order of [`Layout::tensors`]. Rewritten tensors are compared with
-    /// `source`, where it is given.
+    /// A file with its tensors; `None` while one of them is neither written nor copied. `records` are in the order of
+    /// [`Layout::tensors`].
+    pub(super) fn written_shard<'s>(
+        &'s self,
+        at: usize,
+        records: &[Option<TensorRecord>],
+    ) -> Option<WrittenShard<'s>> {
+        let tensors = self.layout.tensors().iter().zip(records);
+        let tensors = tensors.filter(|(entry, _)| entry.shard == at).map(|(entry, recorded)| {
+            let TensorRecord { digest, rewritten } = (*recorded)?;
+            Some(WrittenTensor { entry, digest, rewritten })
+        });
+        let (planned, shard) = (&self.layout.files()[at], &self.shards[at]);
+        Some(WrittenShard {
+            file_name: &planned.file_name,
+            path: &shard.partial,
+            file: &shard.file,
+            header: &planned.header,
+            file_bytes: planned.file_bytes,
+            tensors: tensors.collect::<Option<_>>()?,
+        })
+    }
+
+    /// Reads every file back that was not checked before, and checks it. `records` are in the order of [`Layout::tensors`].
     pub(super) fn verify(
         &self,
         records: &[Option<TensorRecord>],
-        source: Option<&Checkpoint>,
-        expected: &[ExpectedMatrix],
+        checks: Checks<'_>,
         events: &dyn Events,
     ) -> anyhow::Result<Verification> {
-        let planned = self.layout.files().iter();
-        let mut shards: Vec<WrittenShard<'_>> = planned
-            .zip(&self.shards)
-            .map(|(planned, shard)| WrittenShard {
-                file_name: &planned.file_name,
-                path: &shard.partial,
-                file: &shard.file,
-                header: &planned.header,
-                file_bytes: planned.file_bytes,
-                tensors: Vec::new(),
-            })
-            .collect();
-        for (entry, recorded) in self.layout.tensors().iter().zip(records) {
-            let Some(recorded) = recorded else {
-                anyhow::bail!("tensor `{}` was neither written nor copied", entry.name);
-            };
-            shards[entry.shard].tensors.push(WrittenTensor {
-                entry,
-                digest: recorded.digest,
-                rewritten: recorded.rewritten,
-            });
+        let mut tensors = self.layout.tensors().iter().zip(records);
+        if let Some((entry, _)) = tensors.find(|(_, recorded)| recorded.is_none()) {
+            anyhow::bail!("tensor `{}` was neither written nor copied", entry.name);
         }
-        verify_shards(&self.layout, source, &shards, expected, events)
+        let shards = (0..self.shards.len()).filter_map(|at| self.written_shard(at, records));
+        let shards: Vec<WrittenShard<'_>> = shards.collect();
+        verify_shards(&self.layout, &shards, checks, events)
     }
 
     /// Gives the verified files their names, with the files beside them.

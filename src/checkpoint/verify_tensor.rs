@@ -1,7 +1,7 @@
 //! Verification of a written tensor, chunk by chunk.
 //!
-//! Three tasks run at once on each chunk: the file's SHA-256, the tensor's SHA-256, and the check of the elements (zeros, N:M groups,
-//! comparison with the source).
+//! Each chunk has three tasks: the file's SHA-256, the tensor's SHA-256, and the check of the elements (zeros, N:M groups, comparison with
+//! the source). They run at once, or one after another where the other threads compute.
 
 use std::fs::File;
 use std::path::Path;
@@ -59,22 +59,34 @@ pub(super) struct Look<'a> {
 }
 
 /// Counts from a tensor.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct Looked {
     pub(super) zeros: u64,
     pub(super) elements: u64,
     pub(super) groups: u64,
 }
 
+/// The speed of a check.
+pub(super) enum CheckPace<'m, 'e> {
+    /// Large chunks, on all threads, with a meter.
+    Fast(&'m mut Meter<'e>),
+    /// Chunks of about so many bytes on this thread, while other threads compute.
+    Beside(usize),
+}
+
 /// Reads a tensor back, feeds the hash of its file, and fails at the first error.
 pub(super) fn check_tensor(
     look: &Look<'_>,
     file_hash: &mut Sha256,
-    meter: &mut Meter<'_>,
+    mut pace: CheckPace<'_, '_>,
 ) -> anyhow::Result<Looked> {
     let WrittenTensor { entry, digest, .. } = look.tensor;
     let offset = entry.offset;
-    let chunk_bytes = chunk_bytes(entry, look.matrix);
+    let most = match pace {
+        CheckPace::Fast(_) => CHUNK_BYTES,
+        CheckPace::Beside(bytes) => bytes,
+    };
+    let chunk_bytes = chunk_bytes(entry, look.matrix, most);
     let mut tensor_hash = Sha256::new();
     let mut looked = Looked::default();
     let mut first_wrong = None;
@@ -89,15 +101,21 @@ pub(super) fn check_tensor(
                 format!("tensor `{}` at file offset {}: {error}", entry.name, offset + start),
             )
         })?;
-        let ((), ((), seen)) = rayon::join(
-            || file_hash.update(&chunk),
-            || {
-                rayon::join(
-                    || tensor_hash.update(&chunk),
-                    || look_at_chunk(look, start, &chunk, &mut original),
-                )
-            },
-        );
+        let mut of_file = || file_hash.update(&chunk);
+        let mut of_tensor = || tensor_hash.update(&chunk);
+        let mut of_elements = || look_at_chunk(look, start, &chunk, &mut original);
+        let seen = match &mut pace {
+            CheckPace::Fast(meter) => {
+                let ((), ((), seen)) = rayon::join(of_file, || rayon::join(of_tensor, of_elements));
+                meter.add(length);
+                seen
+            }
+            CheckPace::Beside(_) => {
+                of_file();
+                of_tensor();
+                of_elements()
+            }
+        };
         match seen {
             Ok(seen) => {
                 looked.zeros += seen.zeros;
@@ -108,7 +126,6 @@ pub(super) fn check_tensor(
             Err(error) => first_wrong = first_wrong.or(Some(error)),
         }
         start += length;
-        meter.add(length);
     }
     if tensor_hash.finalize().as_slice() != digest {
         let end = offset + entry.bytes;
@@ -148,10 +165,10 @@ pub(super) fn wrong_bytes(shard: &WrittenShard<'_>, why: String) -> Failure {
 
 /// The bytes of a chunk: whole groups (or elements), so that no group is cut. Rows are whole numbers of groups, so flat groups are
 /// the groups along the last dimension.
-fn chunk_bytes(entry: &TensorEntry, matrix: Option<&ExpectedMatrix>) -> u64 {
+fn chunk_bytes(entry: &TensorEntry, matrix: Option<&ExpectedMatrix>, most: usize) -> u64 {
     let group = matrix.and_then(|matrix| matrix.group).map_or(1, |(_, m)| m as u64);
     let unit = group * element_bytes(entry.dtype) as u64;
-    (CHUNK_BYTES as u64 / unit * unit).max(unit)
+    (most as u64 / unit * unit).max(unit)
 }
 
 /// Counts zeros, checks groups and compares with the source; `chunk` begins at byte `start` of the tensor.

@@ -22,10 +22,12 @@ use super::output_files::{OutputFiles, ReopenedFiles, TensorRecord};
 use super::publish::Published;
 use super::source::Checkpoint;
 use super::target::{OUTPUT_FLAGS, refuse_source_folder};
-use super::verify_tensor::ExpectedMatrix;
+use super::verify::{CheckedFile, Checks, FileCheck, by_name};
+use super::verify_tensor::{CheckPace, ExpectedMatrix};
 use super::weight_source::WeightSource;
 use super::written::PartialModel;
 use crate::bytes::hex;
+use crate::disk::positioned;
 use crate::run::verification::{Verification, VerifyLevel};
 use crate::run::{Events, Meter};
 
@@ -39,6 +41,11 @@ pub struct CheckpointWriter {
     /// Indices of tensors to be copied unchanged, in reverse file order (the last is copied first).
     untouched: Vec<usize>,
     copying: Option<Copying>,
+    checks_early: bool,
+    /// Files that were checked early, in the order of [`Layout::files`].
+    checked: Vec<Option<CheckedFile>>,
+    /// A file whose check has begun.
+    checking: Option<(usize, FileCheck)>,
     own: Published,
 }
 
@@ -83,9 +90,12 @@ impl CheckpointWriter {
         Self {
             source: Arc::clone(source),
             recorded: vec![None; files.layout().tensors().len()],
-            files,
             untouched: Vec::new(),
             copying: None,
+            checks_early: false,
+            checked: files.layout().files().iter().map(|_| None).collect(),
+            checking: None,
+            files,
             own: Published::default(),
         }
     }
@@ -234,6 +244,54 @@ impl CheckpointWriter {
         Ok(())
     }
 
+    /// Declares whether [`CheckpointWriter::check_finished_until`] has an effect. It compares nothing with the source.
+    pub fn will_check_early(&mut self, level: VerifyLevel) {
+        self.checks_early = level == VerifyLevel::Quick;
+    }
+
+    /// Reads finished files back and checks them on this thread, until none is left or `is_over` returns true:
+    /// [`CheckpointWriter::finish`] has less to do. Bytes that are on the disk are read from there. `expected` has the matrices of all
+    /// finished layers.
+    ///
+    /// # Errors
+    /// Fails as the check of [`CheckpointWriter::finish`].
+    pub fn check_finished_until(
+        &mut self,
+        expected: &[ExpectedMatrix],
+        is_over: &dyn Fn() -> bool,
+    ) -> anyhow::Result<()> {
+        let expected = by_name(expected, self.files.layout())?;
+        while self.checks_early && !is_over() {
+            let begun = self.checking.as_ref().map(|(at, _)| *at);
+            let mut unchecked = (0..self.checked.len()).filter(|&at| self.checked[at].is_none());
+            let shard = |at: usize| Some((at, self.files.written_shard(at, &self.recorded)?));
+            let found = begun.map_or_else(|| unchecked.find_map(shard), shard);
+            let Some((at, shard)) = found else {
+                return Ok(());
+            };
+            let mut check = match self.checking.take() {
+                Some((_, check)) => check,
+                None => {
+                    positioned::forget_cached(shard.file);
+                    FileCheck::begin(&shard)?
+                }
+            };
+            let is_done = loop {
+                let pace = CheckPace::Beside(SMALL_PIECE as usize);
+                match check.step(&shard, &expected, None, pace)? {
+                    true if is_over() => break false,
+                    true => {}
+                    false => break true,
+                }
+            };
+            match is_done {
+                true => self.checked[at] = Some(check.end(&shard)?),
+                false => self.checking = Some((at, check)),
+            }
+        }
+        Ok(())
+    }
+
     /// Copies the unwritten tensors from the source, reads every file back and checks it, then gives the files their names.
     ///
     /// The check compares every header and the SHA-256 of every tensor with what was written. It counts the zeros of each `expected`
@@ -321,12 +379,13 @@ impl CheckpointWriter {
     }
 
     pub(super) fn verify(
-        &self,
+        &mut self,
         expected: &[ExpectedMatrix],
         level: VerifyLevel,
         events: &dyn Events,
     ) -> anyhow::Result<Verification> {
         let source = (level == VerifyLevel::Full).then_some(&*self.source);
-        self.files.verify(&self.recorded, source, expected, events)
+        let checked = std::mem::take(&mut self.checked);
+        self.files.verify(&self.recorded, Checks { expected, source, checked }, events)
     }
 }

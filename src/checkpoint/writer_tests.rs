@@ -11,7 +11,7 @@ use super::test_files::{
 };
 use super::{Checkpoint, CheckpointWriter, ExpectedMatrix, WeightSource};
 use crate::disk::positioned::write_all_at;
-use crate::run::verification::VerifyLevel;
+use crate::run::verification::{Verification, VerifyLevel};
 use crate::run::{Event, Events, Silent};
 
 /// Keeps notes.
@@ -336,5 +336,97 @@ fn publishing_that_fails_half_way_leaves_no_config() -> anyhow::Result<()> {
     let text = says(writer.finish(&[], VerifyLevel::Quick, &Silent));
     assert!(text.contains("cannot write"), "{text}");
     assert!(!out.path().join("config.json").exists());
+    Ok(())
+}
+
+/// Writes a sharded checkpoint of which early checks look at so many tensors. Then damages its files, if asked, and finishes.
+fn finish_after_early_checks(
+    source: &Path,
+    (level, enough): (VerifyLevel, usize),
+    damages: bool,
+) -> anyhow::Result<Verification> {
+    let rewritten =
+        [("a.weight", Dtype::F32, 16), ("b.weight", Dtype::F16, 8), ("c.weight", Dtype::BF16, 4)];
+    let expected = rewritten.map(|(name, _, zeros)| matrix(name, Some(zeros), Some((2, 4))));
+    let out = folder();
+    let mut writer = start(source, out.path())?;
+    writer.will_check_early(level);
+    let left = std::cell::Cell::new(enough);
+    let is_over = || {
+        let now = left.get();
+        left.set(now.saturating_sub(1));
+        now == 0
+    };
+    for (at, (name, dtype, _)) in rewritten.into_iter().enumerate() {
+        writer.check_finished_until(&expected[..at], &is_over)?;
+        writer.write(name, &pruned(name, dtype))?;
+        writer.sync()?;
+    }
+    writer.copy_untouched(&Silent)?;
+    writer.sync()?;
+    writer.check_finished_until(&expected, &is_over)?;
+    for part in fs::read_dir(out.path())?.filter(|_| damages) {
+        let path = part?.path();
+        let last = fs::metadata(&path)?.len() - 1;
+        write_all_at(&fs::OpenOptions::new().write(true).open(&path)?, &[0x55], last)?;
+    }
+    writer.finish(&expected, level, &Silent)
+}
+
+#[test]
+fn files_that_were_checked_early_are_not_read_again() -> anyhow::Result<()> {
+    let source = folder();
+    write_sharded(source.path());
+    let run = |asked, damages| finish_after_early_checks(source.path(), asked, damages);
+    let whole = run((VerifyLevel::Quick, 0), false)?;
+    let mut files_read_again = Vec::new();
+    for enough in 0..20 {
+        let asked = (VerifyLevel::Quick, enough);
+        assert_eq!(run(asked, false)?, whole, "after {enough}");
+        let text = says(run(asked, true));
+        files_read_again.push(match () {
+            () if text.contains("model-00001-of-00002") => 2,
+            () if text.contains("model-00002-of-00002") => 1,
+            () => 0,
+        });
+    }
+    assert!(files_read_again.is_sorted_by(|one, next| one >= next), "{files_read_again:?}");
+    for number in 0..=2 {
+        assert!(files_read_again.contains(&number), "{files_read_again:?}");
+    }
+    // A full check compares with the source, at the end.
+    let text = says(run((VerifyLevel::Full, 20), true));
+    assert!(text.contains("model-00001-of-00002"), "{text}");
+    Ok(())
+}
+
+#[test]
+fn an_early_check_finds_damage_and_is_not_taken_for_another_expectation() -> anyhow::Result<()> {
+    let source = folder();
+    write_sharded(source.path());
+    let begun = |target: &Path| -> anyhow::Result<CheckpointWriter> {
+        let mut writer = start(source.path(), target)?;
+        writer.will_check_early(VerifyLevel::Quick);
+        writer.write("a.weight", &pruned("a.weight", Dtype::F32))?;
+        writer.copy_untouched(&Silent)?;
+        writer.sync()?;
+        Ok(writer)
+    };
+    let out = folder();
+    let mut writer = begun(out.path())?;
+    let partial = out.path().join("model-00001-of-00002.safetensors.partial");
+    let bytes = fs::read(&partial)?;
+    let last = bytes.len() as u64 - 1;
+    write_all_at(&fs::OpenOptions::new().write(true).open(&partial)?, &[0x55], last)?;
+    let text = says(writer.check_finished_until(&[], &|| false));
+    assert!(text.contains("is not what was written"), "{text}");
+
+    let out = folder();
+    let mut writer = begun(out.path())?;
+    writer.check_finished_until(&[], &|| false)?;
+    let wrong = [matrix("a.weight", Some(15), None)];
+    let text = says(writer.finish(&wrong, VerifyLevel::Quick, &Silent));
+    assert!(text.contains("tensor `a.weight` has 16 zeros"), "{text}");
+    assert!(nothing_was_published(out.path())?);
     Ok(())
 }

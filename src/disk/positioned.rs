@@ -15,6 +15,15 @@ pub fn write_all_at(file: &File, buffer: &[u8], offset: u64) -> io::Result<()> {
     std::os::unix::fs::FileExt::write_all_at(file, buffer, offset)
 }
 
+/// Asks the system to read the bytes of `file` from the disk the next time, not from memory. It is a request: bytes that are not on the disk
+/// yet stay, and systems other than Linux ignore it.
+pub fn forget_cached(file: &File) {
+    #[cfg(target_os = "linux")]
+    let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
+    #[cfg(not(target_os = "linux"))]
+    let _ = file;
+}
+
 /// Fills `buffer` from byte `offset` of `file`; fails with `UnexpectedEof` if the file is shorter.
 #[cfg(windows)]
 pub fn read_exact_at(file: &File, mut buffer: &mut [u8], mut offset: u64) -> io::Result<()> {

@@ -49,6 +49,7 @@ impl<'a> Outputs<'a> {
         };
         if let Some(writer) = &mut writer {
             writer.will_write(written_tensors(job).iter().map(String::as_str));
+            writer.will_check_early(job.settings.output.verify);
         }
         if let Some(run) = &job.folder.run {
             recorder.write_memory_log(&run.join(memory_log::FILE))?;

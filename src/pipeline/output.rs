@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Result};
 
+use super::expected::expected_of;
 use crate::checkpoint::CheckpointWriter;
 use crate::linalg::StoredMatrix;
 use crate::model::{DecoderLayer, LinearId};
-use crate::pruning::{Mask, Statistics, Target};
+use crate::pruning::{Mask, Pattern, Statistics, Target};
 use crate::run::manifest::LayerReport;
 
 /// A matrix at the moment its mask is known and its zeros are not yet written.
@@ -124,11 +125,18 @@ impl Output<'_> {
         }
     }
 
-    /// Writes parts of the output that do not depend on later layers, until `is_over`.
-    pub(super) fn copy_untouched_until(&mut self, is_over: &dyn Fn() -> bool) -> Result<()> {
-        match &mut self.sink {
-            Some(sink) => sink.copy_untouched_until(is_over),
-            None => Ok(()),
-        }
+    /// Does parts of the output that do not depend on later layers, until `is_over`: copies untouched tensors, then checks whole files.
+    /// `layers` holds the reports up to this layer.
+    pub(super) fn go_on_until(
+        &mut self,
+        is_over: &dyn Fn() -> bool,
+        layers: &[LayerReport],
+        pattern: Pattern,
+    ) -> Result<()> {
+        let Some(sink) = &mut self.sink else {
+            return Ok(());
+        };
+        sink.copy_untouched_until(is_over)?;
+        sink.check_finished_until(&expected_of(layers, pattern), is_over)
     }
 }

@@ -30,7 +30,7 @@ use crate::runtime::Compute;
 use crate::runtime::engine::OutOfMemory;
 
 /// Tokens kept per layer, at most: 25 MiB of input rows for Llama-2-7B's shape.
-const TOKENS: usize = 256;
+pub(super) const TOKENS: usize = 256;
 
 /// Bytes of the rows of the four points, which are held from the first sample of a layer until its last matrix is pruned; with
 /// `has_outputs` also the bytes of the outputs of a matrix, before and after it is pruned.

@@ -335,7 +335,7 @@ impl<'a> Pruner<'a> {
         compute: &mut Compute<'_>,
     ) -> Result<()> {
         let Reporter { clock, events } = self.reporter;
-        let Self { calibrator, output, layers, flow, .. } = self;
+        let Self { calibrator, output, layers, flow, targets, .. } = self;
         let has_passed = flow.propagation == Propagation::Dense;
         if has_passed || !calibrator.continues_after(layer) {
             clock.measure(Phase::Write, || output.save(layer, unwritten, layers))?;
@@ -351,7 +351,8 @@ impl<'a> Pruner<'a> {
                 .name("saving".to_string())
                 .spawn_scoped(scope, || {
                     output.save(layer, unwritten, layers)?;
-                    output.copy_untouched_until(&|| is_over.load(Ordering::Relaxed))
+                    let is_over = || is_over.load(Ordering::Relaxed);
+                    output.go_on_until(&is_over, layers, targets.pattern)
                 })
                 .context("starting the thread that writes")?;
             let passed =

@@ -12,7 +12,7 @@
 //! compute   = flop / (threads · thread rate)      on the CPU, or flop / (GPUs · rate): they share the samples. Solvers and their like
 //!             are always on the CPU
 //! transfers = (weights + states / GPUs) / link
-//! layer     = max(compute + transfers, read) + moved with reading ahead, compute + transfers + read + moved without
+//! layer     = max(compute + transfers, beside) + moved with reading ahead, compute + transfers + beside + moved without
 //! total     = Σ layers + before and after
 //! ```
 
@@ -230,16 +230,16 @@ impl Planner<'_> {
                 ),
             };
             let compute = compute + work.layer_host_flop / cpu;
-            let (read, moved) = (work.layer_read / disk, work.layer_moved / disk);
+            let (beside, moved) = (work.layer_beside / disk, work.layer_moved / disk);
             let busy = compute + transfers;
             total.seconds += moved
                 + match option.settings.prefetch {
-                    true => busy.max(read),
-                    false => busy + read,
+                    true => busy.max(beside),
+                    false => busy + beside,
                 };
             total.compute += compute;
             total.transfers += transfers;
-            total.disk += read + moved;
+            total.disk += beside + moved;
         }
         let once = work.once_flop / if placement.uses_gpu() { gpu } else { cpu };
         total.compute += once;

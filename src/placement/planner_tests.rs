@@ -123,7 +123,7 @@ fn demand(phase: Phase, on_gpu: bool) -> impl Strategy<Value = Demand> {
             }
             _ => Work {
                 layer_flop: amounts[0],
-                layer_read: amounts[1],
+                layer_beside: amounts[1],
                 layer_moved: amounts[2],
                 layer_uploaded: amounts[3],
                 layer_states: amounts[4],
@@ -190,9 +190,9 @@ fn least_seconds_on_cpu(workload: &Table, machine: &Inventory) -> Option<f64> {
                 }
                 let work = layers.work;
                 let flop = work.layer_flop + work.layer_host_flop;
-                let (compute, read) = (flop / rate, work.layer_read / disk);
+                let (compute, beside) = (flop / rate, work.layer_beside / disk);
                 let layer = work.layer_moved / disk
-                    + if option.settings.prefetch { compute.max(read) } else { compute + read };
+                    + if option.settings.prefetch { compute.max(beside) } else { compute + beside };
                 let all = layer * workload.num_hidden_layers as f64
                     + (work.once_moved + head.work.once_moved) / disk
                     + head.work.once_flop / rate;

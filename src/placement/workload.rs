@@ -107,8 +107,8 @@ pub struct Work {
     pub layer_flop: f64,
     /// Operations of a layer that the CPU does, whatever computes the layer; not part of `layer_flop`.
     pub layer_host_flop: f64,
-    /// Bytes of weights read for a layer. Reading overlaps computing where the settings prefetch.
-    pub layer_read: f64,
+    /// Bytes of weights read for a layer, and written beside the pass of its samples. They overlap computing where the settings prefetch.
+    pub layer_beside: f64,
     /// Bytes of weights and hidden states moved to and from files for a layer. Nothing overlaps them.
     pub layer_moved: f64,
     /// Bytes of weights copied to each GPU for a layer.

@@ -31,7 +31,13 @@ pub fn spill_file(folder: &Path) -> Result<File> {
         .hint("name a folder that can be written to with --offload-folder, or use --hidden-states ram")
     };
     std::fs::create_dir_all(folder).map_err(refused)?;
-    Ok(tempfile::tempfile_in(folder).map_err(refused)?)
+    let file = tempfile::tempfile_in(folder).map_err(refused)?;
+    #[cfg(unix)]
+    {
+        let of_owner = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+        file.set_permissions(of_owner).map_err(refused)?;
+    }
+    Ok(file)
 }
 
 /// Returns a random number: the keys of the standard library's hash maps come from the system.

@@ -293,6 +293,13 @@ impl RunShape<'_> {
         self.is_sequential() || (is_large && may_wait && held == StatisticsHeld::Input)
     }
 
+    /// Returns whether a layer is written while the samples pass through it.
+    pub(super) fn writes_beside(&self, settings: &MemorySettings) -> bool {
+        let passes_after_pruning = self.flow.propagation == Propagation::Pruned;
+        let has_samples = self.technique.is_some() && self.samples > 0;
+        has_samples && passes_after_pruning && settings.weights != WeightsHeld::Matrix
+    }
+
     /// The choices for key/value heads that attention computes at once: all, a half, a quarter, an eighth.
     pub(super) fn attention_heads(&self) -> Vec<Option<usize>> {
         let groups = self.config.num_key_value_heads;

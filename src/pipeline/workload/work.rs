@@ -5,7 +5,7 @@ use crate::linalg::attention::Scoring;
 use crate::linalg::product::Kernel;
 use crate::linalg::{StoredDtype, gram};
 use crate::model::{LinearId, LinearRole, footprint};
-use crate::pipeline::solve;
+use crate::pipeline::{output_error, solve};
 use crate::placement::{ExecutionOption, Processors, Work};
 use crate::pruning::StatisticsKind;
 use crate::run::HiddenStatesStorage;
@@ -13,6 +13,12 @@ use crate::run::memory_settings::{MemorySettings, WeightsHeld};
 
 /// The cost of packing a product's weights, in tokens: packing costs as much as multiplying so many more tokens.
 const PACKING_TOKENS: f64 = 64.0;
+
+/// The bytes of a file of a checkpoint in several files.
+const SHARD_BYTES: f64 = 5e9;
+
+/// The cost of the score and the choice of a weight in f32 operations: 8 ns per thread (Sapphire Rapids, Wanda, 2026-11-29).
+const CHOICE_OPERATIONS: f64 = 600.0;
 
 /// The speed of bf16 products by AVX-512 relative to f32, in a whole run (Zen 4).
 const AVX512_BF16_TIMES_F32: f64 = 1.8;
@@ -50,8 +56,15 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Work {
     let weights = layer_bytes(run);
     let states = state_bytes(run, option.processors);
     let written = run.runs() as f64 * weights;
-    let mut moved = if run.saves { written } else { 0.0 };
-    let mut once_moved = 0.0;
+    let saved = if run.saves { written } else { 0.0 };
+    // All written files are read back: all but the last of them while later samples pass, where layers are written so.
+    let read_back = layers * saved;
+    let (beside, mut moved, mut once_moved) = match run.writes_beside(settings) {
+        true => {
+            (saved + (read_back - SHARD_BYTES).max(0.0) / layers, 0.0, read_back.min(SHARD_BYTES))
+        }
+        false => (0.0, saved, read_back),
+    };
     if option.storage == HiddenStatesStorage::Disk {
         moved += states * (samples + 2.0 * propagated + 2.0 * windows);
         // The embedded samples.
@@ -65,14 +78,14 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Work {
         moved += weights * (samples + propagated + windows);
     }
     if run.saves {
-        // Embedding and head are copied, and all files are read back.
+        // Embedding and head are copied, and read back.
         let ends = if run.config.tie_word_embeddings { 1.0 } else { 2.0 } * head_bytes(run);
-        once_moved += layers * written + 3.0 * ends * run.runs() as f64;
+        once_moved += 3.0 * ends * run.runs() as f64;
     }
     Work {
         layer_flop: flop * seqlen / speed(run, option.processors) + grams.gpu_flop,
-        layer_host_flop: grams.host_flop + solvers(run),
-        layer_read: weights * run.of_all_ranks.map_or(1.0, |all| all.reading),
+        layer_host_flop: grams.host_flop + solvers(run) + choices(run),
+        layer_beside: weights * run.of_all_ranks.map_or(1.0, |all| all.reading) + beside,
         layer_moved: moved,
         // Dense, and again after pruning.
         layer_uploaded: weights * (1 + run.techniques().count()) as f64 + grams.sums,
@@ -199,6 +212,18 @@ fn solvers(run: &RunShape<'_>) -> f64 {
         })
         .sum();
     solvers / of_kernel(gram::f32_kernel())
+}
+
+/// Operations that choose the weights of a layer and measure the error of its outputs, in f32 operations. Every rank does all of them.
+fn choices(run: &RunShape<'_>) -> f64 {
+    if run.technique.is_none() {
+        return 0.0;
+    }
+    let rows = (run.samples * run.seqlen).min(output_error::TOKENS) as f64;
+    // Two products, before and after pruning.
+    let errors = 4.0 * rows / of_kernel(run.kernel());
+    let weights: f64 = run.config.linears().map(|id| weights(run, id)).sum();
+    (CHOICE_OPERATIONS + errors) * weights * run.runs() as f64
 }
 
 /// The speed of the CPU's products relative to f32; 1 on GPUs, whose rate is already given for their dtype.
