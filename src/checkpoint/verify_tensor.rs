@@ -59,7 +59,7 @@ pub(super) struct Look<'a> {
 }
 
 /// Counts from a tensor.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Looked {
     pub(super) zeros: u64,
     pub(super) elements: u64,

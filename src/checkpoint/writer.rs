@@ -4,10 +4,10 @@
 //! is a view ([`Checkpoint::view`]), the shards are new.
 //!
 //! `create` allocates every file as `<name>.partial` in its final size, so that a full disk is found before the work. `write` writes a
-//! tensor to its position. `finish` copies the unwritten tensors, reads everything back, and then gives the files their names,
-//! `config.json` last. If the process is killed at any moment, the target folder does not load as a model. A later process continues
-//! with `reopen`: it compares the tensors that were synced and recorded with their hashes, and writes every unrecorded or damaged
-//! tensor again.
+//! tensor to its position. `check_finished_until` reads whole files back while later layers are computed. `finish` copies the unwritten
+//! tensors, reads the other files back, and then gives all files their names, `config.json` last. If the process is killed at any moment,
+//! the target folder does not load as a model. A later process continues with `reopen`: it compares the tensors that were synced and
+//! recorded with their hashes, and writes every unrecorded or damaged tensor again.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;

@@ -231,12 +231,12 @@ pub fn name_of(path: &str) -> String {
         absolute = absolute.canonicalize().unwrap_or_default();
     }
     let run = absolute.parent().filter(|run| run.join("run.json").is_file());
-    let named = run.filter(|_| absolute.ends_with(RESULT)).unwrap_or(&absolute);
-    named.file_name().map_or(RESULT.to_string(), |name| name.to_string_lossy().into_owned())
+    let named = run.filter(|_| absolute.ends_with(RESULT_FOLDER)).unwrap_or(&absolute);
+    named.file_name().map_or(RESULT_FOLDER.to_string(), |name| name.to_string_lossy().into_owned())
 }
 
 /// The folder of the result in the folder of a run.
-const RESULT: &str = "model";
+pub const RESULT_FOLDER: &str = "model";
 
 /// The arithmetic of a run. Mask hashes are comparable only between equal arithmetic.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -35,6 +35,7 @@ use crate::job::disk_room;
 use crate::pruning::METHODS;
 use crate::report;
 use crate::run::manifest::GateReport;
+pub(in crate::job) use crate::run::manifest::RESULT_FOLDER as MODEL;
 use crate::run::verification::VerifiedFile;
 use crate::run::{Events, Manifest, RunState, state};
 use crate::settings::{EvaluationSettings, OutputSettings};
@@ -59,9 +60,6 @@ impl Drop for RunFolder {
         while self.locks.pop().is_some() {}
     }
 }
-
-/// The model's folder inside the run folder.
-pub(in crate::job) const MODEL: &str = "model";
 
 /// The folder of the matrices of a narrower model, while the run lasts.
 const NARROWER: &str = "narrower";

@@ -8,9 +8,7 @@ use super::model_spec::ModelSpec;
 use super::parameter::Parameter;
 use super::setting::{Parameters, Setting};
 use super::tokenizer::{TokenName, TokenRow, TokenizerRecipe, TokenizerSource};
-
-/// The folder of the result in the folder of a run.
-const RESULT: &str = "model";
+use crate::run::manifest::RESULT_FOLDER;
 
 /// The last component of the path of a folder, for files that are published; a hub id stays. A run keeps its result in `model`, so a folder
 /// of this name gives the name of its run. A relative path of two components counts as a hub id if no such folder exists.
@@ -26,7 +24,7 @@ pub fn without_folders(path: &str) -> String {
         _ => None,
     });
     let last = names.next();
-    let run = names.next().filter(|_| last.as_deref() == Some(RESULT));
+    let run = names.next().filter(|_| last.as_deref() == Some(RESULT_FOLDER));
     run.or(last).unwrap_or_else(|| path.to_string())
 }
 

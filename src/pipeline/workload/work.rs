@@ -84,7 +84,7 @@ pub(super) fn layers(run: &RunShape<'_>, option: &ExecutionOption) -> Work {
     }
     Work {
         layer_flop: flop * seqlen / speed(run, option.processors) + grams.gpu_flop,
-        layer_host_flop: grams.host_flop + solvers(run) + choices(run),
+        layer_host_flop: grams.host_flop + solvers(run) + choices(run, option.processors),
         layer_beside: weights * run.of_all_ranks.map_or(1.0, |all| all.reading) + beside,
         layer_moved: moved,
         // Dense, and again after pruning.
@@ -215,8 +215,9 @@ fn solvers(run: &RunShape<'_>) -> f64 {
 }
 
 /// Operations that choose the weights of a layer and measure the error of its outputs, in f32 operations. Every rank does all of them.
-fn choices(run: &RunShape<'_>) -> f64 {
-    if run.technique.is_none() {
+/// GPUs take little time for them, which is not counted.
+fn choices(run: &RunShape<'_>, processors: Processors) -> f64 {
+    if run.technique.is_none() || processors != Processors::Cpu {
         return 0.0;
     }
     let rows = (run.samples * run.seqlen).min(output_error::TOKENS) as f64;
