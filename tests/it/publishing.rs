@@ -362,7 +362,7 @@ fn a_model_that_is_pruned_twice_has_a_record_and_a_card_of_the_second_time() {
     place.prune("--model first/model --prune-method magnitude --sparsity-ratio 0.75 --save second");
     let second = record(&place, "second");
     assert_eq!(second.pruning.method, "magnitude");
-    assert_eq!(second.source.name, "model");
+    assert_eq!(second.source.name, "first");
     assert_eq!(second.sparsity.zeros_before, record(&place, "first").sparsity.zeros);
     assert_eq!(
         cards(&place, "second"),
