@@ -16,7 +16,7 @@ use crate::input::{self, Expected};
 use crate::model::{KeptLayers, ModelConfig, stored_dtypes};
 use crate::pruning::{self, PruningMethod};
 use crate::run::inspection::{InspectedLayer, PackedStorage};
-use crate::run::manifest::PruningReport;
+use crate::run::manifest::{MANIFEST_FILE, PruningReport};
 use crate::run::merging::MergeReport;
 use crate::run::pruning_record::PRUNING_FILE;
 use crate::run::{Events, Inspection, Manifest, PruningRecord};
@@ -161,7 +161,7 @@ fn attention_differs(layers: &[InspectedLayer]) -> bool {
 
 /// The record of the run that wrote a model folder.
 fn run_record(model: &Path) -> Option<Manifest> {
-    let record = model.canonicalize().ok()?.parent()?.join("run.json");
+    let record = model.canonicalize().ok()?.parent()?.join(MANIFEST_FILE);
     let record = read_whole(&record, LARGEST_RECORD).ok()?;
     serde_json::from_slice(&record).ok()
 }

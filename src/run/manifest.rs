@@ -230,10 +230,13 @@ pub fn name_of(path: &str) -> String {
         // The path ends in `..`.
         absolute = absolute.canonicalize().unwrap_or_default();
     }
-    let run = absolute.parent().filter(|run| run.join("run.json").is_file());
+    let run = absolute.parent().filter(|run| run.join(MANIFEST_FILE).is_file());
     let named = run.filter(|_| absolute.ends_with(RESULT_FOLDER)).unwrap_or(&absolute);
     named.file_name().map_or(RESULT_FOLDER.to_string(), |name| name.to_string_lossy().into_owned())
 }
+
+/// The record in the folder of a run.
+pub const MANIFEST_FILE: &str = "run.json";
 
 /// The folder of the result in the folder of a run.
 pub const RESULT_FOLDER: &str = "model";

@@ -18,7 +18,8 @@ pub fn check_spill_folder(folder: &Path) -> Result<()> {
 
 /// Creates a spill file that only its owner can read. It never opens an existing file and never follows a link.
 ///
-/// Where the file system can, the file never has a name, so that a kill at any moment leaves nothing.
+/// The file never has a name where the file system can open such files, so a kill at any moment leaves nothing there. On other file
+/// systems, a kill between two calls may leave an empty file.
 ///
 /// # Errors
 /// Fails when the folder or a file in it cannot be created.

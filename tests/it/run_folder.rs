@@ -1,6 +1,10 @@
-//! Run folders: results that a run would replace, and one folder in two spellings.
+//! Run folders: results that a run would replace, one folder in two spellings, and the time of the check of written files.
 
 use std::fs;
+
+use prune::bytes::ByteSize;
+use prune::synthetic::RandomCheckpoint;
+use serde_json::Value;
 
 use crate::support::{Place, arguments, refuses, refuses_command};
 
@@ -82,4 +86,30 @@ fn a_folder_and_a_link_to_it_are_one_folder() {
     let ran = place.run(&arguments("--eval none --save link --save-model real"));
     assert_eq!(ran.code, 0, "{}", ran.stderr);
     assert!(place.path("real/run.json").exists() && place.path("real/config.json").exists());
+}
+
+/// The MiB that a run announces to verify at its end.
+fn verified_at_the_end(place: &Place, more: &str) -> u64 {
+    let ran = place.run(&format!(
+        "--model m --sparsity-ratio 0.5 --dataset train.txt --nsamples 64 --seqlen 64 --eval none --use-cpu --save out --force --progress json {more}"
+    ));
+    assert_eq!(ran.code, 0, "{}", ran.stderr);
+    let mut events = ran.stderr.lines().filter_map(|line| serde_json::from_str(line).ok());
+    let verify = events.find(|event: &Value| event["phase"] == "verify").expect("a verification");
+    verify["steps"].as_u64().expect("a number")
+}
+
+#[test]
+fn whole_files_are_checked_while_later_layers_are_computed() {
+    let place = Place::with(&RandomCheckpoint {
+        hidden_size: 256,
+        intermediate_size: 704,
+        num_hidden_layers: 6,
+        max_shard: ByteSize(2 << 20),
+        ..RandomCheckpoint::default()
+    });
+    // A full verification compares with the source, at the end.
+    let whole = verified_at_the_end(&place, "--verify full");
+    let rest = verified_at_the_end(&place, "");
+    assert!(whole >= 18 && rest < whole, "{rest} of {whole} MiB are left to the end");
 }

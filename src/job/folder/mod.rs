@@ -35,6 +35,7 @@ use crate::job::disk_room;
 use crate::pruning::METHODS;
 use crate::report;
 use crate::run::manifest::GateReport;
+pub(crate) use crate::run::manifest::MANIFEST_FILE as MANIFEST;
 pub(in crate::job) use crate::run::manifest::RESULT_FOLDER as MODEL;
 use crate::run::verification::VerifiedFile;
 use crate::run::{Events, Manifest, RunState, state};
@@ -63,9 +64,6 @@ impl Drop for RunFolder {
 
 /// The folder of the matrices of a narrower model, while the run lasts.
 const NARROWER: &str = "narrower";
-
-/// The record of a finished run in its folder.
-pub(crate) const MANIFEST: &str = "run.json";
 
 impl RunFolder {
     /// Checks where results would go. Writes nothing.

@@ -138,17 +138,19 @@ parameters: {scale: 5}
 
 #[test]
 fn published_recipes_hold_no_folders_of_the_machine() {
-    let recipe = read(
-        "merge_method: linear
+    let runs = tempfile::tempdir().unwrap();
+    let run = runs.path().join("first");
+    std::fs::create_dir_all(run.join("model")).unwrap();
+    std::fs::write(run.join("run.json"), "").unwrap();
+    let text = "merge_method: linear
 models:
   - {model: /home/me/a+../loras/b, parameters: {weight: 1}}
   - {model: owner/name@v1, parameters: {weight: 1}}
   - {model: x/y/z, parameters: {weight: 1}}
-  - {model: out/merges/first/model, parameters: {weight: 1}}
-  - {model: /model, parameters: {weight: 1}}
-",
-    )
-    .unwrap();
+  - {model: RUN/model, parameters: {weight: 1}}
+  - {model: /home/me/model, parameters: {weight: 1}}
+";
+    let recipe = read(&text.replace("RUN", &run.display().to_string())).unwrap();
     let written = recipe.to_yaml(without_folders);
     let MergeInputs::Models(inputs) = read(&written).unwrap().inputs else { panic!("models") };
     let names: Vec<String> = inputs.iter().map(|input| input.model.to_string()).collect();

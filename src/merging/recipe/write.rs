@@ -1,17 +1,17 @@
 //! A recipe as YAML that mergekit reads. Reading it gives the same recipe.
 
 use std::fmt::Write as _;
-use std::path::{Component, Path};
+use std::path::Path;
 
 use super::contents::{MergeInputs, Recipe};
 use super::model_spec::ModelSpec;
 use super::parameter::Parameter;
 use super::setting::{Parameters, Setting};
 use super::tokenizer::{TokenName, TokenRow, TokenizerRecipe, TokenizerSource};
-use crate::run::manifest::RESULT_FOLDER;
+use crate::run::manifest::name_of;
 
-/// The last component of the path of a folder, for files that are published; a hub id stays. A run keeps its result in `model`, so a folder
-/// of this name gives the name of its run. A relative path of two components counts as a hub id if no such folder exists.
+/// The name of a folder, as [`name_of`] gives it, for files that are published; a hub id stays. A relative path of two components counts as
+/// a hub id if no such folder exists.
 pub fn without_folders(path: &str) -> String {
     let components = path.trim_end_matches('/').split('/').count();
     let is_hub_id =
@@ -19,13 +19,7 @@ pub fn without_folders(path: &str) -> String {
     if is_hub_id {
         return path.to_string();
     }
-    let mut names = Path::new(path).components().rev().filter_map(|part| match part {
-        Component::Normal(name) => Some(name.to_string_lossy().into_owned()),
-        _ => None,
-    });
-    let last = names.next();
-    let run = names.next().filter(|_| last.as_deref() == Some(RESULT_FOLDER));
-    run.or(last).unwrap_or_else(|| path.to_string())
+    name_of(path)
 }
 
 impl Recipe {
