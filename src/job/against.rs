@@ -10,7 +10,8 @@ use super::inputs::RunInputs;
 use super::opened::OpenedModel;
 use super::pass::early_shape;
 use super::planned::Planning;
-use super::settled_run::{RunTask, SettledRun};
+use super::same_run::RunIdentity;
+use super::settled_run::{Comparison, RunTask, SettledRun};
 use super::texts::Texts;
 use crate::eval::{DenseHead, Meeting, MeetingRole};
 use crate::failure::Failure;
@@ -114,14 +115,16 @@ pub(super) fn join(mut job: SettledRun, dense: Option<(OpenedModel, Plan)>) -> R
         task: RunTask::Measure(None),
         texts: Arc::clone(&job.texts),
         plan,
-        deciding: Default::default(),
-        unfinished: None,
+        identity: RunIdentity::default(),
         ranks: job.ranks.clone(),
-        meeting: Some((Arc::clone(&meeting), MeetingRole::Dense)),
-        against: None,
+        comparison: Some(Comparison {
+            meeting: Arc::clone(&meeting),
+            role: MeetingRole::Dense,
+            dense: None,
+        }),
     };
-    job.meeting = Some((meeting, MeetingRole::Model));
-    job.against = Some(Box::new(run));
+    let (role, dense) = (MeetingRole::Model, Some(Box::new(run)));
+    job.comparison = Some(Comparison { meeting, role, dense });
     Ok(job)
 }
 

@@ -1,20 +1,18 @@
 //! The output folder of a command that stores a checkpoint in another form: `prune quantize`, `prune pack`, `prune unpack`.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::Result;
 
 use super::folder::RunFolder;
-use super::same_run;
-use crate::run::{Events, RunState};
+use super::same_run::{self, RunIdentity};
+use crate::run::Events;
 use crate::settings::{ConversionSettings, OutputSettings};
 
 /// The output folder, locked, with the state of an unfinished run.
 pub(super) struct ConversionFolder {
     pub(super) folder: RunFolder,
-    pub(super) deciding: BTreeMap<String, String>,
-    pub(super) unfinished: Option<RunState>,
+    pub(super) identity: RunIdentity,
 }
 
 impl ConversionFolder {
@@ -43,6 +41,6 @@ impl ConversionFolder {
             }
             None => None,
         };
-        Ok(Self { folder, deciding, unfinished })
+        Ok(Self { folder, identity: RunIdentity { deciding, unfinished } })
     }
 }

@@ -37,11 +37,11 @@ pub(super) fn sweep(
     events: &dyn Events,
 ) -> Result<RunResults> {
     let folder = job.folder.run.as_deref();
-    let both = job.against.is_some().then(|| against::BothSweeps::of(job, events));
+    let both = job.against().is_some().then(|| against::BothSweeps::of(job, events));
     let events: &dyn Events = both.as_ref().map_or(events, |both| both);
     let mut waiting = None;
     let mut before = SweepReport::default();
-    if let Some(dense) = &job.against {
+    if let Some(dense) = job.against() {
         let mut streams = Streams::embed(dense, outputs, events)?;
         let swept = streams.sweep_evaluation(dense, folder, events);
         before = swept.context("in the dense model")?;

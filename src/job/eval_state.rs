@@ -138,8 +138,8 @@ impl<'a> StateKeeper<'a> {
         let Some(folder) = folder.filter(|_| job.ranks.is_alone()) else {
             return Ok(None);
         };
-        let name = match job.meeting {
-            Some((_, MeetingRole::Dense)) => EVALUATION_FILE_OF_DENSE,
+        let name = match job.comparison.as_ref().map(|of| of.role) {
+            Some(MeetingRole::Dense) => EVALUATION_FILE_OF_DENSE,
             _ => EVALUATION_FILE,
         };
         let mut settings = same_run::early(&job.settings, &job.model, &job.folder)?;

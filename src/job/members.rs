@@ -20,6 +20,7 @@ use super::outputs::{FirstRank, Outputs};
 use super::prune::sweep;
 use super::recover::{Recovery, closing, train};
 use super::resolved::{Pruning, allocates};
+use super::same_run::RunIdentity;
 use super::settle::smaller;
 use super::settled_run::{RunTask, SettledRun};
 use super::texts::{Texts, id_file};
@@ -90,8 +91,7 @@ pub(super) fn share(job: &SettledRun, outputs: &Outputs<'_>) -> Result<()> {
     if job.ranks.is_alone() {
         return Ok(());
     }
-    let begun =
-        RunState::begin(&job.settings.arguments, job.model.started_unix_seconds, &job.deciding);
+    let begun = job.identity.begin(&job.settings.arguments, job.model.started_unix_seconds);
     let whole = job.model.part_of.as_ref();
     let written = outputs.finished_model()?;
     let shared = SharedRun {
@@ -100,7 +100,7 @@ pub(super) fn share(job: &SettledRun, outputs: &Outputs<'_>) -> Result<()> {
         examples: job.texts.examples.clone(),
         tasks: job.texts.task_layout().cloned(),
         plan: job.plan.clone(),
-        against: job.against.as_ref().map(|dense| dense.plan.clone()),
+        against: job.against().map(|dense| dense.plan.clone()),
         state: RunState {
             allocation: job.allocation().cloned(),
             layer_drop: whole.and_then(|whole| whole.layer_drop.clone()),
@@ -222,11 +222,9 @@ impl SharedRun {
             task: RunTask::of(pruning, recovery),
             texts: Arc::new(texts),
             plan: self.plan,
-            deciding: BTreeMap::new(),
-            unfinished: None,
+            identity: RunIdentity::default(),
             ranks: ranks.clone(),
-            meeting: None,
-            against: None,
+            comparison: None,
         };
         against::join(job, dense.zip(self.against))
     }

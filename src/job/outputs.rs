@@ -154,18 +154,18 @@ fn written_tensors(job: &SettledRun) -> Vec<String> {
 /// Creates the files of a new run, or of an unfinished run that begins again with its first layer.
 fn create(job: &SettledRun, events: &dyn Events) -> Result<OpenedFiles> {
     let model = &job.model;
-    let begun = match &job.unfinished {
+    let begun = match &job.identity.unfinished {
         Some(state) => {
             job.folder.prepare_again()?;
             state.clone().begun_again()
         }
         None => {
             job.folder.prepare()?;
-            RunState::begin(&job.settings.arguments, model.started_unix_seconds, &job.deciding)
+            job.identity.begin(&job.settings.arguments, model.started_unix_seconds)
         }
     };
     let state = RunState {
-        settings: job.deciding.clone(),
+        settings: job.identity.deciding.clone(),
         allocation: job.allocation().cloned(),
         layer_drop: model.part_of.as_ref().and_then(|whole| whole.layer_drop.clone()),
         width_drop: model.part_of.as_ref().and_then(|whole| whole.width_drop.clone()),
@@ -192,7 +192,7 @@ fn create(job: &SettledRun, events: &dyn Events) -> Result<OpenedFiles> {
 
 /// Reopens the files of the unfinished run; `None` where there is no such run, or a file of it is missing.
 fn reopen(job: &SettledRun, events: &dyn Events) -> Result<Option<OpenedFiles>> {
-    let (Some(state), Some(model)) = (&job.unfinished, &job.folder.model) else {
+    let (Some(state), Some(model)) = (&job.identity.unfinished, &job.folder.model) else {
         return Ok(None);
     };
     if state.layers.is_empty() {

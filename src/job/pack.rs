@@ -12,6 +12,7 @@ use super::folder::state_file::StateFile;
 use super::original_files::OriginalFiles;
 use super::pack_plan::PassCost;
 use super::recorder::Recorder;
+use super::same_run::RunIdentity;
 use super::tensor_files::TensorFiles;
 use super::{located, machine};
 use crate::bytes::{ByteSize, json_file};
@@ -23,7 +24,7 @@ use crate::model::{DecoderLayer, ModelConfig};
 use crate::packed::record::{self, MatrixRecord, OriginalFile};
 use crate::packed::{PackChoice, PackJournal, PackPass, PackScan, PackedRecord, config, pass};
 use crate::run::packing::{PackingReport, ScannedFile, ScannedMatrix};
-use crate::run::{Event, Events, Phase, Plan, RunState, Unfinished};
+use crate::run::{Event, Events, Phase, Plan, Unfinished};
 use crate::runtime::{Clock, Reporter};
 use crate::settings::{ModelSettings, PackSettings};
 
@@ -45,8 +46,7 @@ pub fn pack(settings: &PackSettings, events: &dyn Events) -> Result<PackingRepor
         "packing",
         &output.arguments,
     ))));
-    let begun = || RunState::begin(&output.arguments, started, &job.deciding);
-    let state = job.unfinished.clone().unwrap_or_else(begun);
+    let state = job.identity.state(&output.arguments, started);
     let (known, mut finished) = (state.scanned.clone(), state.tensors.clone());
     let folder = job.folder.model_folder()?;
     let mut state = StateFile::begin(folder, state, &clock, &recorder, started)?;
@@ -92,8 +92,7 @@ struct PackJob {
     /// The tensor names of the decoder linears.
     matrices: BTreeSet<String>,
     folder: RunFolder,
-    deciding: BTreeMap<String, String>,
-    unfinished: Option<RunState>,
+    identity: RunIdentity,
     /// Bytes that are read at once.
     piece: usize,
     plan: Plan,
@@ -136,9 +135,9 @@ impl PackJob {
             ("source", checkpoint.fingerprint()?),
             ("config", json.to_string()),
         ];
-        let ConversionFolder { folder, deciding, unfinished } =
+        let ConversionFolder { folder, identity } =
             ConversionFolder::open(output, &source, deciding, events)?;
-        Ok(Self { source, json, checkpoint, matrices, folder, deciding, unfinished, piece, plan })
+        Ok(Self { source, json, checkpoint, matrices, folder, identity, piece, plan })
     }
 
     /// The refusal where no matrix gets smaller.

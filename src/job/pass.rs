@@ -1,6 +1,5 @@
 //! A pass that measures a model: its samples or windows go through the layers, and nothing is pruned, written or resumed.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::Result;
@@ -11,6 +10,7 @@ use super::inputs::RunInputs;
 use super::opened::{OpenedModel, ScoringPass};
 use super::planned::Planning;
 use super::resolved::Pruning;
+use super::same_run::RunIdentity;
 use super::settled_run::{RunTask, SettledRun, offload_folder, sides_left};
 use crate::pipeline::{AgainstShape, Flow, Observed, RunShape};
 use crate::ranks::Ranks;
@@ -55,11 +55,9 @@ pub(super) fn settle_pass(
         task: RunTask::Measure(observes),
         texts,
         plan,
-        deciding: BTreeMap::new(),
-        unfinished: None,
+        identity: RunIdentity::default(),
         ranks: Ranks::alone(),
-        meeting: None,
-        against: None,
+        comparison: None,
     };
     run.check_disk()?;
     Ok(Box::new(run))

@@ -15,6 +15,7 @@ use super::located::{self, OpenedWeights};
 use super::machine;
 use super::published::SourceCards;
 use super::recorder::Recorder;
+use super::same_run::RunIdentity;
 use super::tensor_files::TensorFiles;
 use crate::bytes::{ByteSize, json_file};
 use crate::checkpoint::{
@@ -32,7 +33,7 @@ use crate::quantized::{
 use crate::report::cards::{self, CardModel};
 use crate::run::manifest::name_of;
 use crate::run::plan::{MemoryPart, PartKind, PhasePlan, TimeEstimate};
-use crate::run::{Event, Events, Phase, Plan, QuantizationReport, RunState, Unfinished};
+use crate::run::{Event, Events, Phase, Plan, QuantizationReport, Unfinished};
 use crate::runtime::{Clock, Reporter};
 use crate::settings::{ModelSettings, QuantizeSettings};
 
@@ -53,8 +54,7 @@ pub fn quantize(settings: &QuantizeSettings, events: &dyn Events) -> Result<Quan
         "quantisation",
         &settings.output.arguments,
     ))));
-    let begun = || RunState::begin(&settings.output.arguments, started, &job.deciding);
-    let state = job.unfinished.clone().unwrap_or_else(begun);
+    let state = job.identity.state(&settings.output.arguments, started);
     let (known, mut finished) = (state.quantized.clone(), state.tensors.clone());
     let folder = job.folder.model_folder()?;
     let mut state = StateFile::begin(folder, state, &clock, &recorder, started)?;
@@ -107,8 +107,7 @@ struct QuantizeJob {
     /// The tensor names of the decoder linears.
     matrices: BTreeSet<String>,
     folder: RunFolder,
-    deciding: BTreeMap<String, String>,
-    unfinished: Option<RunState>,
+    identity: RunIdentity,
     /// Weights that are read at once.
     piece: usize,
     plan: Plan,
@@ -143,7 +142,7 @@ impl QuantizeJob {
             ("source", checkpoint.fingerprint()?),
             ("config", json.to_string()),
         ];
-        let ConversionFolder { folder, deciding, unfinished } =
+        let ConversionFolder { folder, identity } =
             ConversionFolder::open(&settings.output, &source, deciding, events)?;
         Ok(Self {
             source,
@@ -154,8 +153,7 @@ impl QuantizeJob {
             piece,
             plan,
             folder,
-            deciding,
-            unfinished,
+            identity,
         })
     }
 }

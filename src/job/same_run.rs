@@ -24,6 +24,28 @@ const ARITHMETIC: &str = "arithmetic";
 /// The settings that come from the checkpoint, not from a flag.
 const OF_THE_SOURCE: [&str; 2] = ["source", "config"];
 
+/// The identity of a run: a process with the same command line continues what an earlier process left.
+#[derive(Default)]
+pub(super) struct RunIdentity {
+    /// Everything that decides the outcome, by name.
+    pub(super) deciding: BTreeMap<String, String>,
+    /// The state that an earlier process left of this run.
+    pub(super) unfinished: Option<RunState>,
+}
+
+impl RunIdentity {
+    /// A new state of this run.
+    pub(super) fn begin(&self, arguments: &[String], started_unix_seconds: u64) -> RunState {
+        RunState::begin(arguments, started_unix_seconds, &self.deciding)
+    }
+
+    /// The state that an earlier process left, or a new state.
+    pub(super) fn state(&self, arguments: &[String], started_unix_seconds: u64) -> RunState {
+        let begun = || self.begin(arguments, started_unix_seconds);
+        self.unfinished.clone().unwrap_or_else(begun)
+    }
+}
+
 /// Returns what decides the outcome and is known before texts are tokenized.
 pub(super) fn early(
     settings: &Settings,

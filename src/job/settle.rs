@@ -15,13 +15,14 @@ use super::planned::Planning;
 use super::planned_texts::plan_early;
 use super::recover::{Recovery, closing};
 use super::resolved::{Pruning, allocates};
-use super::same_run;
+use super::same_run::{self, RunIdentity};
 use super::settled_run::{RunStart, RunTask, SettledRun, offload_folder};
 use super::{against, allocate, layer_drop, target_size, weight_choice, width_drop};
 use crate::checkpoint::check_sidecars;
 use crate::data::chat::begin_run;
 use crate::failure::Failure;
 use crate::pipeline::RunShape;
+use crate::run::divergence::KlPositions;
 use crate::run::{AllocationReport, Events, Manifest, RunState};
 use crate::settings::{EvalSides, Settings};
 
@@ -133,11 +134,9 @@ fn settle_opened(
         task: RunTask::of(pruning, recovery),
         texts,
         plan,
-        deciding,
-        unfinished,
+        identity: RunIdentity { deciding, unfinished },
         ranks: given.ranks.clone(),
-        meeting: None,
-        against: None,
+        comparison: None,
     };
     let job = against::join(job, dense)?;
     job.check_disk()?;
@@ -270,16 +269,19 @@ fn check_gate(settings: &Settings) -> Result<()> {
     let is_smaller = settings.layer_drop.is_some() || settings.width_drop.is_some();
     let compares = evaluation.against.is_some()
         || (prunes && !is_smaller && evaluation.eval == EvalSides::Both);
-    if evaluation.max_kl.is_some() && !compares {
-        return Err(Failure::usage(
-            "--max-kl needs the dense model, and nothing is compared with it",
-        )
-        .hint(match (prunes, is_smaller || settings.recovery.is_some()) {
-            (_, true) => "measure the result: prune eval OUT/model --against DENSE --max-kl X",
-            (true, false) => "add --eval both",
-            (false, false) => "name the dense model with --against",
-        })
-        .into());
+    // In a sweep, the run of the dense model leaves the states that cells are compared with.
+    let chooses = evaluation.kl_positions != KlPositions::All && evaluation.dense_states.is_none();
+    let asked = [(evaluation.max_kl.is_some(), "--max-kl"), (chooses, "--kl-positions")];
+    if let Some((_, flag)) = asked.into_iter().find(|(is_asked, _)| *is_asked && !compares) {
+        let why = format!("{flag} needs the dense model, and nothing is compared with it");
+        let hint = match (prunes, is_smaller || settings.recovery.is_some()) {
+            (_, true) => {
+                format!("measure the result: prune eval OUT/model --against DENSE {flag} …")
+            }
+            (true, false) => "add --eval both".to_string(),
+            (false, false) => "name the dense model with --against".to_string(),
+        };
+        return Err(Failure::usage(why).hint(hint).into());
     }
     let tasks = &evaluation.tasks;
     if tasks.min_accuracy.is_some() && tasks.is_empty() {

@@ -1,6 +1,5 @@
 //! A settled run: model, folder, texts, plan. Nothing is written yet.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -11,6 +10,7 @@ use super::folder::RunFolder;
 use super::opened::OpenedModel;
 use super::recover::Recovery;
 use super::resolved::{Pruning, prunes_nothing};
+use super::same_run::RunIdentity;
 use super::texts::Texts;
 use crate::bytes::ByteSize;
 use crate::checkpoint::output_bytes;
@@ -20,7 +20,7 @@ use crate::pipeline::{Observed, SaveMasks};
 use crate::ranks::Ranks;
 use crate::report;
 use crate::run::manifest::PerplexityReport;
-use crate::run::{AllocationReport, Events, HiddenStatesStorage, Manifest, Plan, RunState};
+use crate::run::{AllocationReport, Events, HiddenStatesStorage, Manifest, Plan};
 use crate::runtime::Side;
 use crate::settings::{EvalSides, Settings};
 
@@ -33,16 +33,19 @@ pub(super) struct SettledRun {
     pub(super) task: RunTask,
     pub(super) texts: Arc<Texts>,
     pub(super) plan: Plan,
-    /// Everything that decides the outcome, by name.
-    pub(super) deciding: BTreeMap<String, String>,
-    /// The state that an earlier process left of this run.
-    pub(super) unfinished: Option<RunState>,
+    pub(super) identity: RunIdentity,
     /// The ranks that share its samples and windows.
     pub(super) ranks: Ranks,
-    /// The comparison of two models that are evaluated, and the part of this model.
-    pub(super) meeting: Option<(Arc<Meeting>, MeetingRole)>,
-    /// The dense model of this comparison.
-    pub(super) against: Option<Box<SettledRun>>,
+    /// The part of this run in the comparison of two models.
+    pub(super) comparison: Option<Comparison>,
+}
+
+/// The part of a run in the comparison of two models that are evaluated.
+pub(super) struct Comparison {
+    pub(super) meeting: Arc<Meeting>,
+    pub(super) role: MeetingRole,
+    /// The run of the dense model; `None` in that run itself.
+    pub(super) dense: Option<Box<SettledRun>>,
 }
 
 /// The work of a run.
@@ -83,6 +86,11 @@ impl SettledRun {
         }
     }
 
+    /// The run of the dense model that this run's model is compared with.
+    pub(super) fn against(&self) -> Option<&SettledRun> {
+        self.comparison.as_ref()?.dense.as_deref()
+    }
+
     /// The folder of the spill file; `None` where hidden states stay in memory.
     pub(super) fn spill_folder(&self) -> Option<PathBuf> {
         let on_disk = self.plan.hidden_states.storage == HiddenStatesStorage::Disk;
@@ -118,8 +126,8 @@ impl SettledRun {
         match (&self.task, side) {
             (RunTask::Recover(_), Side::Dense) => NamedModel::Before,
             (RunTask::Recover(_), Side::Pruned) => NamedModel::After,
-            (RunTask::Measure(None), _) if self.against.is_some() => NamedModel::Compared,
-            (RunTask::Measure(None), _) if self.meeting.is_none() && !is_beside_pruned => {
+            (RunTask::Measure(None), _) if self.against().is_some() => NamedModel::Compared,
+            (RunTask::Measure(None), _) if self.comparison.is_none() && !is_beside_pruned => {
                 NamedModel::Only
             }
             (_, Side::Dense) => NamedModel::Dense,
@@ -155,7 +163,7 @@ impl SettledRun {
     pub(super) fn check_disk(&self) -> Result<()> {
         let mut needs: Vec<disk_room::Need<'_>> = Vec::new();
         // The files of a run that is continued already have their sizes.
-        if self.unfinished.is_none() {
+        if self.identity.unfinished.is_none() {
             if let Some(model) = &self.folder.model {
                 let bytes = output_bytes(&self.model.checkpoint)?;
                 let replaced = self.folder.replaced_bytes();
@@ -222,7 +230,7 @@ impl SettledRun {
                 of.dataset, samples.nsamples, samples.seqlen, of.seed
             ));
         }
-        if let Some(dense) = &self.against {
+        if let Some(dense) = self.against() {
             events.note(format!("against      {}", dense.model.folder.display()));
         }
         if let Some(windows) = &texts.windows {

@@ -295,7 +295,11 @@ impl SettledRun {
                     Side::Pruned => MeetingRole::Model,
                 };
                 let of_run = of_run.clone().map(|meeting| (meeting, role));
-                let meeting = of_run.or(self.meeting.clone());
+                let compared = || {
+                    let comparison = self.comparison.as_ref()?;
+                    Some((Arc::clone(&comparison.meeting), comparison.role))
+                };
+                let meeting = of_run.or_else(compared);
                 let keeps_states = self.left_states().is_some();
                 let perplexity = perplexity.named(self.named(side)).keeping_states(keeps_states);
                 perplexities.push(perplexity.in_meeting(meeting));

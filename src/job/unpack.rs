@@ -27,7 +27,7 @@ use crate::packed::{
 };
 use crate::run::packing::UnpackingReport;
 use crate::run::verification::Verification;
-use crate::run::{Event, Events, Phase, Plan, RunState, Unfinished};
+use crate::run::{Event, Events, Phase, Plan, Unfinished};
 use crate::runtime::{Clock, Reporter};
 use crate::settings::{ConversionSettings, ModelSettings};
 
@@ -49,8 +49,7 @@ pub fn unpack(settings: &ConversionSettings, events: &dyn Events) -> Result<Unpa
         "unpacking",
         &settings.arguments,
     ))));
-    let begun = || RunState::begin(&settings.arguments, started, &job.output.deciding);
-    let state = job.output.unfinished.clone().unwrap_or_else(begun);
+    let state = job.output.identity.state(&settings.arguments, started);
     let mut finished = state.tensors.clone();
     let folder = job.folder().model_folder()?;
     let mut state = StateFile::begin(folder, state, &clock, &recorder, started)?;

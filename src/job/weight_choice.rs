@@ -16,6 +16,7 @@ use crate::generation::{DecodingArithmetic, Generator};
 use crate::model::{DecoderLayer, KeptShares, WeightForm, WeightForms};
 use crate::packed::PackedValues;
 use crate::placement::{Residency, Sizes};
+use crate::run::zeros_gain::speed_in_words;
 use crate::run::{Events, Plan, WeightsHeld};
 use crate::settings::{DeviceChoice, GenerateSettings, Settings, WeightChoice, WeightSettings};
 
@@ -75,7 +76,7 @@ pub(super) fn settle(
         return settled(forms, &compact);
     }
     let times = of_first_layer(model, &forms, arithmetic)?;
-    let measured = format!("{times:.2} times as fast as dense here");
+    let measured = format!("{} as dense here", speed_in_words(times));
     if times < 1.0 {
         events.note(format!("weights      dense: {name} is {measured}, and {bytes}"));
         return settled(dense, &with_dense);

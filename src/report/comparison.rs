@@ -4,6 +4,7 @@
 //! text or tasks, tokenizer, windows, window length and model layout. Inside it, runs that differ only in their ratio form a [`Series`].
 
 use super::format::text_name;
+use super::task_table::questions_in_words;
 use crate::run::divergence::KlPositions;
 use crate::run::metric::Metric;
 use crate::run::{GenerationReport, Manifest};
@@ -71,8 +72,8 @@ impl MeasuredOn {
             let tasks = manifest.tasks.as_ref()?;
             let names: Vec<&str> = tasks.of_result().iter().map(|of| of.task.as_str()).collect();
             let questions = tasks.of_result().iter().map(|of| of.questions).sum();
-            let words =
-                format!("{}: {questions} questions, {}-shot", names.join(", "), tasks.num_fewshot);
+            let asked = questions_in_words(questions);
+            let words = format!("{}: {asked}, {}-shot", names.join(", "), tasks.num_fewshot);
             let measured = Self {
                 hashes: [tasks.tokens_sha256.clone(), String::new()],
                 sizes: [questions, tasks.num_fewshot],

@@ -1,6 +1,7 @@
 //! The results of `prune pack` and `prune unpack` in words.
 
 use crate::bytes::ByteSize;
+use crate::run::zeros_gain::speed_in_words;
 use crate::run::{PackingReport, Plan, UnpackingReport, ZerosGain};
 
 /// Matrices that stay dense, and files that are left out, that are shown.
@@ -68,7 +69,7 @@ pub(super) fn gain(gain: &ZerosGain, is_packed: bool) -> impl Iterator<Item = St
     let in_memory = format!("linears of {compact_bytes} in memory, not {dense_bytes}");
     let speed = times_as_fast.map(|times| {
         let limit = if times < 1.0 { ", as instructions limit it" } else { "" };
-        format!("`prune generate`: {times:.2} times as fast here{limit}")
+        format!("`prune generate`: {} here{limit}", speed_in_words(times))
     });
     let ratio = compact_bytes.0 as f64 / dense_bytes.0.max(1) as f64;
     let in_files = format!("`prune pack`: about {ratio:.2} times the bytes on disk");

@@ -23,8 +23,8 @@ pub(super) fn rows(manifest: &Manifest) -> Vec<(String, String)> {
     for report in model {
         let dense = dense.get(report.task.as_str()).copied();
         let mut add = |metric: &str, of: Accuracy, dense: Option<Accuracy>| {
-            let questions = report.questions;
-            let value = format!("{} ({metric}, {questions} questions)", percent(of, dense));
+            let questions = questions_in_words(report.questions);
+            let value = format!("{} ({metric}, {questions})", percent(of, dense));
             rows.push((format!("  {}", report.task), value));
         };
         add("acc", report.acc, dense.map(|dense| dense.acc));
@@ -46,4 +46,10 @@ fn percent(of: Accuracy, dense: Option<Accuracy>) -> String {
     let dense = dense.map_or(String::new(), |dense| format!("{:6.2}, ", 100.0 * dense.value));
     let error = of.error.map_or(String::new(), |error| format!(" ± {:.2}", 100.0 * error));
     format!("{dense}{:6.2}{error} %", 100.0 * of.value)
+}
+
+/// "1 question", "200 questions".
+pub(super) fn questions_in_words(questions: usize) -> String {
+    let noun = if questions == 1 { "question" } else { "questions" };
+    format!("{questions} {noun}")
 }

@@ -15,3 +15,12 @@ pub struct ZerosGain {
     /// room for the measurement.
     pub times_as_fast: Option<f64>,
 }
+
+/// A speed in words, from how many times as fast it is: "1.30 times as fast", or "1.25 times as slow".
+pub fn speed_in_words(times: f64) -> String {
+    if times < 1.0 {
+        format!("{:.2} times as slow", 1.0 / times)
+    } else {
+        format!("{times:.2} times as fast")
+    }
+}

@@ -179,6 +179,10 @@ fn a_divergence_above_its_limit_misses_the_gate() {
     assert!(ran.stderr.contains("hint: name the dense model with --against"), "{}", ran.stderr);
     let ran = place.run(&format!("eval out/model {text} --kl-positions second-half"));
     assert_eq!(ran.code, 2, "{}", ran.stderr);
+    let alone = line.replace("--eval both", "--kl-positions second-half");
+    let ran = place.run(&alone.replace("--save out", "--save alone"));
+    assert_eq!(ran.code, 2, "{}", ran.stderr);
+    assert!(ran.stderr.contains("hint: add --eval both"), "{}", ran.stderr);
     let of_same = place.run(&format!("eval out/model --against out/model {text} --json"));
     let same: Manifest = serde_json::from_str(&of_same.stdout).expect("a record");
     let divergence = same.perplexity.divergence.expect("a divergence");

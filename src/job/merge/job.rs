@@ -1,15 +1,14 @@
 //! A settled merge: recipe, models, tensors, plan. Nothing is written yet.
 
-use std::collections::BTreeMap;
-
 use super::memory::PassSize;
 use super::resolved::ResolvedMerge;
 use super::saliency::Saliency;
 use crate::checkpoint::Layout;
 use crate::job::folder::RunFolder;
+use crate::job::same_run::RunIdentity;
 use crate::merging::methods::MethodSettings;
 use crate::ranks::Ranks;
-use crate::run::{Plan, RunState};
+use crate::run::Plan;
 use crate::runtime::Clock;
 use crate::settings::MergeSettings;
 
@@ -26,10 +25,7 @@ pub(super) struct MergeJob {
     pub(super) threads: usize,
     /// Activation statistics; `None` for a merge without.
     pub(super) saliency: Option<Saliency>,
-    /// Everything that decides the outcome, by name.
-    pub(super) deciding: BTreeMap<String, String>,
-    /// The state that an earlier process left of this run.
-    pub(super) unfinished: Option<RunState>,
+    pub(super) identity: RunIdentity,
     pub(super) clock: Clock,
     pub(super) started_unix_seconds: u64,
     /// The ranks that share its tensors.

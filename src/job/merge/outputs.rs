@@ -39,7 +39,7 @@ impl<'a> MergeOutputs<'a> {
             Some(files) => files,
             None => {
                 folder.prepare()?;
-                let state = RunState::begin(&job.settings.arguments, started, &job.deciding);
+                let state = job.identity.begin(&job.settings.arguments, started);
                 // The state comes first: files without a state are refused as foreign.
                 StateFile::create(place, &state)?;
                 (files.create()?, state)
@@ -73,7 +73,7 @@ impl<'a> MergeOutputs<'a> {
 
 /// Reopens the files of the unfinished run; `None` where there is no such run, or a file of it is missing.
 fn reopen(job: &MergeJob, files: &TensorFiles<'_>) -> Result<Option<(MergedWriter, RunState)>> {
-    let Some(state) = &job.unfinished else {
+    let Some(state) = &job.identity.unfinished else {
         return Ok(None);
     };
     if state.merged.is_empty() {

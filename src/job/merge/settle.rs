@@ -12,8 +12,9 @@ use crate::checkpoint::{Layout, PlannedTensor, TensorEntry, WeightSource};
 use crate::failure::Failure;
 use crate::job::device_records::joined;
 use crate::job::folder::RunFolder;
+use crate::job::machine;
+use crate::job::same_run::{self, RunIdentity};
 use crate::job::settled_run::RunStart;
-use crate::job::{machine, same_run};
 use crate::merging::methods::{MethodSettings, Scope};
 use crate::merging::pass::MergeTensor;
 use crate::merging::recipe::{Parameter, Recipe, without_folders};
@@ -114,13 +115,12 @@ impl MergeJob {
             size,
             threads,
             saliency,
-            deciding,
-            unfinished,
+            identity: RunIdentity { deciding, unfinished },
             clock,
             started_unix_seconds,
             ranks: ranks.clone(),
         };
-        if job.unfinished.is_none() {
+        if job.identity.unfinished.is_none() {
             job.folder.check_disk(job.layout.bytes())?;
         }
         Ok(RunStart::Run(Box::new(job)))

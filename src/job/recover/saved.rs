@@ -94,8 +94,9 @@ pub(super) fn read_on_all_ranks(
     let (head, place) = match ranks.is_first() {
         true => {
             let folder = job.folder.state();
-            let head = folder.map(|folder| read(folder, &job.deciding, store)).transpose()?;
-            let (head, settings) = (head.flatten(), job.deciding.clone());
+            let head =
+                folder.map(|folder| read(folder, &job.identity.deciding, store)).transpose()?;
+            let (head, settings) = (head.flatten(), job.identity.deciding.clone());
             let folder = folder.filter(|_| head.is_some());
             let place = folder.map(|of| SavedPlace { folder: of.to_path_buf(), settings });
             ranks.tell_others(&place)?;

@@ -100,7 +100,7 @@ pub(super) fn train(job: &SettledRun, recovery: &Recovery, events: &dyn Events) 
         held: held.as_ref(),
         order: recovery.given.order(examples.len(), seed)?,
         schedule: recovery.schedule(examples.len()),
-        head: TrainingHead { settings: job.deciding.clone(), ..TrainingHead::default() },
+        head: TrainingHead { settings: job.identity.deciding.clone(), ..TrainingHead::default() },
         saved: Instant::now(),
         events,
     };
