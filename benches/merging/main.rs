@@ -16,7 +16,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use prune::checkpoint::{
-    Checkpoint, Layout, MergedWriter, PlannedTensor, TensorEntry, WeightSource,
+    Checkpoint, Layout, LayoutWriter, PlannedTensor, TensorEntry, WeightSource,
 };
 use prune::run::{Manifest, Phase, Silent};
 use prune::settings::PIECE_ELEMENTS;
@@ -51,7 +51,7 @@ fn copy(sources: &[Checkpoint], out: &Path) -> Result<f64> {
         shape: entry.shape.clone(),
     });
     let layout = Layout::new(planned.collect(), SHARD)?;
-    let writer = MergedWriter::create(layout, out, &[], &Silent)?;
+    let writer = LayoutWriter::create(layout, out, &[], &Silent)?;
     let threads = std::thread::available_parallelism()?.get() * WORKERS_PER_THREAD;
     let next = AtomicUsize::new(0);
     std::thread::scope(|scope| {
@@ -68,7 +68,7 @@ fn copy_tensors(
     sources: &[Checkpoint],
     tensors: &[&TensorEntry],
     next: &AtomicUsize,
-    writer: &MergedWriter,
+    writer: &LayoutWriter,
 ) -> Result<()> {
     let mut pieces: Vec<Vec<u8>> = vec![Vec::new(); sources.len()];
     while let Some(entry) = tensors.get(next.fetch_add(1, Ordering::Relaxed)) {

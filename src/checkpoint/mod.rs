@@ -10,7 +10,7 @@
 //! | `weight_source` | [`WeightSource`], the trait |
 //! | `layout` | [`Layout`], the files of an output and the positions of its tensors |
 //! | `writer` | [`CheckpointWriter`], which writes a model with the layout of its source |
-//! | `merged_writer` | [`MergedWriter`], which writes any layout: tensors in pieces, from several threads |
+//! | `layout_writer` | [`LayoutWriter`], which writes any layout: tensors in pieces, from several threads |
 //! | `output_files` | the `*.partial` files of both writers |
 //! | `written` | [`PartialModel`], the model during a run |
 //! | `target` | checks of the output folder, and allocation of its files |
@@ -34,8 +34,8 @@ mod folder;
 mod header;
 mod headers_only;
 mod layout;
+mod layout_writer;
 mod masks;
-mod merged_writer;
 mod missing;
 mod names;
 mod naming;
@@ -61,7 +61,7 @@ mod source_tests;
 mod test_files;
 // These tests use symbolic links and positioned writes, whose functions have different names outside Unix.
 #[cfg(all(test, unix))]
-mod merged_writer_tests;
+mod layout_writer_tests;
 #[cfg(all(test, unix))]
 mod reopen_tests;
 #[cfg(all(test, unix))]
@@ -72,8 +72,8 @@ pub use folder::is_plain_name;
 pub use header::{TensorEntry, encode_header, in_a_row};
 pub use headers_only::HeadersOnly;
 pub use layout::{Layout, PlannedFile, PlannedTensor};
+pub use layout_writer::{LayoutWriter, TensorStream};
 pub use masks::{MASKS_FILE, MaskWriter};
-pub use merged_writer::{MergedWriter, TensorStream};
 pub(crate) use names::CHUNK_BYTES;
 #[cfg(feature = "synthetic")]
 pub(crate) use names::partial_of;

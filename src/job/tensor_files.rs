@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::Result;
 
 use super::folder::RunFolder;
-use crate::checkpoint::{Layout, MergedWriter};
+use crate::checkpoint::{Layout, LayoutWriter};
 use crate::run::Phase;
 use crate::runtime::Reporter;
 
@@ -38,7 +38,7 @@ impl TensorFiles<'_> {
         &self,
         finished: &mut BTreeMap<String, String>,
         forget: impl FnOnce() -> Result<()>,
-    ) -> Result<MergedWriter> {
+    ) -> Result<LayoutWriter> {
         if !finished.is_empty()
             && let Some(writer) = self.reopen(finished)?
         {
@@ -54,28 +54,28 @@ impl TensorFiles<'_> {
     /// Creates the files of a run that begins.
     ///
     /// # Errors
-    /// Fails as [`MergedWriter::create`].
-    pub(super) fn create(&self) -> Result<MergedWriter> {
+    /// Fails as [`LayoutWriter::create`].
+    pub(super) fn create(&self) -> Result<LayoutWriter> {
         let (layout, model) = (self.layout.clone(), self.folder.model_folder()?);
         let Reporter { clock, events } = self.reporter;
         clock
-            .measure(Phase::Allocate, || MergedWriter::create(layout, model, &self.sources, events))
+            .measure(Phase::Allocate, || LayoutWriter::create(layout, model, &self.sources, events))
     }
 
     /// Reopens the files of the unfinished run, and removes damaged tensors from `finished`, the hashes of tensors by name. `None`
     /// where a file is missing.
     ///
     /// # Errors
-    /// Fails for files that no run explains, and as [`MergedWriter::reopen`].
+    /// Fails for files that no run explains, and as [`LayoutWriter::reopen`].
     pub(super) fn reopen(
         &self,
         finished: &mut BTreeMap<String, String>,
-    ) -> Result<Option<MergedWriter>> {
+    ) -> Result<Option<LayoutWriter>> {
         self.folder.tidy()?;
         let (layout, model) = (self.layout.clone(), self.folder.model_folder()?);
         let Reporter { clock, events } = self.reporter;
         let reopened = clock.measure(Phase::Check, || {
-            MergedWriter::reopen(layout, model, &self.sources, finished, events)
+            LayoutWriter::reopen(layout, model, &self.sources, finished, events)
         })?;
         let Some((writer, damaged)) = reopened else {
             self.folder.refuse_files(false)?;

@@ -21,7 +21,7 @@ use super::settled_run::SettledRun;
 use super::streams::Streams;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{
-    Checkpoint, Layout, MergedWriter, PlannedTensor, Published, WeightSource, output_bytes,
+    Checkpoint, Layout, LayoutWriter, PlannedTensor, Published, WeightSource, output_bytes,
 };
 use crate::failure::Failure;
 use crate::model::{DecoderLayer, ModelConfig, Width};
@@ -212,7 +212,7 @@ fn pass(
     let (layout, replaced) = layout(&job.model, to)?;
     check_disk(&job, (layout.bytes(), replaced), folder)?;
     let source = job.model.folder.clone();
-    let writer = MergedWriter::create(layout, place, &[&source], events)?;
+    let writer = LayoutWriter::create(layout, place, &[&source], events)?;
     let mut streams = Streams::embed(&job, &Outputs::default(), events)?;
     let samples = streams.samples()?;
     let mut narrower =

@@ -13,7 +13,7 @@ use super::matrix::{
 use super::scan::PackJournal;
 use crate::bytes::ByteSize;
 use crate::checkpoint::{
-    CHUNK_BYTES, Checkpoint, Layout, MergedWriter, PlannedTensor, TensorEntry, TensorStream,
+    CHUNK_BYTES, Checkpoint, Layout, LayoutWriter, PlannedTensor, TensorEntry, TensorStream,
     WeightSource,
 };
 use crate::failure::Failure;
@@ -105,7 +105,7 @@ impl<'a> PackPass<'a> {
     /// Fails where a file cannot be read or written, and for a matrix that changed since it was counted.
     pub fn run(
         &self,
-        writer: &MergedWriter,
+        writer: &LayoutWriter,
         journal: &mut dyn PackJournal,
         events: &dyn Events,
     ) -> Result<()> {
@@ -129,7 +129,7 @@ impl<'a> PackPass<'a> {
     }
 
     /// Writes the parts of a matrix.
-    fn matrix(&self, writer: &MergedWriter, entry: &TensorEntry) -> Result<()> {
+    fn matrix(&self, writer: &LayoutWriter, entry: &TensorEntry) -> Result<()> {
         let size = MatrixSize::of(entry).context("only matrices are packed")?;
         let module = module_of(&entry.name);
         let begin = |end: &str| {
@@ -212,7 +212,7 @@ impl<'a> PackPass<'a> {
     /// Writes the small parts of a matrix, and records all parts.
     fn finish(
         &self,
-        writer: &MergedWriter,
+        writer: &LayoutWriter,
         entry: &TensorEntry,
         streams: PartStreams<'_>,
     ) -> Result<()> {

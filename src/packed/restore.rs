@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use super::scan::PackJournal;
 use super::source::PackedSource;
 use crate::bytes::ByteSize;
-use crate::checkpoint::{MergedWriter, TensorEntry, WeightSource};
+use crate::checkpoint::{LayoutWriter, TensorEntry, WeightSource};
 use crate::run::{Events, Meter};
 
 /// Parts of a piece that threads restore on their own, for each thread.
@@ -42,7 +42,7 @@ impl RestorePass<'_> {
     /// Fails where a file cannot be read or written, and for a packed matrix that is broken.
     pub fn run(
         &self,
-        writer: &MergedWriter,
+        writer: &LayoutWriter,
         journal: &mut dyn PackJournal,
         events: &dyn Events,
     ) -> Result<()> {
@@ -65,7 +65,7 @@ impl RestorePass<'_> {
         Ok(())
     }
 
-    fn tensor(&self, writer: &MergedWriter, entry: &TensorEntry) -> Result<()> {
+    fn tensor(&self, writer: &LayoutWriter, entry: &TensorEntry) -> Result<()> {
         let mut stream = writer.begin(&entry.name)?;
         // Whole rows, so that no row is restored twice.
         let matrix = self.source.matrix(&entry.name);

@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 
 use super::calibrate::{Calibrator, LayerStatistics};
 use crate::bytes::ByteSize;
-use crate::checkpoint::MergedWriter;
+use crate::checkpoint::LayoutWriter;
 use crate::linalg::{Linear, StoredDtype, StoredMatrix, Weight};
 use crate::model::{DecoderLayer, InputId, LinearId, LinearRole, ModelConfig};
 use crate::pruning::statistics::input_gram::InputGramKind;
@@ -79,7 +79,7 @@ pub struct Narrower<'a> {
     to: &'a ModelConfig,
     refits: bool,
     /// The writer of the matrices whose shapes change; `None` where only scores are wanted.
-    writer: Option<&'a MergedWriter>,
+    writer: Option<&'a LayoutWriter>,
     narrowed: Narrowed,
 }
 
@@ -88,7 +88,7 @@ impl<'a> Narrower<'a> {
     pub fn new(
         samples: HiddenStates,
         (of, to): (&'a ModelConfig, &'a ModelConfig),
-        writer: Option<&'a MergedWriter>,
+        writer: Option<&'a LayoutWriter>,
         reporter: Reporter<'a>,
     ) -> Self {
         Self {

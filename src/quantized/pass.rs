@@ -15,7 +15,7 @@ use super::stored::{
 };
 use crate::bytes::ByteSize;
 use crate::checkpoint::{
-    Checkpoint, Layout, MergedWriter, PlannedTensor, TensorEntry, TensorStream, WeightSource,
+    Checkpoint, Layout, LayoutWriter, PlannedTensor, TensorEntry, TensorStream, WeightSource,
 };
 use crate::failure::Failure;
 use crate::linalg::StoredDtype;
@@ -179,7 +179,7 @@ impl<'a> QuantizePass<'a> {
     /// settled.
     pub fn run(
         &mut self,
-        writer: &MergedWriter,
+        writer: &LayoutWriter,
         journal: &mut dyn QuantizeJournal,
         events: &dyn Events,
     ) -> Result<QuantizedTotals> {
@@ -214,7 +214,7 @@ impl<'a> QuantizePass<'a> {
     }
 
     /// Returns whether all parts of a matrix are written, and its zeros are known.
-    fn is_written(&self, writer: &MergedWriter, entry: &TensorEntry, state: &str) -> bool {
+    fn is_written(&self, writer: &LayoutWriter, entry: &TensorEntry, state: &str) -> bool {
         let mut parts = self.parts(entry, state).into_iter();
         self.known.contains_key(&entry.name) && parts.all(|part| writer.is_recorded(&part.name))
     }
@@ -231,7 +231,7 @@ impl<'a> QuantizePass<'a> {
 
     fn write_matrix(
         &self,
-        writer: &MergedWriter,
+        writer: &LayoutWriter,
         entry: &TensorEntry,
         state: &str,
     ) -> Result<Scales> {
@@ -328,7 +328,7 @@ impl<'a> QuantizePass<'a> {
     }
 
     /// Copies a tensor as it is.
-    fn copy(&self, writer: &MergedWriter, entry: &TensorEntry) -> Result<()> {
+    fn copy(&self, writer: &LayoutWriter, entry: &TensorEntry) -> Result<()> {
         let mut stream = writer.begin(&entry.name)?;
         let mut buffer = Vec::new();
         let mut start = 0;

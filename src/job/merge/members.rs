@@ -17,7 +17,7 @@ use super::outputs::MergeOutputs;
 use super::resolved::ResolvedMerge;
 use super::saliency::Saliency;
 use super::settle::{layout_of, method_settings};
-use crate::checkpoint::MergedWriter;
+use crate::checkpoint::LayoutWriter;
 use crate::failure::Failure;
 use crate::job::folder::RunFolder;
 use crate::job::recorder::Recorder;
@@ -116,7 +116,7 @@ pub(super) fn take_part(
     }
     let (target, sources) = (folder.model_folder()?, merge.inputs.folders());
     let none = BTreeMap::new();
-    let opened = MergedWriter::reopen(layout, target, &sources, &none, recorder)?;
+    let opened = LayoutWriter::reopen(layout, target, &sources, &none, recorder)?;
     let (writer, _) = opened.with_context(|| {
         Failure::new(format!("{ranks:?} does not see the files in `{}`", target.display()))
             .detail("every rank writes its tensors into the files of the first rank")

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result};
 
 use super::job::MergeJob;
-use crate::checkpoint::MergedWriter;
+use crate::checkpoint::LayoutWriter;
 use crate::job::folder::memory_log;
 use crate::job::folder::state_file::StateFile;
 use crate::job::recorder::Recorder;
@@ -15,7 +15,7 @@ use crate::runtime::{Reporter, memory};
 
 /// The files of a merge and the state of its run.
 pub(super) struct MergeOutputs<'a> {
-    pub(super) writer: MergedWriter,
+    pub(super) writer: LayoutWriter,
     pub(super) state: StateFile<'a>,
 }
 
@@ -72,7 +72,7 @@ impl<'a> MergeOutputs<'a> {
 }
 
 /// Reopens the files of the unfinished run; `None` where there is no such run, or a file of it is missing.
-fn reopen(job: &MergeJob, files: &TensorFiles<'_>) -> Result<Option<(MergedWriter, RunState)>> {
+fn reopen(job: &MergeJob, files: &TensorFiles<'_>) -> Result<Option<(LayoutWriter, RunState)>> {
     let Some(state) = &job.identity.unfinished else {
         return Ok(None);
     };

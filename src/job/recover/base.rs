@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 
 use super::super::settled_run::{SettledRun, offload_folder};
 use super::resolved::Recovery;
-use crate::checkpoint::{CONFIG_FILE, Checkpoint, MergedWriter, Published, WeightSource};
+use crate::checkpoint::{CONFIG_FILE, Checkpoint, LayoutWriter, Published, WeightSource};
 use crate::model::ModelConfig;
 use crate::quantized::{FourBitFormat, PIECE, Quantization, QuantizePass, QuantizedSource, config};
 use crate::recovery::{BaseLayers, BaseReader, MaskFile};
@@ -93,7 +93,7 @@ fn quantised(
     let mut pass = QuantizePass::new(quantization, &matrices, BTreeMap::new(), &mut (), events)?;
     let _ = std::fs::remove_dir_all(folder);
     std::fs::create_dir_all(folder).with_context(|| format!("creating `{}`", folder.display()))?;
-    let writer = MergedWriter::create(pass.layout()?, folder, &[&*model.folder], events)?;
+    let writer = LayoutWriter::create(pass.layout()?, folder, &[&*model.folder], events)?;
     pass.run(&writer, &mut (), events)?;
     let mut json = ModelConfig::read_json(&model.folder)?;
     let dtype = matrices.first().and_then(|name| checkpoint.entry(name));

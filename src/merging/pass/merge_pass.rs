@@ -19,7 +19,7 @@ use super::devices::MergeDevice;
 use super::other_ranks::{OtherRanks, ToFirstRank, own_share};
 use super::rows::MergeSources;
 use super::worker::{Worker, source_tasks, task_of};
-use crate::checkpoint::MergedWriter;
+use crate::checkpoint::LayoutWriter;
 use crate::linalg::StoredDtype;
 use crate::merging::methods::{Group, MergeMethod, MethodSettings, Scope};
 use crate::merging::recipe::TensorRecipe;
@@ -101,7 +101,7 @@ pub struct MergePass<'a> {
     /// The input models.
     pub inputs: &'a dyn MergeSources,
     /// The output.
-    pub writer: &'a MergedWriter,
+    pub writer: &'a LayoutWriter,
     /// Devices that compute linears in place of the CPU.
     pub devices: &'a [MergeDevice],
     /// The ranks that share the tensors.

@@ -14,7 +14,7 @@ use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
 use super::merge_pass::{MergeJournal, MergeTensor};
-use crate::checkpoint::MergedWriter;
+use crate::checkpoint::LayoutWriter;
 use crate::ranks::Ranks;
 use crate::run::merging::MergedTensor;
 
@@ -54,7 +54,7 @@ impl<'a> OtherRanks<'a> {
     ///
     /// # Errors
     /// Fails when a rank has left.
-    pub(super) fn arrived(&mut self, writer: &MergedWriter) -> Result<Vec<MergedTensor>> {
+    pub(super) fn arrived(&mut self, writer: &LayoutWriter) -> Result<Vec<MergedTensor>> {
         let mut all = Vec::new();
         let ranks = self.ranks;
         let mut still_working = Vec::new();

@@ -1,4 +1,4 @@
-//! [`MergedWriter`]: writes an output with any [`Layout`]. Several threads write tensors at once, each tensor piece by piece.
+//! [`LayoutWriter`]: writes an output with any [`Layout`]. Several threads write tensors at once, each tensor piece by piece.
 //!
 //! `create` allocates every file as `<name>.partial`. A thread begins a tensor, writes its bytes in order in pieces of any size, and
 //! finishes it; only then its hash is recorded. No tensor is held whole. `sync` returns the hashes of tensors that are on the disk.
@@ -27,9 +27,9 @@ use crate::bytes::{hex, unhex};
 use crate::run::Events;
 use crate::run::verification::Verification;
 
-/// The writer of a merge's output; see the first lines of this file.
+/// The writer of an output with a layout of its own; see the first lines of this file.
 #[derive(Debug)]
-pub struct MergedWriter {
+pub struct LayoutWriter {
     files: OutputFiles,
     /// In the order of [`Layout::tensors`].
     progress: Vec<TensorProgress>,
@@ -45,7 +45,7 @@ struct TensorProgress {
     digest: OnceLock<[u8; 32]>,
 }
 
-impl MergedWriter {
+impl LayoutWriter {
     /// Creates the folder `target` and allocates every file of `layout` in it. Old `*.partial` files are replaced.
     ///
     /// # Errors
@@ -64,7 +64,7 @@ impl MergedWriter {
     }
 
     /// Opens the files that an earlier process left in `target`, published or not, and compares each tensor of `finished` (name →
-    /// SHA-256 in hex, from [`MergedWriter::sync`]) with its hash. Returns the names of damaged tensors, which are to be written again.
+    /// SHA-256 in hex, from [`LayoutWriter::sync`]) with its hash. Returns the names of damaged tensors, which are to be written again.
     /// Returns `None`, and changes nothing, if a file is missing or does not fit the layout, or if a tensor is damaged after files were
     /// published.
     ///
@@ -132,7 +132,7 @@ impl MergedWriter {
     /// Copies the tensor `name` of `source`, whose bytes stay as they are.
     ///
     /// # Errors
-    /// Fails as [`MergedWriter::begin`] and [`TensorStream::write`], and when the source cannot be read.
+    /// Fails as [`LayoutWriter::begin`] and [`TensorStream::write`], and when the source cannot be read.
     pub fn copy(&self, source: &Checkpoint, name: &str) -> anyhow::Result<()> {
         let entry = source.entry(name);
         let entry = entry.with_context(|| format!("tensor `{name}` is not in the source"))?;
@@ -200,10 +200,10 @@ impl MergedWriter {
         self.finish_if(&|_| Ok(()), published, expected, events)
     }
 
-    /// [`MergedWriter::finish`] with a further check of the files that were read back, before any of them gets its name.
+    /// [`LayoutWriter::finish`] with a further check of the files that were read back, before any of them gets its name.
     ///
     /// # Errors
-    /// Fails as [`MergedWriter::finish`], and with the error of `check`.
+    /// Fails as [`LayoutWriter::finish`], and with the error of `check`.
     pub fn finish_if(
         self,
         check: &dyn Fn(&Verification) -> anyhow::Result<()>,

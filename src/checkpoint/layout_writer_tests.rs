@@ -11,7 +11,7 @@ use sha2::{Digest, Sha256};
 use super::test_files::{TestTensor, counting, folder, mixed_tensors, write, write_single};
 use super::writer_tests::{nothing_was_published, says};
 use super::{
-    Checkpoint, CheckpointWriter, ExpectedMatrix, Layout, MergedWriter, PlannedTensor, Published,
+    Checkpoint, CheckpointWriter, ExpectedMatrix, Layout, LayoutWriter, PlannedTensor, Published,
     WeightSource,
 };
 use crate::bytes::hex;
@@ -36,11 +36,11 @@ fn layout() -> Layout {
     Layout::new(tensors.into(), SHARD_BYTES).expect("a plain layout")
 }
 
-fn create(target: &Path) -> MergedWriter {
-    MergedWriter::create(layout(), target, &[], &Silent).expect("an empty folder")
+fn create(target: &Path) -> LayoutWriter {
+    LayoutWriter::create(layout(), target, &[], &Silent).expect("an empty folder")
 }
 
-fn write_tensor(writer: &MergedWriter, tensor: &TestTensor, piece: usize) -> anyhow::Result<()> {
+fn write_tensor(writer: &LayoutWriter, tensor: &TestTensor, piece: usize) -> anyhow::Result<()> {
     let mut stream = writer.begin(&tensor.name)?;
     for bytes in tensor.data.chunks(piece) {
         stream.write(bytes)?;
@@ -155,7 +155,7 @@ fn another_process_continues_and_writes_damaged_tensors_again() -> anyhow::Resul
     let offset = layout().entry(&b.name).expect("a tensor").offset;
     write_all_at(&damaged, &[0x55], offset + 77)?;
 
-    let reopen = |finished: &_| MergedWriter::reopen(layout(), out.path(), &[], finished, &Silent);
+    let reopen = |finished: &_| LayoutWriter::reopen(layout(), out.path(), &[], finished, &Silent);
     finished.insert("gone".into(), sha256(b""));
     let (writer, damaged) = reopen(&finished)?.expect("the files are there");
     assert_eq!(damaged, ["gone", "b.weight"]);
@@ -181,7 +181,7 @@ fn another_process_continues_and_writes_damaged_tensors_again() -> anyhow::Resul
     // A layout with a different tensor does not accept these files.
     let tensors =
         vec![PlannedTensor { name: "a.weight".into(), dtype: Dtype::F32, shape: vec![8, 16] }];
-    let other = MergedWriter::reopen(
+    let other = LayoutWriter::reopen(
         Layout::new(tensors, SHARD_BYTES)?,
         out.path(),
         &[],
@@ -230,7 +230,7 @@ fn a_tensor_takes_its_own_bytes_once_and_from_one_stream() -> anyhow::Result<()>
 fn an_empty_tensor_needs_no_write() -> anyhow::Result<()> {
     let out = folder();
     let tensors = vec![PlannedTensor { name: "none".into(), dtype: Dtype::F32, shape: vec![0, 4] }];
-    let writer = MergedWriter::create(Layout::new(tensors, 0)?, out.path(), &[], &Silent)?;
+    let writer = LayoutWriter::create(Layout::new(tensors, 0)?, out.path(), &[], &Silent)?;
     writer.begin("none")?.finish()?;
     writer.finish(with_config(), &[], &Silent)?;
     Checkpoint::open(out.path())?.require("none", &[0, 4])?;
@@ -259,9 +259,9 @@ fn the_output_may_lie_in_no_source_and_beside_no_other_weights() -> anyhow::Resu
     let (first, second, out) = (folder(), folder(), folder());
     let sources = [first.path(), second.path()];
     let inside = second.path().join("merged");
-    let start = |target: &Path| MergedWriter::create(layout(), target, &sources, &Silent);
+    let start = |target: &Path| LayoutWriter::create(layout(), target, &sources, &Silent);
     assert!(says(start(&inside)).contains("lies inside the model's folder"));
-    let reopened = MergedWriter::reopen(layout(), &inside, &sources, &BTreeMap::new(), &Silent);
+    let reopened = LayoutWriter::reopen(layout(), &inside, &sources, &BTreeMap::new(), &Silent);
     assert!(says(reopened).contains("lies inside the model's folder"));
     assert!(!inside.exists());
     assert!(says(start(first.path())).contains("is the model's folder"));
@@ -301,7 +301,7 @@ fn the_layout_of_a_source_gives_the_same_file() -> anyhow::Result<()> {
         let writer = CheckpointWriter::create(&checkpoint, copy.path(), &Silent)?;
         writer.finish(&[], VerifyLevel::Full, &Silent)?;
         let layout = Layout::of(&checkpoint).unwrap();
-        let writer = MergedWriter::create(layout, merged.path(), &[source.path()], &Silent)?;
+        let writer = LayoutWriter::create(layout, merged.path(), &[source.path()], &Silent)?;
         for tensor in mixed_tensors() {
             write_tensor(&writer, &tensor, 5)?;
         }
