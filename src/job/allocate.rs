@@ -64,7 +64,7 @@ pub(super) fn ratios(
     let observes = Observed { kind: Some(&ColumnSquaresKind), kept };
     let job = settle_pass(measuring, model, Some(observes), events)?;
     let allocation = sparsity.allocate;
-    events.note(format!("measuring the dense layers for --allocate {}", allocation.name()));
+    events.note(format!("measuring the layers for --allocate {}", allocation.name()));
     let mut streams = Streams::embed(&job, &Outputs::default(), events)?;
     let samples = streams.samples()?;
     let band = allocation.band(sparsity.ratio_band);

@@ -156,7 +156,9 @@ impl SettledRun {
         let targets = self.pruning().map(|pruning| &pruning.targets);
         let has_ratio = targets.is_some_and(|targets| targets.pattern == Pattern::Unstructured);
         let selection = settings.sparsity.as_ref().map(|sparsity| &sparsity.selection);
-        if selection.is_some_and(|selection| selection.layer_ratios.is_some()) {
+        let of_closing = recovery.and_then(|recovery| recovery.closing.layer_ratios.as_ref());
+        let of_layers = selection.and_then(|selection| selection.layer_ratios.as_ref());
+        if of_layers.or(of_closing).is_some() {
             flag("layer_ratios", "layer_ratios.json".to_string());
         }
         let (by_name, changed) = (settings.by_name()?, settings.changed()?);

@@ -14,7 +14,7 @@ use crate::failure::Failure;
 use crate::linalg::product::Kernel;
 use crate::run::command_line::quoted;
 use crate::run::manifest::PerplexityReport;
-use crate::run::state::OF_THE_RATE;
+use crate::run::state::{KNOWN_LATER, OF_THE_RATE};
 use crate::run::{Manifest, Plan, RunState, TextProtocol};
 use crate::settings::{DeviceSettings, OutputSettings, Settings};
 
@@ -114,6 +114,7 @@ pub(super) fn late(
         let devices = layers.chain(model.gpu_names.iter().cloned()).collect::<Vec<_>>();
         late.insert("devices".to_string(), devices.join(", "));
     }
+    debug_assert!(late.keys().all(|name| KNOWN_LATER.contains(&name.as_str())));
     late
 }
 

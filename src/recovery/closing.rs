@@ -57,6 +57,15 @@ impl fmt::Debug for ClosingMasks {
 }
 
 impl ClosingMasks {
+    /// The last step that changes a mask; 0 where every matrix has its last sparsity before the training.
+    pub fn last_change(&self) -> u64 {
+        let mut ranges = self.ranges.iter().flatten();
+        match ranges.all(|range| range.first >= range.target.ratio) {
+            true => 0,
+            false => self.schedule.last(),
+        }
+    }
+
     /// Performs the choice of a parameter at the end of a step, if its mask closes then. A parameter without a mask stays as it is.
     ///
     /// # Panics

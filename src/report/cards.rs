@@ -1,7 +1,7 @@
 //! The cards of pruned, merged, recovered and quantised models.
 
 use super::card::{Card, CardSource, hub_name, text_name};
-use super::format::{percent, with_seed};
+use super::format::{percent, trimmed, with_seed};
 use super::front_matter::code;
 use super::merges;
 use crate::run::manifest::{Perplexities, PruningReport};
@@ -148,18 +148,35 @@ pub fn recovered(
     facts.extend(recovery.rank.map(|rank| ("Rank", rank.to_string())));
     facts.push(("Optimizer", format!("{}, rate {:.3e}", recovery.optim, recovery.rate)));
     facts.push(steps);
+    let closing = recovery.closing.as_ref();
+    facts.extend(closing.map(|closing| {
+        let (before, end) = (trimmed(closing.before), closing.end());
+        ("Sparsity", format!("from {before} to {end}, while it trained"))
+    }));
     facts.extend(recovery.teacher.as_deref().map(|teacher| ("Teacher", code(teacher))));
     facts.push(("Text", format!("{}, {} tokens", text_name(text), text.tokens_used)));
     let (name, how) = (code(model.name), &recovery.how);
+    let lead = match closing {
+        Some(_) => format!("{name}, trained with `--how {how}` while weights were removed."),
+        None => format!(
+            "{name}, trained after its pruning with `--how {how}`. Pruned weights are still zero."
+        ),
+    };
+    let mut notes = vec!["`recovery.json` has the losses.".to_string()];
+    notes.extend(match closing {
+        None => Some("`pruning.json`, if it is here, tells how the model was pruned; its perplexity is from before the training.".to_string()),
+        Some(closing) if !closing.layer_ratios.is_empty() => Some("`layer_ratios.json` of the command is the list `recovery.closing.layer_ratios` of `recovery.json`.".to_string()),
+        Some(_) => None,
+    });
     Card {
         name: hub_name(&format!("{:.70}-recovered", model.name)),
-        lead: format!("{name}, trained after its pruning with `--how {how}`. Pruned weights are still zero."),
+        lead,
         base_models: source.base_models(model.id),
         relation: Some("finetune"),
         tags: ["prune", "pruned", "recovered", "sparse"].map(String::from).to_vec(),
         source,
         facts,
-        notes: vec!["`recovery.json` has the losses. `pruning.json`, if it is here, tells how the model was pruned; its perplexity is from before the training.".to_string()],
+        notes,
         command,
         ..measured(measures)
     }

@@ -21,11 +21,16 @@ pub(super) fn rows(
     )];
     let mut row = |name: &'static str, value: String| rows.push((name, value));
     if let Some(closing) = &recovery.closing {
-        let (before, to, choices) = (closing.before, &closing.to, closing.choices.len());
-        let (last, before) = (closing.last_step, trimmed(before));
+        let (before, to, last) = (trimmed(closing.before), closing.end(), closing.last_step);
         row(
             "  masks",
-            format!("closed from {before} to {to} in {choices} choices, by step {last}"),
+            match closing.choices.len() {
+                0 => format!("closed to {to} before the training"),
+                1 => format!("closed from {before} to {to} in step {last}"),
+                choices => {
+                    format!("closed from {before} to {to} in {choices} choices, by step {last}")
+                }
+            },
         );
     }
     if let (Some(first), Some(last)) = (recovery.steps.first(), recovery.steps.last()) {
@@ -44,12 +49,11 @@ pub(super) fn rows(
         .iter()
         .filter_map(|layer| {
             let training = layer.training.as_ref()?;
-            // A layer that is as in the teacher has nothing to lose.
-            let left = match training.first {
-                0.0 => 100.0,
-                first => 100.0 * training.last / first,
-            };
-            Some(format!("{left:.0}"))
+            // A layer that begins as the teacher's has no loss to compare with.
+            Some(match training.first {
+                0.0 => "–".to_string(),
+                first => format!("{:.0}", 100.0 * training.last / first),
+            })
         })
         .collect();
     if !losses.is_empty() {

@@ -63,12 +63,25 @@ pub struct RecoveryReport {
 pub struct ClosingReport {
     /// The sparsity in the end, as asked for: `0.8`, `2:4`.
     pub to: String,
+    /// The sparsity of each layer in the end; absent where all layers have the same.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layer_ratios: Vec<f64>,
     /// The sparsity of the trained matrices before the first step.
     pub before: f64,
     /// The last step that removed weights. Held-out losses of earlier steps belong to lower sparsities.
     pub last_step: u64,
     /// The sparsity after each choice; for blocks, in every layer.
     pub choices: Vec<ChoiceReport>,
+}
+
+impl ClosingReport {
+    /// The sparsity in the end: as asked for, or the mean of the layers' own.
+    pub fn end(&self) -> String {
+        match self.choices.last().filter(|_| !self.layer_ratios.is_empty()) {
+            Some(last) => format!("{:.4}", last.sparsity),
+            None => self.to.clone(),
+        }
+    }
 }
 
 /// The sparsity after a choice.

@@ -35,6 +35,17 @@ pub const EVALUATION_FILE_OF_DENSE: &str = "evaluation.dense.state";
 /// The settings that may change where a training continues from its best state after its loss exploded.
 pub const OF_THE_RATE: [&str; 4] = ["lr", "max_grad_norm", "schedule", "warmup"];
 
+/// Facts beside the settings that are compared once texts are tokenized and the work is planned.
+pub const KNOWN_LATER: [&str; 7] = [
+    "calibration tokens",
+    "training tokens",
+    "held-out tokens",
+    "evaluation tokens",
+    "task tokens",
+    "arithmetic",
+    "devices",
+];
+
 /// A run between two layers.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct RunState {
@@ -112,21 +123,23 @@ impl RunState {
         }
     }
 
-    /// Returns the differences between this run's settings and `settings`: name, value of this run, value in `settings`. A name that
-    /// only this run has is not a difference, unless it is a removed setting that changed the result.
+    /// Returns the differences between this run's settings and `settings`: name, value of this run, value in `settings`. A setting that
+    /// one of them does not name is "none" there. `settings` may lack what is known later.
     pub fn differences(
         &self,
         settings: &BTreeMap<String, String>,
     ) -> Vec<(String, String, String)> {
+        const NONE: &str = "none";
         let different = settings.iter().filter_map(|(name, now)| {
-            let then = self.settings.get(name).map_or("nothing", String::as_str);
+            let then = self.settings.get(name).map_or(NONE, String::as_str);
             (then != now).then(|| (name.clone(), then.to_string(), now.clone()))
         });
-        let removed = REMOVED.iter().filter_map(|(name, usual)| {
-            let then = self.settings.get(*name).filter(|then| then != usual)?;
-            Some((name.to_string(), then.clone(), "nothing".to_string()))
+        let left_out = self.settings.iter().filter(|(name, then)| {
+            let is_usual = REMOVED.contains(&(name.as_str(), then.as_str())) || *then == NONE;
+            !is_usual && !settings.contains_key(*name) && !KNOWN_LATER.contains(&name.as_str())
         });
-        different.chain(removed).collect()
+        let left_out = left_out.map(|(name, then)| (name.clone(), then.clone(), NONE.to_string()));
+        different.chain(left_out).collect()
     }
 
     /// The same run before its first layer: the processes that worked on it stay, and what they measured of time and memory.
@@ -169,12 +182,17 @@ mod tests {
             pairs.map(|(name, value)| (name.to_string(), value.to_string())).collect()
         };
         let removed = [("aim", "0.4"), ("block_target", "dense")];
+        let absent = [("e", "none"), ("arithmetic", "f32")];
         let state = RunState {
-            settings: settings(&[&[("a", "1"), ("b", "2"), ("c", "3")], &removed[..]].concat()),
+            settings: settings(
+                &[&[("a", "1"), ("b", "2"), ("c", "3")], &removed[..], &absent[..]].concat(),
+            ),
             ..RunState::default()
         };
-        let found = state.differences(&settings(&[("a", "1"), ("b", "3"), ("d", "4")]));
-        let expected = [("b", "2", "3"), ("d", "nothing", "4"), ("aim", "0.4", "nothing")];
+        let now = settings(&[("a", "1"), ("b", "3"), ("d", "4"), ("f", "none")]);
+        let found = state.differences(&now);
+        let expected =
+            [("b", "2", "3"), ("d", "none", "4"), ("aim", "0.4", "none"), ("c", "3", "none")];
         assert_eq!(
             found,
             expected.map(|(name, then, now)| (name.to_string(), then.to_string(), now.to_string()))

@@ -8,6 +8,7 @@ use clap::Args;
 use serde::{Serialize, Serializer};
 
 use super::values::share;
+use crate::failure::Failure;
 use crate::pipeline::LayerRatios;
 use crate::pipeline::allocation::Allocation;
 use crate::pruning::{Pattern, Target};
@@ -65,7 +66,8 @@ impl FromStr for CloseTarget {
 
     fn from_str(text: &str) -> Result<Self, String> {
         if text.contains(':') {
-            let pattern: Pattern = text.parse().map_err(|error| format!("{error}"))?;
+            // The hint of a pattern names values of --sparsity-type.
+            let pattern: Pattern = text.parse().map_err(|failure: Failure| failure.message)?;
             let Pattern::NOfM { n, m } = pattern else { return Err("it is no pattern".into()) };
             return Ok(Self(Target { ratio: n as f64 / m as f64, pattern }));
         }

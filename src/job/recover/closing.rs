@@ -51,10 +51,10 @@ pub(in crate::job) fn settle(
         (Some(Allocation::Owl), known) => (model, known),
         _ => (model, None),
     };
-    let targets = targets(&closing, target, allocation.as_ref(), &model)?;
+    let targets = targets((&closing, target), allocation.as_ref(), &recovery.part.ids, &model)?;
     let layers = 0..model.config.num_hidden_layers;
     let ranges = layers.map(|layer| {
-        let of = |&id: &LinearId| range(&model, layer, id, &targets);
+        let of = |&id: &LinearId| range(&model, layer, id, (&targets, &closing));
         recovery.part.ids.iter().map(of).collect()
     });
     let ranges = ranges.collect::<Result<Vec<_>>>()?;
@@ -81,9 +81,9 @@ fn measured(
 
 /// The target of every matrix.
 fn targets(
-    closing: &ClosingSettings,
-    target: CloseTarget,
+    (closing, target): (&ClosingSettings, CloseTarget),
     allocation: Option<&AllocationReport>,
+    ids: &[LinearId],
     model: &OpenedModel,
 ) -> Result<TargetPlan> {
     let of_layers = allocation.map(|report| LayerRatios::All(report.ratios.clone()));
@@ -92,10 +92,28 @@ fn targets(
         sparsity_ratio: is_free.then_some(target.0.ratio),
         sparsity_type: target.0.pattern,
         layer_ratios: of_layers.or_else(|| closing.layer_ratios.clone()),
+        // Other matrices keep their weights, so the pattern need not divide them.
+        include: ids.iter().map(|id| name_in_layer(*id)).collect(),
         ..Selection::default()
     };
     let by_score = method(PRUNE_METHOD).ok_or_else(|| Failure::new("there is no method"))?;
-    TargetPlan::resolve(&selection, by_score, &model.config)
+    TargetPlan::resolve(&selection, by_score, &model.config).map_err(|error| {
+        match error.downcast::<Failure>() {
+            Ok(failure) if !is_free => {
+                let hint = "use a ratio, like --close-to 0.5, or train other matrices with --target-modules";
+                failure.hint(hint).into()
+            }
+            Ok(failure) => failure.into(),
+            Err(error) => error,
+        }
+    })
+}
+
+/// The name of a matrix inside its layer: `self_attn.q_proj`.
+fn name_in_layer(id: LinearId) -> String {
+    let name = id.tensor_name(0);
+    let name = name.trim_end_matches(".weight");
+    name.splitn(4, '.').nth(3).unwrap_or(name).to_string()
 }
 
 /// The range of a matrix, whose zeros are counted in pieces.
@@ -103,7 +121,7 @@ fn range(
     model: &OpenedModel,
     layer: usize,
     id: LinearId,
-    targets: &TargetPlan,
+    (targets, closing): (&TargetPlan, &ClosingSettings),
 ) -> Result<ClosingRange> {
     let target =
         targets.of(layer, id).unwrap_or(Target { ratio: 0.0, pattern: Pattern::Unstructured });
@@ -130,13 +148,17 @@ fn range(
         .hint("close to a ratio, like --close-to 0.8, or begin with the dense model or one of that pattern")
         .into()),
         Pattern::Unstructured if zeros > target.count_of(elements) => {
-            let has = zeros as f64 / elements as f64;
+            let goal = target.count_of(elements);
             Err(Failure::usage(format!(
-                "`{name}` has {zeros} zeros of {elements} weights ({has:.4}), more than --close-to {:.4} leaves",
+                "`{name}` has {zeros} zeros of {elements} weights, and its mask closes to {goal} ({:.4})",
                 target.ratio
             ))
             .detail("a removed weight never comes back")
-            .hint("close to a higher sparsity, or train without --close-to and keep the mask of the model")
+            .hint(match (&closing.layer_ratios, closing.allocate) {
+                (Some(_), _) => "name a higher sparsity for this layer in the file of --layer-ratios",
+                (None, Some(_)) => "close to a higher sparsity, or leave --allocate out",
+                (None, None) => "close to a higher sparsity, or train without --close-to and keep the mask of the model",
+            })
             .into())
         }
         _ => Ok(ClosingRange {
@@ -152,10 +174,11 @@ impl Recovery {
         let masks = self.closing_masks(steps)?;
         let elements: Vec<usize> = self.part.ids.iter().map(|id| id.elements(config)).collect();
         let sparsity = |step: u64| masks.sparsity(step, &elements);
-        let last_step = masks.schedule.last();
+        let last_step = masks.last_change();
         let choices = (1..=last_step).filter(|&step| masks.schedule.closes_in(step));
         Some(ClosingReport {
             to: self.settings.closing.close_to?.to_string(),
+            layer_ratios: self.closing.as_ref().map(ClosingPlan::layer_ratios).unwrap_or_default(),
             before: sparsity(0),
             last_step,
             choices: choices.map(|step| ChoiceReport { step, sparsity: sparsity(step) }).collect(),

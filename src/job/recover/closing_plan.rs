@@ -19,6 +19,18 @@ pub(in crate::job) struct ClosingPlan {
     pub(in crate::job) allocation: Option<AllocationReport>,
 }
 
+impl ClosingPlan {
+    /// The sparsity of every layer in the end; empty where all layers have the same.
+    pub(super) fn layer_ratios(&self) -> Vec<f64> {
+        let of_layer = |ranges: &Vec<ClosingRange>| ranges.first().map(|range| range.target.ratio);
+        let ratios: Vec<f64> = self.ranges.iter().filter_map(of_layer).collect();
+        match ratios.windows(2).all(|pair| pair[0] == pair[1]) {
+            true => Vec::new(),
+            false => ratios,
+        }
+    }
+}
+
 /// Refuses flags that contradict each other.
 ///
 /// # Errors

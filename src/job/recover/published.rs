@@ -45,7 +45,8 @@ impl SettledRun {
         };
         let mut written = vec![(RECOVERY_FILE, json_file(&published)?)];
         let pruning = folder.join(PRUNING_FILE);
-        if pruning.is_file() {
+        // Its counts of zeros are no longer true where masks have closed.
+        if pruning.is_file() && published.recovery.closing.is_none() {
             let bytes = input::read(&pruning, LARGEST_RECORD, Expected::Json)
                 .map_err(|error| input::cannot_read(&pruning, &error))?;
             written.push((PRUNING_FILE, bytes));

@@ -18,6 +18,7 @@ use crate::recovery::optimizers::{
 use crate::recovery::optimizers::{find, nearest};
 use crate::recovery::{TrainedForm, TrainedPart};
 use crate::run::Events;
+use crate::run::verification::VerifyLevel;
 use crate::settings::{
     ALL_LINEAR, ComputeDtype, DISTILL_WEIGHT, RecoverySettings, RecoveryWay, Settings, TrainedKind,
 };
@@ -73,10 +74,10 @@ impl Recovery {
         // Whole percents: some rows of every matrix are an estimate.
         let sparsity = (100.0 * zeros).round() / 100.0;
         let resolved = Self::of(recovery, (&model.config, sparsity), teacher.transpose()?)?;
-        // A model whose masks close leaves its dense model with the first choice.
-        let may_be_equal = recovery.closing.close_to.is_some();
-        if let Some(teacher) = resolved.teacher.as_ref().filter(|_| !may_be_equal) {
-            teacher.check_differs(model, &resolved.part.ids, events)?;
+        if let Some(teacher) = &resolved.teacher {
+            // A dense model whose mask closes leaves its teacher with the first choice.
+            let closes = recovery.closing.close_to.is_some();
+            teacher.check_differs(model, &resolved.part.ids, closes, events)?;
         }
         Ok(Some(resolved))
     }
@@ -203,7 +204,10 @@ fn check_ways(recovery: &RecoverySettings, settings: &Settings) -> Result<()> {
     let refused = match (recovery.how, recovery.trains) {
         (RecoveryWay::Blocks, _) if recovery.teacher.is_none() => Some((
             "--how blocks needs the dense model, whose outputs the layers learn".to_string(),
-            "add --teacher DENSE, or train without one: --how lora".to_string(),
+            match recovery.closing.close_to {
+                Some(_) => "add --teacher DENSE, or train without one: --how full".to_string(),
+                None => "add --teacher DENSE, or train without one: --how lora".to_string(),
+            },
         )),
         (RecoveryWay::Blocks, _) if recovery.distill_weight.is_some() => Some((
             "--distill-weight is for --how lora and full; blocks learns from the teacher alone"
@@ -246,6 +250,15 @@ fn check_ways(recovery: &RecoverySettings, settings: &Settings) -> Result<()> {
         _ if recovery.save_adapter && recovery.train_norms => Some((
             "an adapter has no place for the norms that --train-norms trains".to_string(),
             "leave one of the two flags out".to_string(),
+        )),
+        _ if settings.output.save_masks => Some((
+            "--save-masks is for a pruning method, and this command trains".to_string(),
+            "leave it out: the zeros of the trained model are its masks".to_string(),
+        )),
+        _ if settings.output.verify == VerifyLevel::Full => Some((
+            "--verify full does not fit a training: it compares kept weights with the source"
+                .to_string(),
+            "use --verify quick".to_string(),
         )),
         _ if recovery.patience.is_some() && recovery.held_out == 0 => Some((
             "--patience needs held-out examples".to_string(),

@@ -252,13 +252,14 @@ impl Recovery {
             job.model.seqlen,
         ));
         if let Some(closing) = self.closing_report(schedule.steps, config) {
-            events.note(format!(
-                "masks        close from {} to {} in {} choices by step {}",
-                report::trimmed(closing.before),
-                closing.to,
-                closing.choices.len(),
-                closing.last_step
-            ));
+            let (before, end) = (report::trimmed(closing.before), closing.end());
+            events.note(match closing.choices.len() {
+                0 => format!("masks        stand still: the model is at {end} already"),
+                choices => format!(
+                    "masks        close from {before} to {end} in {choices} choices by step {}",
+                    closing.last_step
+                ),
+            });
         }
         if let Some((examples, held)) = &job.texts.examples {
             let held = held.as_ref().map_or(0, |held| held.len());

@@ -365,7 +365,7 @@ impl<'a> Training<'a> {
     /// The step from which on all masks are the last masks: held-out losses before belong to lower sparsities.
     fn first_comparable(&self) -> u64 {
         let closing = self.recovery.closing_masks(self.schedule.steps);
-        closing.map_or(0, |closing| closing.schedule.last())
+        closing.map_or(0, |closing| closing.last_change())
     }
 
     fn is_measured_after(&self, step: u64) -> bool {

@@ -177,4 +177,22 @@ fn a_training_with_other_settings_is_not_continued() {
     let other = place.run(&command.replace("--dataset train.txt", "--dataset test.txt"));
     assert_eq!(other.code, 1, "{}", other.stderr);
     assert!(other.stderr.contains("training tokens: "), "{}", other.stderr);
+    // A flag that is left out is a difference, too, and nothing of the first training is lost.
+    let closing = command.replace("--save out", "--close-to 0.8 --close-by 0.9 --save closed");
+    assert!(place.with_fault(&closing, "kill:24").is_none());
+    // A killed process leaves its locks.
+    let left = || {
+        let mut files = outcome(&place.path("closed"));
+        files.retain(|name, _| !name.ends_with("prune.lock"));
+        files
+    };
+    let before = left();
+    for (flags, name) in
+        [("--close-to 0.8 --close-by 0.9", "close-to: 0.8"), ("--close-by 0.9", "close-by: 0.9")]
+    {
+        let other = place.run(&closing.replace(flags, ""));
+        assert_eq!(other.code, 1, "{}", other.stderr);
+        assert!(other.stderr.contains(&format!("{name} there, none now")), "{}", other.stderr);
+        assert_same(&left(), &before, flags);
+    }
 }

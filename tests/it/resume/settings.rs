@@ -97,6 +97,26 @@ fn other_settings_are_refused_with_the_difference() {
 }
 
 #[test]
+fn a_flag_that_is_left_out_is_a_difference() {
+    let place = place();
+    fs::write(place.path("ratios.json"), "[0.4, 0.5, 0.6]").expect("written");
+    for more in ["--drop-layers 1", "--drop-width 0.5", "--layer-ratios ratios.json"] {
+        let first = format!("{WANDA} {more}");
+        let begun = (20..400).step_by(20).any(|at| {
+            let _ = fs::remove_dir_all(place.path("out"));
+            assert!(with_fault(&place, &first, &format!("kill:{at}")).is_none(), "{more}");
+            place.path("out/unfinished.json").exists()
+        });
+        assert!(begun, "{more}");
+        let ran = place.run(&command(WANDA));
+        assert_eq!(ran.code, 1, "{more}: {}", ran.stderr);
+        assert!(ran.stderr.contains(" there, none now"), "{more}: {}", ran.stderr);
+        let ran = place.run(&command(&first));
+        assert_eq!(ran.code, 0, "{more}: {}", ran.stderr);
+    }
+}
+
+#[test]
 fn another_arithmetic_is_refused_with_the_flag_that_is_common() {
     let place = place();
     let in_f32 = format!("{WANDA} --dtype f32");
