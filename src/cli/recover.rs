@@ -32,7 +32,8 @@ Examples:
     mut_arg("nsamples", |flag| flag.help_heading(TEXT).hide_default_value(true).value_parser(clap::value_parser!(u32).range(1..))
         .default_value_ifs([("how", "lora", NEEDED), ("how", "full", NEEDED)])
         .help("Samples of `blocks`, else examples at most [default: 128; as many as the steps need]")),
-    mut_arg("seed", |flag| flag.help_heading(TEXT).help("Seed of samples, their order, and the first factors"))
+    mut_arg("seed", |flag| flag.help_heading(TEXT).help("Seed of samples, their order, and the first factors")),
+    mut_arg("save_masks", |flag| flag.hide(true))
 )]
 pub struct RecoverArgs {
     #[command(flatten)]

@@ -48,6 +48,9 @@ pub fn rates(manifest: &Manifest) -> Option<Figure> {
     Some(Figure { name: "learning-rate".into(), caption, svg })
 }
 
+/// The label of the share of zeros, which is drawn beside losses.
+const ZEROS: &str = "share of zeros";
+
 fn series(label: &str, form: SeriesForm, steps: impl Iterator<Item = (u64, f64)>) -> ChartSeries {
     let points = steps.filter(|(_, value)| value.is_finite());
     ChartSeries::new(label, form, points.map(|(step, value)| (step as f64, value)))
@@ -74,7 +77,7 @@ fn of_steps(recovery: &RecoveryReport) -> Vec<ChartSeries> {
         let end = recovery.steps.last().map_or(closing.last_step, |step| step.step);
         zeros.push((end, zeros[zeros.len() - 1].1));
         all.push(series("held out, lower sparsity", SeriesForm::Marked, held(false)));
-        all.push(series("share of zeros", SeriesForm::Line, zeros.into_iter()));
+        all.push(series(ZEROS, SeriesForm::Line, zeros.into_iter()));
     }
     all
 }
@@ -97,11 +100,13 @@ fn drawn(title: &str, y_name: &str, mut series: Vec<ChartSeries>) -> Option<Stri
     let points = series.iter().flat_map(|series| &series.points);
     let (_, steps) = range(points.clone().map(|point| point.0))?;
     let (low, high) = range(points.map(|point| point.1))?;
+    let losses = series.iter().filter(|series| series.label != ZEROS);
+    let (least, most) = range(losses.flat_map(|series| &series.points).map(|point| point.1))?;
     let chart = Chart {
         title,
         y_name,
         x_name: "step",
-        description: &format!("{title} over {steps} steps, from {high:.3e} to {low:.3e}."),
+        description: &format!("{title} over {steps} steps, from {most:.3e} to {least:.3e}."),
         x: Axis::up_to(0.0, steps, 6),
         y: Axis::around(low, high, 5),
         series,
