@@ -165,7 +165,7 @@ pub fn recovered(
     let mut notes = vec!["`recovery.json` has the losses.".to_string()];
     notes.extend(match closing {
         None => Some("`pruning.json`, if it is here, tells how the model was pruned; its perplexity is from before the training.".to_string()),
-        Some(closing) if !closing.layer_ratios.is_empty() => Some("`layer_ratios.json` of the command is the list `recovery.closing.layer_ratios` of `recovery.json`.".to_string()),
+        Some(_) if command.iter().any(|word| word == "layer_ratios.json") => Some("`layer_ratios.json` of the command is the list `recovery.closing.layer_ratios` of `recovery.json`.".to_string()),
         Some(_) => None,
     });
     Card {

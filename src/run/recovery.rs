@@ -63,7 +63,7 @@ pub struct RecoveryReport {
 pub struct ClosingReport {
     /// The sparsity in the end, as asked for: `0.8`, `2:4`.
     pub to: String,
-    /// The sparsity of each layer in the end; absent where all layers have the same.
+    /// The sparsity of each layer in the end; absent where all layers have the sparsity that was asked for.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub layer_ratios: Vec<f64>,
     /// The sparsity of the trained matrices before the first step.

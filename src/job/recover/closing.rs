@@ -176,9 +176,10 @@ impl Recovery {
         let sparsity = |step: u64| masks.sparsity(step, &elements);
         let last_step = masks.last_change();
         let choices = (1..=last_step).filter(|&step| masks.schedule.closes_in(step));
+        let (plan, target) = (self.closing.as_ref()?, self.settings.closing.close_to?);
         Some(ClosingReport {
-            to: self.settings.closing.close_to?.to_string(),
-            layer_ratios: self.closing.as_ref().map(ClosingPlan::layer_ratios).unwrap_or_default(),
+            to: target.to_string(),
+            layer_ratios: plan.layer_ratios(target.0.ratio),
             before: sparsity(0),
             last_step,
             choices: choices.map(|step| ChoiceReport { step, sparsity: sparsity(step) }).collect(),

@@ -20,11 +20,11 @@ pub(in crate::job) struct ClosingPlan {
 }
 
 impl ClosingPlan {
-    /// The sparsity of every layer in the end; empty where all layers have the same.
-    pub(super) fn layer_ratios(&self) -> Vec<f64> {
+    /// The sparsity of every layer in the end; empty where all layers have the same `target`.
+    pub(super) fn layer_ratios(&self, target: f64) -> Vec<f64> {
         let of_layer = |ranges: &Vec<ClosingRange>| ranges.first().map(|range| range.target.ratio);
         let ratios: Vec<f64> = self.ranges.iter().filter_map(of_layer).collect();
-        match ratios.windows(2).all(|pair| pair[0] == pair[1]) {
+        match ratios.iter().all(|ratio| *ratio == target) {
             true => Vec::new(),
             false => ratios,
         }

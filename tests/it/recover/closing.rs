@@ -80,7 +80,12 @@ fn groups_of_a_dense_model_close_to_a_pattern() {
 fn layers_have_their_own_sparsity() {
     let place = pruned(StoredDtype::F32, "--sparsity-ratio 0.5");
     std::fs::write(place.path("ratios.json"), r#"{"1": 0.6}"#).expect("written");
-    run(&place, "--how full --close-to 0.8 --layer-ratios ratios.json");
+    let manifest = run(&place, "--how full --close-to 0.8 --layer-ratios ratios.json");
+    let closing = manifest.recovery.and_then(|of| of.closing).expect("masks closed");
+    assert_eq!((closing.layer_ratios, closing.to.as_str()), (vec![0.8, 0.6], "0.8"));
+    let card = std::fs::read_to_string(place.path("out/model/README.md")).expect("a card");
+    assert!(card.contains("--layer-ratios layer_ratios.json"), "{card}");
+    assert!(card.contains("while it trained") && !place.path("out/model/pruning.json").exists());
     for (name, zeros, elements) in zeros(&place) {
         let target = if name.contains("layers.1.") { 0.6 } else { 0.8 };
         assert_eq!(zeros, (elements as f64 * target) as usize, "{name}");
