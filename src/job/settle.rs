@@ -271,12 +271,15 @@ fn check_gate(settings: &Settings) -> Result<()> {
         || (prunes && !is_smaller && evaluation.eval == EvalSides::Both);
     // In a sweep, the run of the dense model leaves the states that cells are compared with.
     let chooses = evaluation.kl_positions != KlPositions::All && evaluation.dense_states.is_none();
-    let asked = [(evaluation.max_kl.is_some(), "--max-kl"), (chooses, "--kl-positions")];
-    if let Some((_, flag)) = asked.into_iter().find(|(is_asked, _)| *is_asked && !compares) {
+    let asked = [
+        (evaluation.max_kl.is_some(), "--max-kl", "X"),
+        (chooses, "--kl-positions", "second-half"),
+    ];
+    if let Some((_, flag, value)) = asked.into_iter().find(|asked| asked.0 && !compares) {
         let why = format!("{flag} needs the dense model, and nothing is compared with it");
         let hint = match (prunes, is_smaller || settings.recovery.is_some()) {
             (_, true) => {
-                format!("measure the result: prune eval OUT/model --against DENSE {flag} …")
+                format!("measure the result: prune eval OUT/model --against DENSE {flag} {value}")
             }
             (true, false) => "add --eval both".to_string(),
             (false, false) => "name the dense model with --against".to_string(),

@@ -93,7 +93,7 @@ fn targets(
         sparsity_type: target.0.pattern,
         layer_ratios: of_layers.or_else(|| closing.layer_ratios.clone()),
         // Other matrices keep their weights, so the pattern need not divide them.
-        include: ids.iter().map(|id| name_in_layer(*id)).collect(),
+        include: ids.iter().map(|id| id.name().to_string()).collect(),
         ..Selection::default()
     };
     let by_score = method(PRUNE_METHOD).ok_or_else(|| Failure::new("there is no method"))?;
@@ -107,13 +107,6 @@ fn targets(
             Err(error) => error,
         }
     })
-}
-
-/// The name of a matrix inside its layer: `self_attn.q_proj`.
-fn name_in_layer(id: LinearId) -> String {
-    let name = id.tensor_name(0);
-    let name = name.trim_end_matches(".weight");
-    name.splitn(4, '.').nth(3).unwrap_or(name).to_string()
 }
 
 /// The range of a matrix, whose zeros are counted in pieces.
